@@ -74,6 +74,11 @@ void check_state(const State& state, size_t tensors, size_t parts);
 void check_part(const char* name, const Tensor& part, at::IntArrayRef shape,
                 std::optional<at::ScalarType> dtype = {});
 
+// A state of rows that a convolution of x reads, in the dtype in which x is convolved: one call may be under
+// autocast and another one not.
+State convolution_state(const State& state, const Tensor& x);
+
+inline bool is_weight(double m) { return m >= 0 && m <= 1; }
 // Refuses a weight that is none, and a learned one that a sigmoid does not reach.
 void check_mixture(const MixAttentionOptions& options);
 

@@ -46,9 +46,7 @@ namespace {
 // last W - 1 rows.
 std::pair<Tensor, State> convolve(const Tensor& x, const Tensor& taps, const State& before,
                                   const Tensor& cu_seqlens, bool in_place) {
-  // One call may be under autocast and another one not.
-  const auto dtype = autocast_dtype(x, x.scalar_type());
-  const auto state = before.map([&](const Tensor& rows) { return rows.to(dtype); });
+  const auto state = convolution_state(before, x);
   const ops::ShortConvOptions conv{.state = state.as<ops::ShortConvState>(), .cu_seqlens = cu_seqlens};
   const auto rows = x.flatten(2), weight = taps.expand({rows.size(2), -1});
   if (in_place) return {ops::short_conv_step(rows, weight, {}, conv).view_as(x), state};

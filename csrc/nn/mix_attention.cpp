@@ -5,18 +5,10 @@
 
 namespace girih::nn {
 
-namespace {
-
-// expected: what is asked of it beside.
-void check_weight(double m, bool fits, const char* expected = "") {
-  TORCH_CHECK_VALUE(m >= 0 && m <= 1 && fits, "weight is ", m, "; expected a number from 0 to 1", expected);
-}
-
-}  // namespace
-
 void check_mixture(const MixAttentionOptions& options) {
   const double m = options.weight;
-  check_weight(m, !(options.learned && (m == 0 || m == 1)), ", and between them if it is learned");
+  TORCH_CHECK_VALUE(is_weight(m) && !(options.learned && (m == 0 || m == 1)), "weight is ", m,
+                    "; expected a number from 0 to 1, and between them if it is learned");
 }
 
 MemoryAsGateImpl::MemoryAsGateImpl(MixAttentionOptions settings) : options(settings) {
@@ -43,7 +35,7 @@ void MemoryAsGateImpl::reset_parameters() {
 
 void MemoryAsGateImpl::set_weight(double m) {
   TORCH_CHECK_VALUE(!options.learned, "weight: this mixture learns it, a schedule cannot move it");
-  check_weight(m, true);
+  TORCH_CHECK_VALUE(is_weight(m), "weight is ", m, "; expected a number from 0 to 1");
   weight.fill_(m);
 }
 

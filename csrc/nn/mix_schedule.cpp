@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "fields.h"
+#include "layer.h"
 
 namespace girih::nn {
 namespace {
@@ -12,8 +13,6 @@ const std::map<std::string, std::vector<std::string>>& schedules() {
       {"constant", {"final"}}, {"gradual", {"first", "final", "steps"}}, {"cyclic", {"levels", "steps"}}};
   return options;
 }
-
-bool is_weight(double m) { return m >= 0 && m <= 1; }
 
 }  // namespace
 

@@ -24,11 +24,14 @@ void ShortConvImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
+State convolution_state(const State& state, const Tensor& x) {
+  const auto dtype = autocast_dtype(x, x.scalar_type());
+  return state.map([&](const Tensor& rows) { return rows.to(dtype); });
+}
+
 Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
-  // One call may be under autocast and another one not.
-  const auto dtype = autocast_dtype(x, x.scalar_type());
-  const auto before = call.state.map([&](const Tensor& inputs) { return inputs.to(dtype); });
+  const auto before = convolution_state(call.state, x);
   const ops::ShortConvOptions conv{.activation = options.activation,
                                    .state = before.as<ops::ShortConvState>(),
                                    .cu_seqlens = call.cu_seqlens};

@@ -225,7 +225,7 @@ TEST_CASE("An injected layer's state is refused before any of it is written", "[
       for (const bool shorter : {true, false}) {
         auto wrong = state;
         auto& part = *tensors_of(wrong)[i];
-        // Of one sequence, or of another kind of number.
+        // One sequence instead of two, or integers.
         part = shorter ? part.slice(0, 0, 1) : part.to(at::kInt);
         CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
       }

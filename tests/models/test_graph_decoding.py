@@ -83,9 +83,9 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def graphs(monkeypatch, device):
-    """Counts what is recorded and replayed; `off()` has every step run without graphs.
+    """Counts captures and replays of graphs; `off()` makes every step run without graphs.
 
-    `before` and `after` are called beside what is replayed.
+    Replays call `before` and `after`.
     """
     counts = {"recorded": 0, "replayed": 0}
     on_device, can_capture, recorders = graph.record, graph.can_capture, []

@@ -667,7 +667,7 @@ class ChunkAttentionImpl : public LayerImpl {
 
   // x [N, rows, hidden_size] -> y. kept: turned keys and values {k, v} [N, slots, heads, head_dim], chunk - 1
   // slots for the rows that follow the current chunk's header, then one slot for each header; empty at the
-  // start. A single row writes them in place. given, residual: as of by_products.
+  // start. A single row writes them in place. input, residual: as of by_products.
   Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
                 const RowInput& input = {}, const Tensor& residual = {});
   // Queries, keys and values of x [N, rows, hidden_size], queries and keys turned to their places.

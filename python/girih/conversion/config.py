@@ -12,7 +12,7 @@ from torch import nn
 
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS
-from girih.nn.layers.mix_attention import is_weight
+from girih.nn.layers.mix_attention import check_mixture
 from girih.nn.layers.mixers import Mixer
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.ops import words
@@ -223,10 +223,7 @@ class Injection:
         self.refuse_idle(f.name for f in fields(self) if getattr(self, f.name) != f.default)
         if self.max_self_attn_length is not None:
             check_whole_number("max_self_attn_length", self.max_self_attn_length, 1)
-        if not is_weight(self.weight) or (self.learned and self.weight in (0.0, 1.0)):
-            raise ValueError(
-                f"weight is {self.weight!r}; expected a number from 0 to 1, and between them if it is learned"
-            )
+        check_mixture(self.weight, self.learned)
         if not is_finite(self.norm_eps):
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 

@@ -27,8 +27,9 @@ _capture_lock = threading.Lock()
 class CapturePool:
     """The stream and the memory pool of graphs that run one after the other.
 
-    stream: graphs are recorded on it. pool: the memory that all of them use. A pool for each graph would hold
-    its memory until PyTorch releases all of its free memory. keeper: a graph that keeps the pool alive.
+    stream: the stream on which graphs are captured. pool: the memory that all graphs share. A pool for each
+    graph would hold its memory until PyTorch releases all of its free memory. keeper: a graph whose existence
+    keeps the pool alive.
     """
 
     def __init__(self, device: torch.device):

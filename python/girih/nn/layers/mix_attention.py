@@ -44,6 +44,14 @@ def is_weight(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= 1.0
 
 
+def check_mixture(weight: Any, learned: bool) -> None:
+    """Refuses a weight that is none, and a learned one that a sigmoid does not reach."""
+    if not is_weight(weight) or (learned and weight in (0.0, 1.0)):
+        raise ValueError(
+            f"weight is {weight!r}; expected a number from 0 to 1, and between them if it is learned"
+        )
+
+
 class MixState(NamedTuple):
     base: Any
     mixer: Any
@@ -61,10 +69,7 @@ class MemoryAsGate(Layer):
 
     def __init__(self, *, weight: float = 0.5, learned: bool = False, cross: bool = False):
         super().__init__()
-        if not is_weight(weight) or (learned and weight in (0.0, 1.0)):
-            raise ValueError(
-                f"weight is {weight!r}; expected a number from 0 to 1, and between them if it is learned"
-            )
+        check_mixture(weight, learned)
         self.first_weight, self.learned, self.cross = weight, learned, cross
         if learned:
             self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard takes no scalar
