@@ -711,13 +711,18 @@ def same(theirs, ours):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and off(ours, theirs) < 1e-5
 
 
+# transformers 5.17 repeats key heads before it calls the delta rule.
+SHARES_KEY_HEADS = version.parse(transformers.__version__) >= version.parse("5.24")
+
+
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_the_delta_rule_alone(name, length, grad):
+    heads = 2 if SHARES_KEY_HEADS else 4
     call = {
-        "query": drawn(2, length, 2, 8),
-        "key": 0.3 * drawn(2, length, 2, 8, seed=1),
+        "query": drawn(2, length, heads, 8),
+        "key": 0.3 * drawn(2, length, heads, 8, seed=1),
         "value": drawn(2, length, 4, 12),
         "g": -drawn(2, length, 4).abs(),
         "beta": drawn(2, length, 4, seed=1).sigmoid(),

@@ -16,7 +16,7 @@ from converted import IDS, WAYS, close, convert
 from girih.conversion.attention import cache_names, iterate_statements, returned_names
 from girih.conversion.projections import find
 from girih.models.adapters.attention_call import valid_tokens
-from openelm import ElmCausalAttention, elm
+from openelm import CACHE, ElmCausalAttention, elm
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 SERVED = [way for way in WAYS if "max_self_attn_length" not in WAYS[way]]
@@ -44,8 +44,8 @@ def test_at_weight_0_the_model_computes_what_it_did_bit_for_bit(has_norms):
     with girih.inject(model, weight=0.0, cross=True):
         for options in ({}, {"attention_mask": mask}):
             assert model(IDS, **options).logits.equal(base(IDS, **options).logits)
-        cache, own = (m(IDS[:, :9]).cache for m in (model, base))
-        assert model(IDS[:, 9:], cache=cache).logits.equal(base(IDS[:, 9:], cache=own).logits)
+        cache, own = (m(IDS[:, :9])[CACHE] for m in (model, base))
+        assert model(IDS[:, 9:], **{CACHE: cache}).logits.equal(base(IDS[:, 9:], **{CACHE: own}).logits)
         layers(model)[0].girih.set_weight(0.5)
         assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
     assert type(layers(model)[0]) is ElmCausalAttention and model(IDS).logits.equal(base(IDS).logits)
@@ -94,11 +94,11 @@ def test_in_pieces_the_logits_are_those_of_the_whole(model, cuts, side):
     if side != "none":
         mask[0, slice(0, 6) if side == "left" else slice(14, 20)] = 0
     whole = model(IDS, attention_mask=mask, use_cache=False)
-    assert whole.cache is None
+    assert whole.get(CACHE) is None
     cache, parts = None, []
     for a, b in zip((0, *cuts), (*cuts, 20), strict=True):
-        out = model(IDS[:, a:b], attention_mask=mask[:, :b], cache=cache, use_cache=True)
-        cache = out.cache
+        out = model(IDS[:, a:b], attention_mask=mask[:, :b], **{CACHE: cache}, use_cache=True)
+        cache = out.get(CACHE)
         parts.append(out.logits)
     parts = torch.cat(parts, 1)
     for row, kept in enumerate(mask.bool()):

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 ROOM = 64  # positions of the mask
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # until 5.24
 
 
 class ElmConfig(PretrainedConfig):
@@ -144,7 +145,7 @@ class ElmModel(ElmPreTrainedModel):
     def set_input_embeddings(self, value):
         self.token_embeddings = value
 
-    def forward(self, input_ids, attention_mask=None, cache=None, use_cache=None, cache_position=None):
+    def forward(self, input_ids, attention_mask=None, cache=None, use_cache=None):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
@@ -160,7 +161,7 @@ class ElmModel(ElmPreTrainedModel):
                 x, present = self._gradient_checkpointing_func(layer.__call__, *arguments)
             else:
                 x, present = layer(*arguments)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=present)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: present})
 
     def mask_over_all(self, attention_mask, x):
         least = torch.finfo(x.dtype).min
@@ -188,17 +189,17 @@ class ElmForCausalLM(ElmPreTrainedModel, GenerationMixin):
         attention_mask=None,
         position_ids=None,
         cache=None,
+        past_key_values=None,
         use_cache=None,
         labels=None,
-        cache_position=None,
         return_dict=None,
     ):
-        out = self.transformer(input_ids, attention_mask, cache, use_cache, cache_position)
+        out = self.transformer(input_ids, attention_mask, cache or past_key_values, use_cache)
         logits = F.linear(out.last_hidden_state, self.transformer.token_embeddings.weight)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, cache=out.cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: out.get(CACHE)})
 
 
 def elm(**own):
