@@ -36,8 +36,8 @@ class Inputs:
         return Inputs(self.op, *parts, self.options)
 
     def rows(self, part):
-        """Of these tokens, which matrices have none of."""
-        cut = {name: x if x.dim() == 2 else x[:, part] for name, x in self.data.items()}
+        """Of these tokens."""
+        cut = {name: x[:, part] for name, x in self.data.items()}
         return replace(self, data=cut, grads=self.grads | {"o": self.grads["o"][:, part]})
 
 
@@ -151,10 +151,7 @@ def in_pieces(inputs, length):
     T, n = inputs.data["q"].shape[1], inputs.options.get("n", 1)
     for a in range(0, T, length):
         rows = {name: n if x.shape[1] == T * n else 1 for name, x in inputs.data.items()}
-        part = {
-            name: x if x.dim() == 2 else x[:, a * rows[name] : (a + length) * rows[name]]
-            for name, x in inputs.data.items()
-        }
+        part = {name: x[:, a * rows[name] : (a + length) * rows[name]] for name, x in inputs.data.items()}
         o, state = getattr(ops, inputs.op)(**part, **inputs.options, state=state)
         outs_of.append(o)
     outs = {"o": torch.cat(outs_of, 1)} | {m: x for m, x in state._asdict().items() if x is not None}
