@@ -20,10 +20,14 @@
 //     dx_t = G_t^T s_t + A'^T dz_t
 //     dg_t = e^{g_t} G_t.A_{t-1}
 //
+// A weight w [M] of phi makes of the loss |w * phi(z_t) - a_t|^2 / 2: u_t = J_phi(z_t)^T (w * (w * phi(z_t) -
+// a_t)), its Hessian is H, da_t = -w * J du_t, and dw is the sum of (2 w * phi(z_t) - a_t) * J du_t.
+//
 // ds, dz and G go from chunk to chunk, in order, from the end; dx and dg of all pieces at once, from A before
 // and G after a piece.
 //
-// A head of queries reads the memories of its group: there is one of each a head of keys.
+// A head of queries reads the memories of its group: there is one of each a head of keys. Of one memory,
+// TTT's, o is r, and dr is do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -40,6 +44,7 @@ constexpr int kTrellisExactWidest = 256;  // M, D and V
 struct TrellisExactShape {
   ChunkGrid grid;
   int heads, query_heads;  // H, and HQ, a multiple
+  int memories = 2;        // or 1, the memory of keys alone: V is 0, and arrays of values are absent
   int D, V, M;             // as the caller's memories have them
   TrellisMap phi, f;
 
@@ -55,9 +60,10 @@ __host__ __device__ inline int trellis_exact_packed(int width) { return (width +
 // columns of A the rows.
 struct TrellisExactScan {
   TrellisExactShape shape;
-  In<4> x[2];        // [B, T, H, X]
-  In<4> a;           // [B, T, H, M]
-  In<3> gamma, g;    // [B, T, H], g optional
+  In<4> x[2];                     // [B, T, H, X]
+  In<4> a;                        // [B, T, H, M]
+  const float* weight = nullptr;  // of phi, [H, M] in packs, optional
+  In<3> gamma, g;                 // [B, T, H], g optional
   In<4> first[2];    // A' of a sequence's first chunk, fp32 [N, H, M, X]; absent without positions: initial
   In<4> initial[2];  // A before the first token
   Out<4> last_first[2];    // A' of the chunk that the next token is in
@@ -76,13 +82,14 @@ struct TrellisExactRows {
   TrellisMap f;
   float* y;         // [rows, M] in packs
   float* dr;        // the same, optional
-  float* reads[2];  // [rows], with dr: y.dy and r.dr
+  float* reads[2];  // [rows], with dr: y.dy and, optional, r.dr
 };
 cudaError_t trellis_exact_rows(const TrellisExactRows& problem, cudaStream_t stream);
 
 struct TrellisExactReverse {
   TrellisExactShape shape;
   In<4> x[2], a;
+  const float* weight = nullptr;
   In<3> gamma, g;
   In<4> l[2], w[2];                // [B, T, HQ, M], [B, T, HQ, X]
   const float* z[2];               // of the scan
@@ -90,9 +97,10 @@ struct TrellisExactReverse {
   Out<4> dfirst[2];                // fp32 [N, H, M, X], there with positions
   Out<4> dinitial[2];              // fp32 [N, H, M, X]
   float *dz[2], *da[2];            // [B, T, H, M] in packs; da is the sum over both memories
-  float* gradients[2];             // states: G after every piece
-  float* dgamma;                   // [2, B, T, H]: of either memory
-  float* started;                  // [2, B, T, H]: z.dz
+  float* dweight = nullptr;  // [B, T, H, M] in packs, there with a weight, of one memory: each token's part
+  float* gradients[2];       // states: G after every piece
+  float* dgamma;             // [memories, B, T, H]: of each
+  float* started;            // [memories, B, T, H]: z.dz
 };
 cudaError_t trellis_exact_reverse(const TrellisExactReverse& problem, cudaStream_t stream);
 
@@ -103,9 +111,9 @@ struct TrellisExactColumns {
   In<4> first[2], dlast_first[2];
   In<4> l[2], w[2];
   const float *s[2], *dz[2], *states[2], *gradients[2];
-  const float *reads, *dgamma, *started;  // reads [2, B, T, HQ]
+  const float *reads, *dgamma, *started;  // reads [memories, B, T, HQ]
   float* dx[2];                           // [B, T, H, X] in packs
-  float* dg;                              // [2, B, T, H], there with g: of either memory
+  float* dg;                              // [memories, B, T, H], there with g: of each
 };
 cudaError_t trellis_exact_columns(const TrellisExactColumns& problem, cudaStream_t stream);
 

@@ -39,9 +39,9 @@ struct Columns {
         shape(p.shape),
         run(run),
         group(shape.query_heads / shape.heads),
-        memory(static_cast<int>(blockIdx.x % 2)),
-        head(static_cast<int>(blockIdx.x / 2 % shape.heads)),
-        number(blockIdx.x / 2 / shape.heads),
+        memory(static_cast<int>(blockIdx.x % shape.memories)),
+        head(static_cast<int>(blockIdx.x / shape.memories % shape.heads)),
+        number(blockIdx.x / shape.memories / shape.heads),
         piece(piece_at(shape.grid.tokens, number, kChunk)),
         chunk(shape.grid.size),
         begun(shape.grid.position == nullptr
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 
 cudaError_t trellis_exact_columns(const TrellisExactColumns& p, cudaStream_t stream) {
   using namespace trellis;
-  const int64_t blocks = 2 * piece_count(p.shape.grid.tokens, kChunk) * p.shape.heads;
+  const int64_t blocks = p.shape.memories * piece_count(p.shape.grid.tokens, kChunk) * p.shape.heads;
   return by_exact_size(p.shape, [&](auto sizes) {
     using Sizes = decltype(sizes);
     return launch_exact<trellis_exact_columns_kernel<Sizes>, Sizes>(p, blocks, columns_arrays(p.shape),

@@ -148,6 +148,125 @@ struct ExactRow {
     });
   }
 
+  // The same with a weight w of phi (exact.h). e = w (w n - a), n = phi(z):
+  //
+  //     u = J^T e       da = -w J du       dw = (2 w n - a) J du       dz = slope dg + slope' g du
+  //
+  // where by y, of maps but softmax, with x' = slope du, r the root of n's norm and P x = x - its mean,
+  //
+  //     g = (P e - n s) / r                    s = n.e / N
+  //     j = (P x' - n alpha) / r               alpha = n.x' / N         (J du)
+  //     dg = (P (w^2 j) - s j - n ds - alpha g) / r                    ds = (j.e + n.w^2 j) / N
+  struct WeightedFit {
+    float mean, inverse, s, mean_e;  // softmax: the largest y, 1 / sum of e^{y - it}, n.e, 0
+  };
+  template <class Map>
+  __device__ static float image_of(const Map& map, const WeightedFit& found, float y) {
+    if constexpr (Map::softmax) return softmax_of(map, Fit{found.mean, found.inverse, 0.f, 0.f}, y);
+    return (y - found.mean) * found.inverse;
+  }
+  __device__ static float error_of(float n, float a, float w) { return w * (w * n - a); }
+  template <class Map>
+  __device__ WeightedFit fit(const Map& map, const float* z, const float* a, const float* w) const {
+    WeightedFit found{0.f, 1.f, 0.f, 0.f};
+    if constexpr (Map::softmax) {
+      const Fit whole = fit(map, z, a).fit;
+      found.mean = whole.mean, found.inverse = whole.inverse;
+    } else {
+      found.mean = map.centre * sum(map, z, a, [](float y, float) { return y; });
+      const float square =
+          sum(map, z, a, [&](float y, float) { return (y - found.mean) * (y - found.mean); });
+      found.inverse = fit_about(map, found.mean, square, 0.f, 0.f).inverse;
+    }
+    float along = 0.f, all = 0.f;
+    each([&](int first) {
+      const Two y = activated(map, z, first).y, target = load(a, first), weight = load(w, first);
+      two(first, [&](int m, int i) {
+        const float n = image_of(map, found, y.at[0][i]), e = error_of(n, target.at[0][i], weight.at[0][i]);
+        along += m < slots ? n * e : 0.f, all += m < slots ? e : 0.f;
+      });
+    });
+    found.s = over_warp(along) * (Map::softmax ? 1.f : map.unit);
+    found.mean_e = Map::softmax ? 0.f : over_warp(all) * map.centre;
+    return found;
+  }
+  // g, of softmax u
+  template <class Map>
+  __device__ static float gradient_of(const Map&, const WeightedFit& found, float n, float e) {
+    if constexpr (Map::softmax) return n * (e - found.s);
+    return (e - found.mean_e - n * found.s) * found.inverse;
+  }
+
+  template <class Map, class F>
+  __device__ void residual(const Map& map, const float* z, const float* a, const float* w, const F& f) const {
+    const WeightedFit found = fit(map, z, a, w);
+    each([&](int first) {
+      const Activated x = activated(map, z, first);
+      const Two target = load(a, first), weight = load(w, first);
+      Two u = x.y;
+      two(first, [&](int, int i) {
+        const float n = image_of(map, found, x.y.at[0][i]), e = error_of(n, target.at[0][i], weight.at[0][i]);
+        u.at[0][i] = x.slope.at[0][i] * gradient_of(map, found, n, e);
+      });
+      f(first, load(z, first), u);
+    });
+  }
+
+  // Of du = by * x: f(the first of two slots, u, dz, w J du, dw).
+  template <class Map, class F>
+  __device__ void gradients(const Map& map, const float* z, const float* a, const float* w, const float* x,
+                            float by, const F& f) const {
+    const WeightedFit found = fit(map, z, a, w);
+    // term(place among two, n, e, x', w) of slots that exist
+    const auto of_slots = [&](int first, const auto& term) {
+      const Activated at = activated(map, z, first);
+      const Two target = load(a, first), weight = load(w, first), given = load(x, first);
+      two(first, [&](int m, int i) {
+        if (m >= slots) return;
+        const float n = image_of(map, found, at.y.at[0][i]),
+                    e = error_of(n, target.at[0][i], weight.at[0][i]);
+        term(i, n, e, at.slope.at[0][i] * (by * given.at[0][i]), weight.at[0][i]);
+      });
+    };
+    float all = 0.f, along = 0.f;
+    each([&](int first) {
+      of_slots(first, [&](int, float n, float, float x, float) { all += x, along = fmaf(n, x, along); });
+    });
+    const float mean_x = Map::softmax ? 0.f : over_warp(all) * map.centre;
+    const float alpha = over_warp(along) * (Map::softmax ? 1.f : map.unit);
+    const auto tangent = [&](float n, float x) {
+      return Map::softmax ? n * (x - alpha) : (x - mean_x - n * alpha) * found.inverse;
+    };
+    all = along = 0.f;
+    each([&](int first) {
+      of_slots(first, [&](int, float n, float e, float x, float w) {
+        const float j = tangent(n, x), de = w * w * j;
+        all += de, along = fmaf(j, e, fmaf(n, de, along));
+      });
+    });
+    const float mean_de = Map::softmax ? 0.f : over_warp(all) * map.centre;
+    const float ds = over_warp(along) * (Map::softmax ? 1.f : map.unit);
+    each([&](int first) {
+      const Activated at = activated(map, z, first);
+      const Two target = load(a, first), given = load(x, first);
+      Two u, dz, da, dw;
+      fill(u, 0.f), fill(dz, 0.f), fill(da, 0.f), fill(dw, 0.f);
+      of_slots(first, [&](int i, float n, float e, float x, float w) {
+        const float j = tangent(n, x), de = w * w * j, g = gradient_of(map, found, n, e);
+        const float slope = at.slope.at[0][i];
+        u.at[0][i] = slope * g;
+        if constexpr (Map::softmax) {
+          dz.at[0][i] = j * (e - found.s) + n * (de - ds);
+        } else {
+          const float dg = (de - mean_de - found.s * j - n * ds - alpha * g) * found.inverse;
+          dz.at[0][i] = slope * dg + at.curve.at[0][i] * g * (by * given.at[0][i]);
+        }
+        da.at[0][i] = w * j, dw.at[0][i] = j * (2.f * w * n - target.at[0][i]);
+      });
+      f(first, u, dz, da, dw);
+    });
+  }
+
   // r = f(y), and J^T dr if it is asked for: to(the first of two slots, r, J^T dr).
   template <class Map, class F>
   __device__ void image(const Map& map, const float* z, const float* dr, const F& to) const {

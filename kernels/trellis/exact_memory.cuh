@@ -311,9 +311,9 @@ struct ExactPart {
   bool resumed;  // its first chunk goes on from what A' is given
 
   __device__ ExactPart(const TrellisExactShape& shape, int64_t block)
-      : of(chunked_sequence(shape.grid, block / 2 / shape.heads)),
-        head(static_cast<int>(block / 2 % shape.heads)),
-        memory(static_cast<int>(block % 2)),
+      : of(chunked_sequence(shape.grid, block / shape.memories / shape.heads)),
+        head(static_cast<int>(block / shape.memories % shape.heads)),
+        memory(static_cast<int>(block % shape.memories)),
         resumed(shape.grid.position != nullptr) {}
 
   __device__ int64_t batch() const { return of.sequence.batch; }
@@ -321,7 +321,7 @@ struct ExactPart {
   __device__ int64_t start() const { return of.sequence.start; }
   __device__ int64_t length() const { return of.sequence.end - of.sequence.start; }
 };
-// [2, B, T, heads]
+// [memories, B, T, heads]
 __device__ inline int64_t number_place(const Tokens& all, int heads, int memory, int64_t batch, int64_t token,
                                        int head) {
   return ((memory * all.batch + batch) * all.tokens + token) * heads + head;

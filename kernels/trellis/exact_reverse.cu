@@ -95,18 +95,29 @@ struct Reverse {
         const float* const at = z + place * Sizes::Tile;
         float *const to_dz = row_of(p.dz[part.memory], t), *const to_da = row_of(p.da[part.memory], t);
         float dgamma = 0.f, started = 0.f;
-        row.gradients(phi, at, a + place * Sizes::Tile, own, -gamma[place],
-                      [&](int first, const Two& u, const Two& dz, Two da) {
-                        const Two of = row.load(own, first), before = row.load(at, first);
-                        row.two(first, [&](int m, int i) {
-                          const bool exists = m < shape.M;
-                          dgamma -= exists ? u.at[0][i] * of.at[0][i] : 0.f;
-                          started += exists ? before.at[0][i] * dz.at[0][i] : 0.f;
-                          own[m] = exists ? dz.at[0][i] : 0.f;
-                          da.at[0][i] = -da.at[0][i];
+        const float* const targets = a + place * Sizes::Tile;
+        const auto finish = [&](int first, const Two& u, const Two& dz, Two da) {
+          const Two of = row.load(own, first), before = row.load(at, first);
+          row.two(first, [&](int m, int i) {
+            const bool exists = m < shape.M;
+            dgamma -= exists ? u.at[0][i] * of.at[0][i] : 0.f;
+            started += exists ? before.at[0][i] * dz.at[0][i] : 0.f;
+            own[m] = exists ? dz.at[0][i] : 0.f;
+            da.at[0][i] = -da.at[0][i];
+          });
+          row.store(to_dz, first, dz), row.store(to_da, first, da);
+        };
+        if (p.weight == nullptr) {
+          row.gradients(phi, at, targets, own, -gamma[place], finish);
+        } else {
+          float* const to_dw = row_of(p.dweight, t);
+          row.gradients(phi, at, targets, p.weight + part.head * trellis_exact_packed(shape.M), own,
+                        -gamma[place],
+                        [&](int first, const Two& u, const Two& dz, const Two& da, const Two& dw) {
+                          finish(first, u, dz, da);
+                          row.store(to_dw, first, dw);
                         });
-                        row.store(to_dz, first, dz), row.store(to_da, first, da);
-                      });
+        }
         dgamma = over_warp(dgamma), started = over_warp(started);
         if (lane() == 0) {
           const int64_t number = number_place(shape.grid.tokens, shape.heads, part.memory, part.batch(),
@@ -187,7 +198,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 
 cudaError_t trellis_exact_reverse(const TrellisExactReverse& p, cudaStream_t stream) {
   using namespace trellis;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  const int64_t blocks = p.shape.memories * p.shape.grid.tokens.sequences * p.shape.heads;
   return by_exact_size(p.shape, [&](auto sizes) {
     using Sizes = decltype(sizes);
     return launch_exact<trellis_exact_reverse_kernel<Sizes>, Sizes>(p, blocks, reverse_arrays(p.shape),

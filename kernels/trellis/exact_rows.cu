@@ -32,7 +32,9 @@ __global__ void __launch_bounds__(32 * kRowWarps)
       });
       if (dr == nullptr) continue;
       of_keys = over_warp(of_keys), of_values = over_warp(of_values);
-      if (lane() == 0) p.reads[0][i] = of_keys, p.reads[1][i] = of_values;
+      if (lane() > 0) continue;
+      p.reads[0][i] = of_keys;
+      if (p.reads[1] != nullptr) p.reads[1][i] = of_values;
     }
   });
 }

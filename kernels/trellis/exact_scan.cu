@@ -1,4 +1,4 @@
-// Both memories from chunk to chunk (exact.h), and whether the card has room for the exact kernels.
+// The memories from chunk to chunk (exact.h), and whether the card has room for the exact kernels.
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {
@@ -62,14 +62,20 @@ struct Scan {
         float* const own = z + place * Sizes::Tile;
         float *const to_z = p.z[part.memory] == nullptr ? nullptr : row_of(p.z[part.memory], t),
                      *const to_s = row_of(p.s[part.memory], t);
-        row.residual(phi, own, a + place * Sizes::Tile, [&](int first, const Two& of, Two u) {
+        const auto finish = [&](int first, const Two& of, Two u) {
           if (to_z != nullptr) row.store(to_z, first, of);
           row.two(first, [&](int m, int i) {
             u.at[0][i] = m < shape.M ? -gamma[place] * u.at[0][i] : 0.f;
             own[m] = u.at[0][i];
           });
           row.store(to_s, first, u);
-        });
+        };
+        if (p.weight == nullptr) {
+          row.residual(phi, own, a + place * Sizes::Tile, finish);
+        } else {
+          row.residual(phi, own, a + place * Sizes::Tile,
+                       p.weight + part.head * trellis_exact_packed(shape.M), finish);
+        }
       }
     });
   }
@@ -147,7 +153,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
 
 cudaError_t trellis_exact_scan(const TrellisExactScan& p, cudaStream_t stream) {
   using namespace trellis;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  const int64_t blocks = p.shape.memories * p.shape.grid.tokens.sequences * p.shape.heads;
   return by_exact_size(p.shape, [&](auto sizes) {
     using Sizes = decltype(sizes);
     return launch_exact<trellis_exact_scan_kernel<Sizes>, Sizes>(p, blocks, scan_arrays(), stream);

@@ -12,7 +12,8 @@ namespace {
 template <int Tile>
 int most_bytes() {
   using T = __nv_bfloat16;
-  int most = std::max(TrellisScanSpace<T, Tile>::kBytes, TrellisReverseSpace<T, Tile>::kBytes);
+  int most =
+      std::max(TrellisScanSpace<T, Tile>::kWeightedBytes, TrellisReverseSpace<T, Tile>::kWeightedBytes);
   for (const int chunk : {16, 32, 48, 64}) {
     const auto block = ChunkBlock::of(chunk);
     most =

@@ -89,11 +89,12 @@ __global__ void __launch_bounds__(kColumns* kWarps)
   const int tiles = (p.shape.grid.size + 15) / 16, length = of.chunk.length;
   for (int t = of.warp; t < length; t += kWarps) {
     const int64_t at = of.place(p.shape, t);
-    static_cast<float*>(p.dgamma.data)[offset_of(p.dgamma, of.batch, of.chunk.start + t, of.head)] =
-        p.dgammas[at] + p.dgammas[numbers + at];
+    float dgamma = p.dgammas[at];
+    if (p.shape.memories == 2) dgamma += p.dgammas[numbers + at];
+    static_cast<float*>(p.dgamma.data)[offset_of(p.dgamma, of.batch, of.chunk.start + t, of.head)] = dgamma;
     if (p.dg.data == nullptr) continue;
     float sum = 0.f;
-    for (int memory = 0; memory < 2; ++memory) {
+    for (int memory = 0; memory < p.shape.memories; ++memory) {
       for (int j = 0; j <= t / 16; ++j) sum += p.dL[(memory * tiles + j) * numbers + at];
     }
     shared[of.slot(t)] = sum;

@@ -15,6 +15,11 @@ template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
+// With a weight of phi.
+template <typename T, int Tile>
+cudaError_t launch_weighted_scan(const TrellisScan& problem, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_weighted_reverse(const TrellisReverse& problem, cudaStream_t stream);
 
 // Bytes of shared memory that the largest of them asks for, at most.
 int trellis_shared_bytes();

@@ -27,6 +27,25 @@ __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sum
   }
   return sum;
 }
+// With a weight, c = y - mean: (x', c x', (2 w^2 c / r - b + mean_a) x', w^2 x').
+template <int N>
+__device__ inline float4 weighted_products_of(const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
+                                              const Sums<N>& b, const Weights<N>& w, const Fit& f, int half) {
+  float4 sum{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float own = __fmul_rn(slope.at[n][i], x.at[n][i]), c = y.at[n][i] - f.mean,
+                  square = w.square_of(n, i);
+      sum.x += own;
+      sum.y = fmaf(c, own, sum.y);
+      sum.z = fmaf(fmaf(2.f * square * f.inverse, c, f.mean_a - b.at[n][i]), own, sum.z);
+      sum.w = __fadd_rn(sum.w, __fmul_rn(square, own));
+    }
+  }
+  return sum;
+}
 // Of both rows over the quad: a lane gets those of row lane_row() + 8 (lane() % 2).
 __device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
   const bool upper = lane() & 1;
@@ -44,6 +63,21 @@ __device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
   rows[0] = upper ? other : own, rows[1] = upper ? own : other;
 }
 
+__device__ inline float4 sum_of_rows(const float4 (&rows)[2]) {
+  const float3 parts[2] = {{rows[0].x, rows[0].y, rows[0].z}, {rows[1].x, rows[1].y, rows[1].z}};
+  const float3 rest[2] = {{rows[0].w, 0.f, 0.f}, {rows[1].w, 0.f, 0.f}};
+  const float3 sum = sum_of_rows(parts);
+  return {sum.x, sum.y, sum.z, sum_of_rows(rest).x};
+}
+__device__ inline void both_rows(float4 (&rows)[2], const float4& own) {
+  float3 parts[2];
+  both_rows(parts, {own.x, own.y, own.z});
+  const float other = __shfl_xor_sync(~0u, own.w, 1);
+  const bool upper = lane() & 1;
+  rows[0] = {parts[0].x, parts[0].y, parts[0].z, upper ? other : own.w};
+  rows[1] = {parts[1].x, parts[1].y, parts[1].z, upper ? own.w : other};
+}
+
 // slope' t, from slope' in its place: what the Hessian has of a silu's own curve.
 template <int N>
 __device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& a, const Fit& f, int half) {
@@ -52,6 +86,19 @@ __device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& 
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) curve.at[n][i] *= residual(y.at[n][i], a.at[n][i]);
+  }
+}
+
+template <int N>
+__device__ inline void to_weighted_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& b,
+                                        const Weights<N>& w, const Fit& f, int half) {
+  const WeightedResidual residual(f);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      curve.at[n][i] *= residual(y.at[n][i], b.at[n][i], w.square_of(n, i));
+    }
   }
 }
 
@@ -86,6 +133,35 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
         result = fmaf(bend.at[n][i], own, d * by_y);
       }
       x.at[n][i] = result;
+    }
+  }
+}
+
+// The same with a weight, w J x, and for dw the sum over both rows of (2 w n - a) J x, a column each; of
+// the sums of weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha) / r, s = n.e / N:
+//     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
+template <class Map, int N>
+__device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>& along, float (&dw)[N][2],
+                                            const Sums<N>& y, const Sums<N>& slope, const Sums<N>& bend,
+                                            const Sums<N>& a, const Weights<N>& w, const Fit& f,
+                                            const float4& of_weight, const float4& sums, int half) {
+  const WeightedResidual residual(f);
+  const float r = f.inverse, s = f.beta, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
+  const float ds = r * (fmaf(-mean_x, of_weight.x, sums.z) * map.unit - alpha * (s + of_weight.y));
+  const float all = __fadd_rn(sums.w, -__fmul_rn(mean_x, w.square));
+  const float mean_de = map.centre * r * fmaf(-alpha, of_weight.x, all);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float own = x.at[n][i], d = slope.at[n][i], weight = w.of(n, i), square = weight * weight,
+                  image = (y.at[n][i] - f.mean) * r;
+      const float j = fmaf(-image, alpha, __fmul_rn(d, own) - mean_x) * r;
+      const float g = residual(y.at[n][i], weight * a.at[n][i], square);
+      const float by_y = r * (fmaf(square - s, j, -mean_de) - fmaf(image, ds, alpha * g));
+      dw[n][i & 1] = fmaf(fmaf(2.f * weight, image, -a.at[n][i]), j, dw[n][i & 1]);
+      along.at[n][i] = weight * j;
+      x.at[n][i] = fmaf(bend.at[n][i], own, d * by_y);
     }
   }
 }

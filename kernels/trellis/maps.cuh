@@ -4,6 +4,8 @@
 //     u = grad E(z) = J^T (phi - a)        du reaches z by the Hessian of E, and a by -J.
 // Of a row all of this hangs on a few sums. l2 and layer norm share one form: layer norm's means are 0 for
 // l2, and without a norm the shares of the norm are.
+//
+// TTT's phi may have a weight w [M]: E(z) = |w * phi(z) - a|^2 / 2, and u = J^T (w * (w * phi - a)).
 #pragma once
 
 #include "pipe/roots.h"
@@ -17,7 +19,7 @@ constexpr float kMapEps = 1e-6f;
 // Exact: roots, and softmax's e^x, right to their last digits.
 template <bool Softmax, bool Exact = false>
 struct Map {
-  static constexpr bool softmax = Softmax, exact = Exact;
+  static constexpr bool softmax = Softmax, exact = Exact, weighted = false;
   static constexpr int kMoments = Softmax ? 4 : 3;  // of a row's sums, see Moments
   bool silu, norm;
   float centre;  // 1 / M where a mean is taken off, else 0
@@ -35,6 +37,12 @@ struct Map {
 // A map with a silu and a norm, for code that asks for neither.
 struct NormedSilu : Map<false> {
   static constexpr bool silu = true, norm = true;
+  using Map<false>::Map;
+};
+
+// Any map but softmax, with a weight.
+struct WeightedMap : Map<false> {
+  static constexpr bool weighted = true;
   using Map<false>::Map;
 };
 
@@ -255,6 +263,99 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
     }
   }
 }
+
+// ---- a weight of phi -------------------------------------------------------------------------------------
+
+// w of the lane's columns, 0 where there is none, and the sum of w^2 over the row. By a warp.
+template <int N>
+struct Weights {
+  float at[N][2], square;
+
+  __device__ Weights(const float* row, const Columns& columns) : square(0.f) {
+    each_pair<N>([&](int n, int i) {
+      at[n][i] = columns.has(n, i) ? row[columns.first + 8 * n + lane_col() + i] : 0.f;
+    });
+    for (int m = lane(); m < columns.slots; m += 32) square = fmaf(row[m], row[m], square);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+  }
+  __device__ float of(int n, int i) const { return at[n][i & 1]; }
+  __device__ float square_of(int n, int i) const { return at[n][i & 1] * at[n][i & 1]; }
+};
+struct NoWeights {
+  __device__ NoWeights(const float*, const Columns&) {}
+};
+
+// b = w a, in the place of a.
+template <int N>
+__device__ inline void weigh(Sums<N>& a, const Weights<N>& w) {
+  each_sum<N>([&](int n, int i) { a.at[n][i] *= w.of(n, i); });
+}
+template <int N>
+__device__ inline void weigh(Sums<N>&, const NoWeights&) {}
+
+// What a part of a row's columns has of the sums of w^2 y, w^2 y^2 and b, as moments_of_rows(), whose a is b.
+template <int N>
+__device__ inline void weighed_moments_of_rows(Moments (&rows)[2], const Weights<N>& w, const Sums<N>& y,
+                                               const Sums<N>& b) {
+  float sums[3][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sums[0][half] = sums[1][half] = sums[2][half] = 0.f;
+    each_pair<N>([&](int n, int i) {
+      const float x = y.at[n][2 * half + i], by = __fmul_rn(w.square_of(n, i), x);
+      sums[0][half] += by, sums[1][half] = fmaf(by, x, sums[1][half]), sums[2][half] += b.at[n][2 * half + i];
+    });
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) add_over_rows(sums[i][0], sums[i][1]);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) rows[half] = {sums[0][half], sums[1][half], sums[2][half], 0.f};
+}
+
+// What backward needs of a row beside its Fit: the sum of w^2 n, and that of w^2 n^2 / N.
+using WeightFit = float2;
+
+// With n = (y - mean) / r and e = w^2 n - b: beta is n.e / N, and mean_a that of -e. `square`: the sum of
+// w^2.
+template <class Map>
+__device__ inline Fit weighted_fit(const Map& map, const Moments& y, const Moments& weighed, float square,
+                                   WeightFit& of_weight) {
+  const float mean = y.x * map.centre;
+  const float variance = fmaxf(fmaf(-mean, y.x, y.y) * map.unit, 0.f);
+  const float inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
+  const float all = __fmul_rn(mean, square), wn = (weighed.x - all) * inverse;
+  const float wnn = fmaxf(fmaf(-mean, weighed.x + (weighed.x - all), weighed.y), 0.f) * inverse * inverse;
+  const float bn = fmaf(-mean, weighed.z, y.z) * inverse;
+  of_weight = {wn, wnn * map.unit};
+  return {mean, inverse, (wnn - bn) * map.unit, (weighed.z - wn) * map.centre};
+}
+
+// grad E by y: (e - mean of e - n (n.e) / N) / r.
+struct WeightedResidual {
+  float inverse, beta, mean, mean_a;
+  __device__ explicit WeightedResidual(const Fit& f)
+      : inverse(f.inverse), beta(f.beta), mean(f.mean), mean_a(f.mean_a) {}
+  __device__ float operator()(float y, float b, float square) const {
+    return inverse * fmaf((square - beta) * inverse, y - mean, mean_a - b);
+  }
+};
+
+// As to_residual().
+template <int N>
+__device__ inline void to_weighted_residual(Sums<N>& y, const Sums<N>& slope, const Sums<N>& b,
+                                            const Weights<N>& w, const Fit& f, int half) {
+  const WeightedResidual residual(f);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], b.at[n][i], w.square_of(n, i));
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------
 
 // phi(z) from y, in its place.
 template <class Map, int N>

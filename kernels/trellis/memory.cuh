@@ -35,11 +35,19 @@ struct TrellisPart {
   ChunkedSequence of;
 
   __device__ TrellisPart(const TrellisShape& shape, unsigned block)
-      : sequence(block / 2 / static_cast<unsigned>(shape.heads)),
-        head(static_cast<int>(block / 2 % static_cast<unsigned>(shape.heads))),
-        memory(static_cast<int>(block % 2)),
+      : sequence(of_head(shape, block) / static_cast<unsigned>(shape.heads)),
+        head(static_cast<int>(of_head(shape, block) % static_cast<unsigned>(shape.heads))),
+        memory(shape.memories == 1 ? 0 : static_cast<int>(block % 2)),
         of(chunked_sequence(shape.grid, sequence)) {}
+
+ private:
+  __device__ static unsigned of_head(const TrellisShape& shape, unsigned block) {
+    return shape.memories == 1 ? block : block / 2;
+  }
 };
+inline int64_t parts_of(const TrellisShape& shape) {
+  return shape.memories * shape.grid.tokens.sequences * shape.heads;
+}
 
 // Row `token` of a head.
 template <typename T>
@@ -141,9 +149,9 @@ __device__ inline void load_wide(Sums<2>& x, const Tile& tile, int row, int col)
   unpack<T>(x, raw);
 }
 
-template <auto Kernel, class Space, class Problem>
-cudaError_t launch_parts(const Problem& p, int64_t blocks, cudaStream_t stream) {
-  return launch_kernel<Kernel>(p, blocks, Space::kThreads, Space::kBytes, stream);
+template <auto Kernel, class Space, int Bytes, class Problem>
+cudaError_t launch_parts(const Problem& p, cudaStream_t stream) {
+  return launch_kernel<Kernel>(p, parts_of(p.shape), Space::kThreads, Bytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,4 +1,4 @@
-// The gradients of both memories from chunk to chunk, from the end, and what tokens get of them: one block a
+// The gradients of the memories from chunk to chunk, from the end, and what tokens get of them: one block a
 // sequence, head and memory.
 #pragma once
 
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     if (kWide) leave_registers<56>();
     const int loader = warp - Space::kChain - Space::kReaders;
     if (loader < Space::kLoaders) {
-      TrellisReverseLoader<T, Tile, Short>{p, part, space}.run(loader);
+      TrellisReverseLoader<T, Tile, Short, Phi::weighted>{p, part, space}.run(loader);
     } else {
       bring_memories<T, Tile>(p, part, space);
     }
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
 template <typename T, int Tile, class Phi>
 cudaError_t launch_reverse_of(const TrellisReverse& p, cudaStream_t stream) {
   using Space = TrellisReverseSpace<T, Tile>;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  constexpr int kBytes = Phi::weighted ? Space::kWeightedBytes : Space::kBytes;
   return p.shape.grid.size <= kTile
-             ? launch_parts<trellis_reverse_kernel<T, Tile, Phi, true>, Space>(p, blocks, stream)
-             : launch_parts<trellis_reverse_kernel<T, Tile, Phi, false>, Space>(p, blocks, stream);
+             ? launch_parts<trellis_reverse_kernel<T, Tile, Phi, true>, Space, kBytes>(p, stream)
+             : launch_parts<trellis_reverse_kernel<T, Tile, Phi, false>, Space, kBytes>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& p, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// The reverse pass's chain: the gradients of both memories from chunk to chunk, from the end. With G that of
+// The reverse pass's chain: the gradients of a memory from chunk to chunk, from the end. With G that of
 // A after a chunk and (l, w) its reads,
 //     dU_i = direct_i - gamma_i e^{L_C - L_i} G x_i        dZ_i = Hessian of E at z_i times dU_i
 //     G   <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T + dZ^T X
@@ -33,8 +33,8 @@ struct ReverseTile {
   Fit fits[2];
   float2 step;
 
-  template <typename T, class Map, class Space>
-  __device__ void load(const Map& phi, const Space& space, int s, int slot) {
+  template <typename T, class Map, class Space, class Weights>
+  __device__ void load(const Map& phi, const Space& space, int s, int slot, const Weights& weights) {
     const auto& numbers = space.numbers(s);
     Slice<S> z;
     Sums<S> target;
@@ -47,7 +47,14 @@ struct ReverseTile {
     fits[0] = numbers.fits[lane_row()], fits[1] = numbers.fits[lane_row() + 8];
     activate<T>(phi, y, slope, &bend);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) to_bend(bend, y, target, fits[half], half);
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (Map::weighted) {
+        if (half == 0) weigh(target, weights);
+        to_weighted_bend(bend, y, target, weights, fits[half], half);
+      } else {
+        to_bend(bend, y, target, fits[half], half);
+      }
+    }
   }
 };
 
@@ -84,6 +91,10 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   uint32_t bits[S];
 #pragma unroll
   for (int n = 0; n < S; ++n) bits[n] = columns.bits(n);
+  // Of phi's weight the gradient is summed over all tokens.
+  const std::conditional_t<Map::weighted, Weights<S>, NoWeights> weights(p.weight + part.head * shape.M,
+                                                                         columns);
+  float dw[S][2] = {};
   const int64_t last = part.of.chunks - 1;
   const bool within = last >= 0 && !chunk_of(shape.grid, part.of, last).complete;
   Held<K, S> G;
@@ -95,7 +106,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   ReverseTile<S> ready;
   const auto make_ready = [&](const Turn& at) {
     wait(space.full() + at.place, at.parity);
-    ready.template load<T>(phi, space, at.place, slot);
+    ready.template load<T>(phi, space, at.place, slot, weights);
   };
   if (kAhead && last >= 0) make_ready(turn);
   bool more = last >= 0;  // tiles
@@ -134,10 +145,23 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     }
     // The sums of both rows: each lane gets one row's.
     float4* table = space.table(tiles);
-    const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, a, tile.fits[0], 0),
-                            products_of(phi, du, tile.y, tile.slope, a, tile.fits[1], 1)};
-    const float3 own = sum_of_rows(sums);
-    if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
+    float4 of_weight[2];
+    if constexpr (Map::weighted) {
+      weigh(a, weights);
+      float4 sums[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        of_weight[half] = space.weight_fits(s)[lane_row() + 8 * half];
+        sums[half] = weighted_products_of(du, tile.y, tile.slope, a, weights, tile.fits[half], half);
+      }
+      const float4 own = sum_of_rows(sums);
+      if ((lane() & 2) == 0) table[warp * kTile + own_row] = own;
+    } else {
+      const float3 sums[2] = {products_of(phi, du, tile.y, tile.slope, a, tile.fits[0], 0),
+                              products_of(phi, du, tile.y, tile.slope, a, tile.fits[1], 1)};
+      const float3 own = sum_of_rows(sums);
+      if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
+    }
 
     // G += sum over t of e^{L_t} l_t w_t^T, and the next tile, before the other warps' sums are waited for
     Slice<S> weighed;
@@ -148,19 +172,24 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     // dZ, and -J dU
     Sums<S> targets = du;
     barrier_wait(1, 32 * kWarps);
-    float3 all{0.f, 0.f, 0.f};
+    std::conditional_t<Map::weighted, float4, float3> all{}, of_rows[2];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const float4 of_warp = table[w * kTile + own_row];
       all.x += of_warp.x, all.y += of_warp.y, all.z += of_warp.z;
+      if constexpr (Map::weighted) all.w += of_warp.w;
     }
     unpack<T>(a, tile.a);
-    float3 of_rows[2];
     both_rows(of_rows, all);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
-      to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half], half);
+      if constexpr (Map::weighted) {
+        to_weighted_products(phi, du, targets, dw, tile.y, tile.slope, tile.bend, a, weights, tile.fits[half],
+                             of_weight[half], of_rows[half], half);
+      } else {
+        to_jacobian_product(phi, targets, tile.y, tile.slope, tile.fits[half], of_rows[half], half);
+        to_hessian_product(phi, du, tile.y, tile.slope, tile.bend, a, tile.fits[half], of_rows[half], half);
+      }
     }
     // G += dZ^T X
     Slice<S> dz, da;
@@ -185,6 +214,17 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     }
   }
   store_state(p.dinitial[memory], G, part, shape, slot);
+  if constexpr (Map::weighted) {
+    float* const to = p.dweight + (part.sequence * shape.heads + part.head) * shape.M + slot;
+#pragma unroll
+    for (int n = 0; n < S; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float sum = sum_over_col(dw[n][i]);
+        if (lane_row() == 0 && columns.has(n, i)) to[8 * n + lane_col() + i] = sum;
+      }
+    }
+  }
 }
 
 }  // namespace girih::kernels

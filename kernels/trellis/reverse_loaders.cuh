@@ -6,7 +6,7 @@
 namespace girih::kernels {
 
 // Short: no chunk has more than one tile.
-template <typename T, int Tile, bool Short>
+template <typename T, int Tile, bool Short, bool Weighted>
 struct TrellisReverseLoader {
   using Space = TrellisReverseSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -37,8 +37,10 @@ struct TrellisReverseLoader {
     load_gates(numbers.gates, p.shape, p.gates, batch, token, rows, part.head);
     if (lane() < kTile) {
       const bool has = lane() < rows;
-      copy_async(shared_address(numbers.fits + lane()),
-                 row_of<float>(p.fit[part.memory], batch, token + (has ? lane() : 0), part.head), has);
+      const float* const fit =
+          row_of<float>(p.fit[part.memory], batch, token + (has ? lane() : 0), part.head);
+      copy_async(shared_address(numbers.fits + lane()), fit, has);
+      if (Weighted) copy_async(shared_address(space.weight_fits(stage) + lane()), fit + 4, has);
     }
     commit_copies();
   }

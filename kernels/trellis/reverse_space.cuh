@@ -43,6 +43,9 @@ struct TrellisReverseSpace {
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(float4));
   static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (3 * kStages + 4 * kPlaces) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
+  // With a weight of phi each token's WeightFit, in 16 bytes.
+  static constexpr int kWeighted = (kBytes + 15) / 16 * 16,
+                       kWeightedBytes = kWeighted + kStages * kTile * static_cast<int>(sizeof(float4));
 
   unsigned char* base;
 
@@ -58,6 +61,9 @@ struct TrellisReverseSpace {
   }
   __device__ Numbers& numbers(int stage) const {
     return reinterpret_cast<Numbers*>(base + kTiles + kMemories)[stage];
+  }
+  __device__ float4* weight_fits(int stage) const {
+    return reinterpret_cast<float4*>(base + kWeighted) + stage * kTile;
   }
   // Sums of a row by every warp, [warp][row], of this tile and the one before.
   __device__ float4* table(unsigned tiles) const {

@@ -1,6 +1,6 @@
 // What a chunk's tokens need of backward that no later chunk has a part in.
 //
-//     r_t = f(A_t q_t) of keys, again        dr_t = A_t do_t of values
+//     r_t = f(A_t q_t) of keys, again        dr_t = A_t do_t of values, or, of one memory, do_t
 //     dy = J_f^T dr                          dq_t = A_t^T dy_t of keys
 #pragma once
 
@@ -9,10 +9,12 @@
 
 namespace girih::kernels {
 
-// Tokens' vectors. Those of q and do, which are the warp's own, make way for r and dy.
-enum RowTile : int { kRowQ, kRowK, kRowV, kRowDo, kRowUk, kRowUv, kRowTiles };
+// Tokens' vectors; one memory has the first of them. Those of q and do, which are the warp's own, make way
+// for r and dy.
+enum RowTile : int { kRowQ, kRowK, kRowDo, kRowUk, kRowV, kRowUv, kRowTiles };
+__host__ __device__ constexpr int row_tiles(int memories) { return memories == 1 ? kRowV : kRowTiles; }
 
-template <typename T, int Tile>
+template <typename T, int Tile, int Memories>
 __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant__ TrellisRows p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using Reader = TrellisChunk<T, Tile>;
@@ -20,29 +22,37 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   const TrellisShape& shape = p.shape;
   Reader reader(shape, shared);
 
-  reader.load(kRowDo, p.dout, shape.V);
-  reader.load(kRowV, p.x[1], shape.V);
-  reader.load(kRowUv, p.u[1], shape.M);
-  reader.load_memory(p.memories[1]);
-  reader.load_gates(p.gates, kRowTiles);
-  commit_copies();
+  reader.load(kRowDo, p.dout, shape.output_width());
+  if constexpr (Memories == 2) {
+    reader.load(kRowV, p.x[1], shape.V);
+    reader.load(kRowUv, p.u[1], shape.M);
+    reader.load_memory(p.memories[1]);
+    reader.load_gates(p.gates, row_tiles(Memories));
+    commit_copies();
+  } else {
+    reader.load_memory(p.memories[0]);
+    reader.load_gates(p.gates, row_tiles(Memories));
+  }
   reader.load(kRowQ, p.q, shape.D);
   reader.load(kRowK, p.x[0], shape.D);
   reader.load(kRowUk, p.u[0], shape.M);
   commit_copies();
-  wait_copies<1>();
-  __syncthreads();
 
   // dR
   Operand<K> w;
   Sums<N> dr, y, slope;
-  reader.left(w, kRowDo);
-  reader.read(dr, w, kRowV, kRowUv);
-  __syncthreads();
-  reader.load_memory(p.memories[0]);
-  commit_copies();
+  if constexpr (Memories == 2) {
+    wait_copies<1>();
+    __syncthreads();
+    reader.left(w, kRowDo);
+    reader.read(dr, w, kRowV, kRowUv);
+    __syncthreads();
+    reader.load_memory(p.memories[0]);
+    commit_copies();
+  }
   wait_copies<0>();
   __syncthreads();
+  if constexpr (Memories == 1) reader.wide(dr, kRowDo);
 
   // Y, r = f(Y), dY = J_f^T dR
   reader.left(w, kRowQ);
@@ -56,21 +66,23 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
       to_image(f, y, found, half, reader.columns);
     }
   });
-  reader.store(kRowQ, y);
+  if constexpr (Memories == 2) reader.store(kRowQ, y);
   reader.store(kRowDo, dr);
   __syncwarp();
-  reader.put_rows(p.l[1], shape.M, kRowQ);
+  if constexpr (Memories == 2) reader.put_rows(p.l[1], shape.M, kRowQ);
   reader.put_rows(p.l[0], shape.M, kRowDo);
 
-  // dQ. The tile of the values' u has been read by all.
+  // dQ. The tile of the values' u has been read by all, that of q by the warp, whose own it is.
   round_to<T>(w, dr);
   reader.read_transposed(y, w, kRowUk, kRowK);
-  reader.store_out(p.dq, shape.D, y, kRowUv);
+  reader.store_out(p.dq, shape.D, y, Memories == 2 ? kRowUv : kRowQ);
 }
 
 template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& p, cudaStream_t stream) {
-  return launch_chunks<trellis_rows_kernel<T, Tile>, T, Tile>(p, kRowTiles, stream);
+  return p.shape.memories == 1
+             ? launch_chunks<trellis_rows_kernel<T, Tile, 1>, T, Tile>(p, row_tiles(1), stream)
+             : launch_chunks<trellis_rows_kernel<T, Tile, 2>, T, Tile>(p, row_tiles(2), stream);
 }
 
 }  // namespace girih::kernels

@@ -1,5 +1,5 @@
-// Both memories from chunk to chunk, and what tokens read of them: one block a sequence, head and memory, and
-// where there are clusters the two memories' blocks beside each other.
+// The memories from chunk to chunk, and what tokens read of them: one block a sequence, head and memory, and
+// where there are clusters the two memories' blocks beside each other. One memory reads by itself.
 #pragma once
 
 #include "pipe/clusters.h"
@@ -19,18 +19,18 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   const Space space{by_address(shared)};
   const TrellisPart part(p.shape, blockIdx.x);
-  const bool reads = p.o.data != nullptr;
+  const bool paired = has_pairs(p);
   const int warp = warp_index();
   if (threadIdx.x == 0) {
     space.init(p, part, Short ? 1 : Space::kReaders);
-    if (reads) publish_barriers();
+    if (paired) publish_barriers();
     if (part.head == 0 && part.memory == 0) {
       const auto& sequence = part.of.sequence;
       p.last_position[part.sequence] = (part.of.begun + sequence.end - sequence.start) % p.shape.grid.size;
     }
   }
   __syncthreads();
-  if (reads) cluster_wait();
+  if (paired) cluster_wait();
   // Wide memories need the registers that those who load and store do without.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     Chain(p, part, space, warp).run();
   } else if (warp < Space::kChain + Space::kReaders) {
     if (kWide) take_registers<136>();
-    TrellisScanReader<T, Tile, Short>{p, part, space}.run(warp - Space::kChain);
+    TrellisScanReader<T, Tile, Short, Phi::weighted>{p, part, space}.run(warp - Space::kChain);
   } else {
     if (kWide) leave_registers<40>();
     const int loader = warp - Space::kChain - Space::kReaders;
@@ -50,18 +50,18 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     }
   }
   // Either block's shared memory is there until the other is through with it.
-  if (reads) cluster_wait();
+  if (paired) cluster_wait();
 }
 
-template <auto Kernel, typename T, int Tile>
+template <auto Kernel, typename T, int Tile, int Bytes>
 cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
   using Space = TrellisScanSpace<T, Tile>;
-  if (const cudaError_t error = allow_shared<Kernel>(Space::kBytes); error != cudaSuccess) return error;
-  const int64_t blocks = 2 * p.shape.grid.tokens.sequences * p.shape.heads;
+  if (const cudaError_t error = allow_shared<Kernel>(Bytes); error != cudaSuccess) return error;
+  const int64_t blocks = parts_of(p.shape);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), p.o.data == nullptr ? 1 : 2,
-                                 Space::kThreads, Space::kBytes, stream);
+  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), has_pairs(p) ? 2 : 1, Space::kThreads,
+                                 Bytes, stream);
 }
 
 template <typename T, int Tile>
@@ -71,7 +71,9 @@ cudaError_t scan_reads(bool& reads) {
 
 template <typename T, int Tile, class Phi, bool Short>
 cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
-  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile>(p, stream);
+  using Space = TrellisScanSpace<T, Tile>;
+  constexpr int kBytes = Phi::weighted ? Space::kWeightedBytes : Space::kBytes;
+  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile, kBytes>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {

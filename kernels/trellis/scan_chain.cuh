@@ -1,4 +1,4 @@
-// The scan's chain: both memories from chunk to chunk.
+// The scan's chain: a memory from chunk to chunk.
 //
 // M / 16 warps have the memory. A row of z is spread over all of them; what its norm takes of it goes once
 // through shared memory.
@@ -14,6 +14,7 @@ class TrellisScanChain {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
   static constexpr int N = Tile / 8, K = Tile / 16, kWarps = Space::kChain;
+  static constexpr bool kWeighted = Map::weighted;
   // Where registers allow it a tile's tokens are fetched while the one before comes to its sums: a stage more
   // is full before a chunk's readers give one back.
   static constexpr bool kAhead = Tile == 64;
@@ -26,6 +27,7 @@ class TrellisScanChain {
   const int warp, slot;
   int row, moment_of_lane;  // of the lane: its first row, and which moment it leaves
   const Columns columns;
+  const std::conditional_t<kWeighted, Weights<2>, NoWeights> weights;
   const bool keeps_fits;
   uint32_t lane_place, bits[2];  // see PlacedTile; which columns exist
   Sums<N> A;
@@ -51,6 +53,7 @@ class TrellisScanChain {
         row(lane_row()),
         moment_of_lane(lane() & 3),
         columns{slot, p.shape.slots},
+        weights(p.weight + part.head * p.shape.M, columns),
         keeps_fits(p.fit[0].data != nullptr && warp == 0 && (lane() & 3) == 0),
         lane_place(sizeof(T) * Token::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         bits{columns.bits(0), columns.bits(1)} {
@@ -131,6 +134,10 @@ class TrellisScanChain {
     at.marks &= ~Space::kEnters;
   }
 
+  // The sums of a row: every warp's, or, of the many that there are with a weight, all warps'.
+  struct RowSums {
+    Moments parts[kWeighted ? 1 : kWarps], weighed;
+  };
   // Of the warp's columns, and of every warp's for both of the lane's rows.
   __device__ void leave_moments(const Sums<2>& y, const Sums<2>& a) const {
     Moments own[2];
@@ -140,18 +147,40 @@ class TrellisScanChain {
     for (int half = 0; half < 2; ++half) {
       space.moments(tiles, which, row + 8 * half)[warp ^ which] = moment(own[half], which);
     }
+    if constexpr (kWeighted) {
+      weighed_moments_of_rows(own, weights, y, a);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        space.weighed_moments(tiles, which, row + 8 * half)[warp ^ which] = moment(own[half], which);
+      }
+    }
   }
-  __device__ void take_moments(Moments (&sums)[2][kWarps]) {
+  __device__ static float sum_of_warps(const float* parts) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; w += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(parts + w);
+      sum += (four.x + four.y) + (four.z + four.w);
+    }
+    return sum;
+  }
+  __device__ void take_moments(RowSums (&sums)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int which = 0; which < Map::kMoments; ++which) {
+        const float* const parts = space.moments(tiles, which, row + 8 * half);
+        if constexpr (kWeighted) {
+          moment(sums[half].parts[0], which) = sum_of_warps(parts);
+          moment(sums[half].weighed, which) =
+              sum_of_warps(space.weighed_moments(tiles, which, row + 8 * half));
+        } else {
 #pragma unroll
-        for (int w = 0; w < kWarps; w += 4) {
-          const float4 four =
-              *reinterpret_cast<const float4*>(space.moments(tiles, which, row + 8 * half) + w);
+          for (int w = 0; w < kWarps; w += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(parts + w);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) moment(sums[half][w + (i ^ which)], which) = moment(four, i);
+            for (int i = 0; i < 4; ++i) moment(sums[half].parts[w + (i ^ which)], which) = moment(four, i);
+          }
         }
       }
     }
@@ -166,11 +195,30 @@ class TrellisScanChain {
     activate<T>(phi, u, slope);
     leave_moments(u, a);
   }
+  // What both rows' sums come to.
+  __device__ void fit_rows(Fit (&fits)[2], WeightFit (&of_weight)[2], const RowSums (&sums)[2],
+                           const float (&sum_a)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kWeighted) {
+        fits[half] =
+            weighted_fit(phi, sums[half].parts[0], sums[half].weighed, weights.square, of_weight[half]);
+      } else {
+        fits[half] = fit(phi, sums[half].parts, sum_a[half]);
+      }
+    }
+  }
   // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as a left factor.
   __device__ void finish(Sums<2>& u, const Sums<2>& slope, const Sums<2>& a, const Fit (&fits)[2],
                          Operand<1>& rounded, uint32_t (&transposed)[4]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) to_residual(phi, u, slope, a, fits[half], half);
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (kWeighted) {
+        to_weighted_residual(u, slope, a, weights, fits[half], half);
+      } else {
+        to_residual(phi, u, slope, a, fits[half], half);
+      }
+    }
     round_to<T>(rounded, u);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -180,12 +228,16 @@ class TrellisScanChain {
     }
   }
   // For those who read and who keep: u, z in the place of a, and the fits.
-  __device__ void write(int s, const Operand<1>& u, const Operand<1>& z, const Fit (&fits)[2]) const {
+  __device__ void write(int s, const Operand<1>& u, const Operand<1>& z, const Fit (&fits)[2],
+                        const WeightFit (&of_weight)[2]) const {
     store_block(token(s, Space::kU), 0, slot, u.at[0]);
     store_block(token(s, Space::kA), 0, slot, z.at[0]);
     if (keeps_fits) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) space.numbers(s).fits[row + 8 * half] = fits[half];
+      for (int half = 0; half < 2; ++half) {
+        space.numbers(s).fits[row + 8 * half] = fits[half];
+        if constexpr (kWeighted) space.weight_fits(s)[row + 8 * half] = of_weight[half];
+      }
     }
     arrive_once(space.written() + s);
   }
@@ -210,9 +262,10 @@ class TrellisScanChain {
     } else {
       load_wide<T>(a, token(s, Space::kA), 0, slot);
     }
+    weigh(a, weights);
     Operand<1> z;
     begin(u, slope, a, z);
-    Moments sums[2][kWarps];
+    RowSums sums[2];
     const float sum_a[2] = {at.rows.sum_a[0], at.rows.sum_a[1]};
     barrier_wait(1, 32 * kWarps);
     take_moments(sums);
@@ -223,7 +276,9 @@ class TrellisScanChain {
       load_right(weighed, token(s, Space::kWeighed));
       fetch(more);
     }
-    const Fit fits[2] = {fit(phi, sums[0], sum_a[0]), fit(phi, sums[1], sum_a[1])};
+    Fit fits[2];
+    WeightFit of_weight[2];
+    fit_rows(fits, of_weight, sums, sum_a);
     Operand<1> rounded;
     uint32_t step[4];
     finish(u, slope, a, fits, rounded, step);
@@ -235,7 +290,7 @@ class TrellisScanChain {
       add_product<T>(A, step, token(s, Space::kWeighed), 0);
     }
 
-    write(s, rounded, z, fits);
+    write(s, rounded, z, fits, of_weight);
     return more;
   }
 };

@@ -1,8 +1,8 @@
 // The scan's readers: what tokens read of the memories, and the storing of what they write. A reader has one
 // tile, the next reader the next.
 //
-//     of keys    r_t = f(A_t q_t)       goes to the block that has the memory of values
-//     of values  o_t = A_t^T r_t
+//     of keys    r_t = f(A_t q_t)       goes to the block that has the memory of values; of one memory it is
+//     o_t of values  o_t = A_t^T r_t
 //
 // A chunk's tiles and memory are given back by all readers, but where no chunk has more than one tile: there
 // its reader alone does so, and the memory before it reads what the tile's tokens write.
@@ -13,7 +13,7 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, bool Short>
+template <typename T, int Tile, bool Short, bool Weighted>
 struct TrellisScanReader {
   using Space = TrellisScanSpace<T, Tile>;
   using Token = typename Space::Token;
@@ -45,9 +45,10 @@ struct TrellisScanReader {
         [&](int j) { return space.numbers(at.stage(j)).gates; });
   }
 
-  // R = f(Q A^T + ..), to the other block's stage. Behind the product with the memory: then().
+  // R = f(Q A^T + ..), to the other block's stage or to o. Behind the product with the memory: then().
   template <class Then>
-  __device__ void read_keys(const Own& at, const typename Space::Memory& memory, const Then& then) const {
+  __device__ void read_keys(const Own& at, const typename Space::Memory& memory, int64_t token, int rows,
+                            const Then& then) const {
     const int s = at.own.place;
     const Token tile = space.token(s, Space::kR);
     Operand<K> w;
@@ -60,8 +61,12 @@ struct TrellisScanReader {
     to_images<T>(p.shape.f, p.shape.slots, y);
     round_to<T>(w, y);
     store_blocks(tile, 0, 0, w);
-    // The stage is free once the other block has taken r (space.init()): so the place there is too.
     __syncwarp();
+    if (!has_pairs(p)) {
+      put(tile, p.o, token, rows, p.shape.M);
+      return;
+    }
+    // The stage is free once the other block has taken r (space.init()): so the place there is too.
     if (lane() == 0) send(tile.data, Token::kBytes, space.sent() + s, 1);
   }
 
@@ -84,24 +89,30 @@ struct TrellisScanReader {
     round_to<T>(r, o);
     store_blocks(tile, 0, 0, r);
     __syncwarp();
-    store_rows<1>(tile, row_of<T>(p.o, part.of.sequence.batch, token, part.head), p.o.stride[1], rows,
-                  p.shape.V, 0);
+    put(tile, p.o, token, rows, p.shape.V);
+  }
+
+  __device__ void put(const Token& tile, const Out<4>& to, int64_t token, int rows, int width) const {
+    store_rows<1>(tile, row_of<T>(to, part.of.sequence.batch, token, part.head), to.stride[1], rows, width,
+                  0);
   }
 
   // What the tile's tokens have written, for backward.
   __device__ void keep(int stage, int64_t token, int rows) const {
     const int64_t batch = part.of.sequence.batch;
-    const auto put = [&](const Out<4>& to, typename Space::TokenTile which) {
-      if (to.data == nullptr) return;
-      store_rows<1>(space.token(stage, which), row_of<T>(to, batch, token, part.head), to.stride[1], rows,
-                    p.shape.M, 0);
+    const auto keep = [&](const Out<4>& to, typename Space::TokenTile which) {
+      if (to.data != nullptr) put(space.token(stage, which), to, token, rows, p.shape.M);
     };
-    put(p.u[part.memory], Space::kU);
-    put(p.z[part.memory], Space::kA);
+    keep(p.u[part.memory], Space::kU);
+    keep(p.z[part.memory], Space::kA);
     const auto& fits = p.fit[part.memory];
     if (fits.data == nullptr || lane() >= rows) return;
-    *reinterpret_cast<Fit*>(row_of<float>(fits, batch, token + lane(), part.head)) =
-        space.numbers(stage).fits[lane()];
+    float* const to = row_of<float>(fits, batch, token + lane(), part.head);
+    *reinterpret_cast<Fit*>(to) = space.numbers(stage).fits[lane()];
+    if constexpr (Weighted) {
+      const WeightFit of_weight = space.weight_fits(stage)[lane()];
+      *reinterpret_cast<float4*>(to + 4) = {of_weight.x, of_weight.y, 0.f, 0.f};
+    }
   }
 
   template <class Then>
@@ -110,7 +121,7 @@ struct TrellisScanReader {
     if (p.o.data == nullptr) {
       then();
     } else if (part.memory == 0) {
-      read_keys(at, memory, then);
+      read_keys(at, memory, token, rows, then);
     } else {
       read_values(at, memory, token, rows, then);
     }

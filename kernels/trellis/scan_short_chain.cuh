@@ -97,6 +97,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
   __device__ void begin_next(const Sums<2>& z) {
     Sums<2> a;
     unpack<T>(a, at.a);
+    weigh(a, this->weights);
     y = z;
     this->begin(y, slope, a, kept);
   }
@@ -121,15 +122,18 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     turn.next(Space::kStages);
     const uint4 scores = space.scores(turn.place);
     barrier_wait(1, 32 * kWarps);
-    Moments sums[2][kWarps];
+    typename Chain::RowSums sums[2];
     this->take_moments(sums);
     this->leave();
     scale_rows(A, {decay, decay});
     scale_rows(z, {decay, decay});
-    const Fit fits[2] = {fit(phi, sums[0], at.rows.sum_a[0]), fit(phi, sums[1], at.rows.sum_a[1])};
+    Fit fits[2];
+    WeightFit of_weight[2];
+    this->fit_rows(fits, of_weight, sums, at.rows.sum_a);
     Operand<1> rounded;
     uint32_t transposed[4];
     unpack<T>(a, at.a);
+    weigh(a, this->weights);
     take_targets();
     this->finish(y, slope, a, fits, rounded, transposed);
 
@@ -139,7 +143,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     // What A's step needs comes behind what the next z does, and before a reader may have the tile for its o.
     Operand<K> weighed;
     load_right(weighed, token(s, Space::kWeighed));
-    this->write(s, rounded, kept, fits);
+    this->write(s, rounded, kept, fits, of_weight);
     uint32_t of_slots[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_slots[i] = transposed[i] & slots[i % 2];

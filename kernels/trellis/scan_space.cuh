@@ -11,6 +11,11 @@
 
 namespace girih::kernels {
 
+// Whether the blocks of two memories read together: r goes from one to the other.
+__host__ __device__ inline bool has_pairs(const TrellisScan& p) {
+  return p.o.data != nullptr && p.shape.memories == 2;
+}
+
 template <typename T, int Tile>
 struct TrellisScanSpace {
   using Token = SharedTile<T, kTile, Tile>;
@@ -51,6 +56,10 @@ struct TrellisScanSpace {
   static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + kScores +
                                 (4 * kStages + 2 * kPlaces) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
+  // With a weight of phi there are more sums of a row, and more is kept of a token.
+  static constexpr int kWeighted = (kBytes + 15) / 16 * 16,
+                       kWeightedBytes =
+                           kWeighted + kTable + kStages * kTile * static_cast<int>(sizeof(WeightFit));
 
   unsigned char* base;
 
@@ -68,6 +77,13 @@ struct TrellisScanSpace {
   __device__ float* moments(unsigned tiles, int which, int row) const {
     return reinterpret_cast<float*>(base + kTiles + kMemories + kNumbers) +
            (((tiles & 1) * 4 + which) * kTile + row) * kChain;
+  }
+  // The same of weighed_moments_of_rows().
+  __device__ float* weighed_moments(unsigned tiles, int which, int row) const {
+    return reinterpret_cast<float*>(base + kWeighted) + (((tiles & 1) * 4 + which) * kTile + row) * kChain;
+  }
+  __device__ WeightFit* weight_fits(int stage) const {
+    return reinterpret_cast<WeightFit*>(base + kWeighted + kTable) + stage * kTile;
   }
   __device__ uint4& scores(int stage) const {  // of the lane
     return reinterpret_cast<Scores*>(base + kTiles + kMemories + kNumbers + kTable)[stage][lane()];
@@ -96,7 +112,7 @@ struct TrellisScanSpace {
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, once(1));
       init_barrier(written() + s, once(kChain));
-      init_barrier(empty() + s, once(readers) + (reads && memory == 0 ? 1 : 0));
+      init_barrier(empty() + s, once(readers) + (has_pairs(p) && memory == 0 ? 1 : 0));
       init_barrier(sent() + s, 1);
     }
     for (int place = 0; place < kPlaces; ++place) {

@@ -1,4 +1,4 @@
-// One token of both memories: each is read and written once, A' read, and written where the token completes
+// One token of the memories: each is read and written once, A' read, and written where the token completes
 // its chunk. One block a sequence and head, whose threads take rows as tile/row_groups.h says.
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -51,9 +51,36 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
+// u = J_phi(z)^T (w * (w * phi(z) - a)) in the place of y = silu(z) or z, of which `slope` is the slope, by
+// one warp: with e = w * (w * n - a), n = phi(z) and s = n.e / N, slope * (e - its mean - s n) / r, r the
+// root of n's norm; of softmax n * (e - n.e).
+template <class Map>
+__device__ inline void to_weighted_residual(const Map& map, float* y, const float* slope, const float* a,
+                                            const float* w, int M) {
+  const Fit found = fit_row(map, y, a, M);
+  const auto image = [&](int m) {
+    if constexpr (Map::softmax) return softmax_of(map, found, y[m]);
+    return (y[m] - found.mean) * found.inverse;
+  };
+  float along = 0.f, all = 0.f;
+  for (int m = lane(); m < M; m += 32) {
+    const float n = image(m), e = w[m] * (w[m] * n - a[m]);
+    along = fmaf(n, e, along), all += e;
+  }
+  along = sum_over_warp(along), all = sum_over_warp(all);
+  for (int m = lane(); m < M; m += 32) {
+    const float n = image(m), e = w[m] * (w[m] * n - a[m]);
+    if constexpr (Map::softmax) {
+      y[m] = n * (e - along);
+    } else {
+      y[m] = slope[m] * (e - all * map.centre - along * map.unit * n) * found.inverse;
+    }
+  }
+}
+
 // A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
 // between any two of its phases.
-template <int N>
+template <int N, int Memories>
 struct StepBlock {
   using Columns = Pack<N>;
   using Share = RowGroups<N, kThreads>;
@@ -63,9 +90,10 @@ struct StepBlock {
   const int head, group;  // group: queries of the head
   const int thread, warp;
   const bool completes;   // its chunk
-  const Share shares[2];  // of both memories
+  const Share shares[2];  // of the memories
   float gamma, decay;
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
+  float* w;  // phi's weight, of one memory: where two have the second one's z
 
   __device__ StepBlock(float* at, const TrellisStep& p)
       : p(p),
@@ -79,6 +107,7 @@ struct StepBlock {
     // Those of packs first: M may be odd.
     q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
     z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
+    w = z[1];
   }
 
   __device__ float* row(const Out<4>& state, int m) const {
@@ -149,7 +178,10 @@ struct StepBlock {
   __device__ void fetch_query(int member) const { fetch(q, p.q, head * group + member, p.D); }
   __device__ void fetch_token() {
     fetch(k, p.k, head, p.D);
-    fetch(v, p.v, head, p.V);
+    if (Memories == 2) fetch(v, p.v, head, p.V);
+    if (Memories == 1 && p.weight.data != nullptr) {
+      for (int m = thread; m < p.M; m += kThreads) w[m] = load_any(p.weight, head, m);
+    }
     fetch(a, p.a, head, p.M);
     fetch_query(0);
     gamma = load_any(p.gamma, sequence, head);
@@ -184,8 +216,13 @@ struct StepBlock {
 
   // u = J_phi(z)^T (phi(z) - a), in the place of z: a warp a memory.
   __device__ void residuals() const {
+    if (warp >= Memories) return;
     float *of = warp == 0 ? z[0] : z[1], *by = warp == 0 ? slope[0] : slope[1];
     with_map(p.phi, p.M, [&](const auto& phi) {
+      if (Memories == 1 && p.weight.data != nullptr) {
+        to_weighted_residual(phi, of, by, a, w, p.M);
+        return;
+      }
       const Fit found = fit_row(phi, of, a, p.M);
       const Residual residual(found);
       for (int m = lane(); m < p.M; m += 32) {
@@ -258,35 +295,39 @@ struct StepBlock {
     }
   }
   __device__ void store_read(int member) const {
-    for (int i = thread; i < p.V; i += kThreads) {
-      store_any(p.o, Share::sum_of_warps(parts + i, p.V), sequence, head * group + member, i);
+    const int width = Memories == 2 ? p.V : p.M;
+    for (int i = thread; i < width; i += kThreads) {
+      const float x = Memories == 2 ? Share::sum_of_warps(parts + i, p.V) : r[i];
+      store_any(p.o, x, sequence, head * group + member, i);
     }
   }
 
-  // Of one of the head's queries: the first passes both memories on.
+  // Of one of the head's queries: the first passes the memories on.
   __device__ void pass(int member) const {
     pass_keys(member == 0);
     __syncthreads();
     if (warp == 0) map_read();
     __syncthreads();
-    pass_values(member == 0);
-    __syncthreads();
+    if constexpr (Memories == 2) {
+      pass_values(member == 0);
+      __syncthreads();
+    }
     store_read(member);
   }
 };
 
-template <int N>
+template <int N, int Memories>
 __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
   extern __shared__ __align__(16) float shared[];
-  StepBlock<N> block(shared, p);
+  StepBlock<N, Memories> block(shared, p);
   block.template prefetch_memory<0>();
-  block.template prefetch_memory<1>();
+  if constexpr (Memories == 2) block.template prefetch_memory<1>();
   block.fetch_token();
   __syncthreads();
   block.template products<0>();
-  block.template products<1>();
+  if constexpr (Memories == 2) block.template products<1>();
   __syncthreads();
-  if (block.warp < 2) block.residuals();
+  block.residuals();
   __syncthreads();
   for (int member = 0; member < block.group; ++member) {
     if (member > 0) {
@@ -314,9 +355,13 @@ cudaError_t trellis_step(const TrellisStep& p, cudaStream_t stream) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (bytes > limit) return cudaErrorInvalidValue;
   bool packs = p.D % 4 == 0 && p.V % 4 == 0;
-  for (int i = 0; i < 2; ++i) packs = packs && fits_packs(p.memory[i], 4, 4) && fits_packs(p.first[i], 4, 4);
-  const auto launch = packs ? launch_kernel<trellis_step_kernel<4>, TrellisStep>
-                            : launch_kernel<trellis_step_kernel<1>, TrellisStep>;
+  for (int i = 0; i < p.memories; ++i)
+    packs = packs && fits_packs(p.memory[i], 4, 4) && fits_packs(p.first[i], 4, 4);
+  const auto two = packs ? launch_kernel<trellis_step_kernel<4, 2>, TrellisStep>
+                         : launch_kernel<trellis_step_kernel<1, 2>, TrellisStep>;
+  const auto one = packs ? launch_kernel<trellis_step_kernel<4, 1>, TrellisStep>
+                         : launch_kernel<trellis_step_kernel<1, 1>, TrellisStep>;
+  const auto launch = p.memories == 1 ? one : two;
   const cudaError_t error = launch(p, blocks, kThreads, static_cast<int>(bytes), stream, limit);
   if (error != cudaSuccess) return error;
   return launch_grid<advance_kernel>(divide_up(p.sequences, kThreads), kThreads, 0, stream, p.position,

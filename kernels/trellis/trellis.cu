@@ -19,19 +19,34 @@ cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
 
 }  // namespace
 
-#define GIRIH_TRELLIS(Problem, name)                                                   \
-  cudaError_t name(const Problem& problem, cudaStream_t stream) {                      \
+#define GIRIH_TRELLIS(Problem, function, name)                                         \
+  cudaError_t function(const Problem& problem, cudaStream_t stream) {                  \
     return by_instance(problem.shape, [&](auto element, auto tile) {                   \
       return launch_##name<decltype(element), decltype(tile)::value>(problem, stream); \
     });                                                                                \
   }
-GIRIH_TRELLIS(TrellisScan, trellis_scan)
-GIRIH_TRELLIS(TrellisOutput, trellis_output)
-GIRIH_TRELLIS(TrellisRows, trellis_rows)
-GIRIH_TRELLIS(TrellisReverse, trellis_reverse)
+namespace {
+GIRIH_TRELLIS(TrellisScan, scan_unweighted, trellis_scan)
+GIRIH_TRELLIS(TrellisScan, scan_weighted, weighted_scan)
+GIRIH_TRELLIS(TrellisReverse, reverse_unweighted, trellis_reverse)
+GIRIH_TRELLIS(TrellisReverse, reverse_weighted, weighted_reverse)
+}  // namespace
+GIRIH_TRELLIS(TrellisOutput, trellis_output, trellis_output)
+GIRIH_TRELLIS(TrellisRows, trellis_rows, trellis_rows)
 #undef GIRIH_TRELLIS
 
+cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream) {
+  return problem.weight == nullptr ? scan_unweighted(problem, stream) : scan_weighted(problem, stream);
+}
+cudaError_t trellis_reverse(const TrellisReverse& problem, cudaStream_t stream) {
+  return problem.weight == nullptr ? reverse_unweighted(problem, stream) : reverse_weighted(problem, stream);
+}
+
 cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads) {
+  if (shape.memories == 1) {
+    reads = true;
+    return cudaSuccess;
+  }
   return by_instance(shape, [&](auto element, auto tile) {
     return scan_reads<decltype(element), decltype(tile)::value>(reads);
   });

@@ -1,5 +1,5 @@
-"""The steps of lattice and trellis as they stand, on the CPU (tests/emulated): tokens one by one, against the
-recurrence.
+"""The steps of lattice, trellis and ttt as they stand, on the CPU (tests/emulated): tokens one by one,
+against the recurrence.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ LatticeCall = structure(
     (POINTER, "position next_position"),
 )
 TrellisCall = structure(
-    (NUMBER, "sequences heads query_heads D V M chunk silu norm f_silu f_norm"),
-    (Array, "q k v a gamma g"),
+    (NUMBER, "passes sequences heads query_heads D V M chunk silu norm f_silu f_norm"),
+    (Array, "q k v a weight gamma g"),
     (Array * 2, "first memory"),
     (Array, "o"),
     (POINTER, "position"),
@@ -141,7 +141,7 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
     for t in range(T):
         now = {name: surrounded(x[:, t]) for name, x in tokens.items()}
         o = surrounded(torch.full((N, HQ, V), torch.nan))
-        call = TrellisCall(sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
+        call = TrellisCall(passes=2, sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
         (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
         for name, x in (now | {"o": o}).items():
             setattr(call, name, Array.of(x))
@@ -156,3 +156,50 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
             assert_near(f"{name} {m}", x[m], expected, 1e-5)
             if place is surrounded:
                 assert_surrounded(f"{name} {m}", x[m])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("f", ["layer_norm", "softmax", "identity"])
+@pytest.mark.parametrize("place, D", [(walled, 36), (surrounded, 37)], ids=["packs", "strided"])
+@pytest.mark.parametrize("chunk, gated, group", [(1, False, 1), (3, True, 2)])
+def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
+    generator = torch.Generator().manual_seed(chunk)
+    N, T, H, M = 2, 5, 2, 17
+    HQ = H * group
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    tokens = {"q": normal(N, T, HQ, D), "k": F.normalize(normal(N, T, H, D), dim=-1)}
+    tokens |= {"a": normal(N, T, H, M), "gamma": 0.3 * torch.rand(N, T, H, generator=generator)}
+    tokens |= {"g": -0.3 * normal(N, T, H).abs()} if gated else {}
+    weight = {"phi_weight": 1 + 0.25 * normal(H, M)} if weighted else {}
+    memory = place(normal(N, H, M, D) * D**-0.5)
+    first = place(memory + 0.1 * normal(*memory.shape))
+    position = torch.tensor([chunk // 2, 0])
+    if chunk > 1:
+        first[1] = memory[1]  # where a chunk begins, both are the same
+    start = (first.double(), memory.double(), position)
+    how = {"chunk": chunk, "phi": phi, "f": f}
+    want, final = recurrences.ttt(**doubled(tokens), **doubled(weight), **how, state=start)
+
+    at = walled(position)
+    for t in range(T):
+        now = {name: surrounded(x[:, t]) for name, x in tokens.items()}
+        now |= {"weight": surrounded(weight["phi_weight"])} if weighted else {}
+        o = surrounded(torch.full((N, HQ, M), torch.nan))
+        call = TrellisCall(passes=1, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
+        (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
+        for name, x in (now | {"o": o}).items():
+            setattr(call, name, Array.of(x))
+        call.first[0], call.memory[0] = Array.of(first), Array.of(memory)
+        call.position = at.data_ptr()
+        trellis.run_step(ctypes.byref(call))
+        assert_near(f"o of token {t}", o, want[:, t], 1e-5)
+        assert_surrounded(f"o of token {t}", o)
+        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+    for name, x, expected in (("first", first, final[0]), ("memory", memory, final[1])):
+        assert_near(name, x, expected, 1e-5)
+        if place is surrounded:
+            assert_surrounded(name, x)

@@ -1,4 +1,4 @@
-"""The kernels of trellis as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and every gradient."""
 
 import ctypes
 
@@ -40,17 +40,17 @@ Call = structure(
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
     (POINTER, "position"),
-    (NUMBER, "heads D V M slots silu norm f_silu f_norm apart"),
+    (NUMBER, "heads D V M slots silu norm f_silu f_norm passes apart"),
     (Array, "q"),
     (Array * 2, "x"),
-    (Array, "a gamma g"),
+    (Array, "a weight gamma g"),
     (Array * 2, "first initial last_first last"),
     (POINTER, "last_position"),
     (POINTER * 2, "memories"),
     (Array * 2, "u z fit"),
     (Array, "o dout dq"),
     (Array * 2, "l dlast_first dlast dfirst dinitial da dx"),
-    (Array, "dgamma dg"),
+    (Array, "dweight dgamma dg"),
     (POINTER, "gates dgammas dL"),
 )
 
@@ -61,7 +61,8 @@ def kernels(tmp_path_factory):
 
 
 class Run:
-    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64."""
+    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64. Of one
+    pass, ttt's, there is no V."""
 
     def __init__(
         self,
@@ -78,10 +79,13 @@ class Run:
         packed=False,
         phi="ln_silu",
         f="ln_silu",
+        passes=2,
+        weighted=False,
         apart=False,
     ):
         generator = torch.Generator().manual_seed(chunk + sum(lengths))
-        N, widths = len(lengths), (D, V)
+        N, widths = len(lengths), (D, V)[:passes]
+        V, out = (V, V) if passes == 2 else (0, M)
         B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
 
         def normal(*shape):
@@ -96,7 +100,7 @@ class Run:
             return padded
 
         def both(make):
-            return [make(0), make(1)]
+            return [make(m) for m in range(passes)]
 
         position = None if position is None else walled(torch.tensor(position))
         one = {
@@ -104,16 +108,19 @@ class Run:
             for name, n, x in (
                 ("q", D, normal(B, T, H, D)),
                 ("a", M, normal(B, T, H, M)),
-                ("dout", V, normal(B, T, H, V)),
+                ("dout", out, normal(B, T, H, out)),
             )
         }
         one["gamma"] = walled(torch.rand(B, T, H, generator=generator) / max(chunk, 4))
         one["g"] = None if gates is None else walled(-gates * torch.rand(B, T, H, generator=generator))
-        one |= {"o": rows(B, T, H, V), "dq": rows(B, T, H, D)}
+        if weighted:
+            one["weight"] = walled(F.pad(1 + 0.25 * normal(H, M), (0, eights(M) - M)))
+            one["dweight"] = unwritten(N, H, eights(M))
+        one |= {"o": rows(B, T, H, out), "dq": rows(B, T, H, D)}
         one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
         x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
-        first = [None, None]
+        first = both(lambda _: None)
         if position is not None:
             begins = (position == 0)[:, None, None, None]
             first = both(lambda m: walled(torch.where(begins, initial[m], state(m, widths[m] ** -0.5))))
@@ -122,9 +129,12 @@ class Run:
         two |= {
             name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
         }
-        two["dfirst"] = [None, None] if position is None else both(lambda m: unwritten(*initial[m].shape))
+        two["dfirst"] = first if position is None else both(lambda m: unwritten(*initial[m].shape))
         two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
-        two |= {"fit": both(lambda m: unwritten(B, T, H, 4)), "dx": both(lambda m: rows(B, T, H, widths[m]))}
+        two |= {
+            "fit": both(lambda m: unwritten(B, T, H, 8 if weighted else 4)),
+            "dx": both(lambda m: rows(B, T, H, widths[m])),
+        }
 
         starts = [sum(lengths[:i]) for i in range(N)]
         cu_seqlens = walled(torch.tensor([*starts, sum(lengths)]))
@@ -139,6 +149,7 @@ class Run:
             V=eights(V),
             M=eights(M),
             slots=M,
+            passes=passes,
             apart=apart,
         )
         call.silu, call.norm = MAPS[phi]
@@ -156,8 +167,8 @@ class Run:
         call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
         numbers = {
             "gates": unwritten(B, T, H, 4),
-            "dgammas": unwritten(2, B, T, H),
-            "dL": unwritten(2, (chunk + 15) // 16, B, T, H),
+            "dgammas": unwritten(passes, B, T, H),
+            "dL": unwritten(passes, (chunk + 15) // 16, B, T, H),
         }
         for name, tensor in numbers.items():
             setattr(call, name, tensor.data_ptr())
@@ -166,13 +177,16 @@ class Run:
         def wide(tensor, width):
             return tensor[..., :width].double()
 
-        leaves = {"q": wide(one["q"], D), "k": wide(x[0], D), "v": wide(x[1], V), "a": wide(one["a"], M)}
+        leaves = {"q": wide(one["q"], D)} | {n: wide(x[m], widths[m]) for m, n in enumerate("kv"[:passes])}
+        leaves["a"] = wide(one["a"], M)
         leaves["gamma"] = one["gamma"].double()
         if gates is not None:
             leaves["g"] = one["g"].double()
-        leaves |= {"state_k": wide(initial[0], D), "state_v": wide(initial[1], V)}
-        if position is not None:
-            leaves |= {"state_first_k": wide(first[0], D), "state_first_v": wide(first[1], V)}
+        for kind, pair in (("state", initial), ("state_first", first)):
+            if pair[0] is not None:
+                leaves |= {f"{kind}_{n}": wide(pair[m], widths[m]) for m, n in enumerate("kv"[:passes])}
+        if weighted:
+            leaves["phi_weight"] = wide(one["weight"], M)
         for leaf in leaves.values():
             leaf.requires_grad_()
         total, o, finals = 0.0, [], []
@@ -181,18 +195,24 @@ class Run:
             part = {
                 m: leaf[row : row + 1, low : low + lengths[n]]
                 for m, leaf in leaves.items()
-                if "state" not in m
+                if "state" not in m and m != "phi_weight"
             }
+            part |= {m: leaf for m, leaf in leaves.items() if m == "phi_weight"}
             own = {m.removeprefix("state_"): leaf[n : n + 1] for m, leaf in leaves.items() if "state" in m}
-            start = (own["k"], own["v"])
+            start = tuple(own[name] for name in "kv"[:passes])
             if position is not None:
-                start = (own["first_k"], own["k"], own["first_v"], own["v"], position[n : n + 1])
-            out, final = recurrences.trellis(**part, chunk=chunk, phi=phi, f=f, state=start)
-            total = total + (out * wide(one["dout"], V)[row : row + 1, low : low + lengths[n]]).sum()
+                start = tuple(own[f"{kind}{n}"] for n in "kv"[:passes] for kind in ("first_", ""))
+                start += (position[n : n + 1],)
+            if passes == 2:
+                y, final = recurrences.trellis(**part, chunk=chunk, phi=phi, f=f, state=start)
+            else:
+                start = start if position is not None else start[0]
+                y, final = recurrences.ttt(**part, chunk=chunk, phi=phi, f=f, state=start)
+            total = total + (y * wide(one["dout"], out)[row : row + 1, low : low + lengths[n]]).sum()
             for i, name in enumerate(("dlast_first", "dlast")):
-                for m in (0, 1):
+                for m in range(passes):
                     total = total + (final[2 * m + i] * wide(two[name][m], widths[m])[n : n + 1]).sum()
-            o.append(out.detach())
+            o.append(y.detach())
             finals.append(final)
         found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
@@ -204,12 +224,13 @@ class Run:
                 assert_kept(name, x, tokens)
         self.want = {"o": torch.cat(o, 1 if packed else 0)}
         self.want |= {
-            f"d{name}": x[:, tokens] if "state" not in name else x
+            f"d{name}": x if "state" in name or name == "phi_weight" else x[:, tokens]
             for name, x in zip(leaves, found, strict=True)
         }
-        got = {"o": (one["o"], V), "dq": (one["dq"], D), "dk": (two["dx"][0], D), "dv": (two["dx"][1], V)}
+        got = {"o": (one["o"], out), "dq": (one["dq"], D)}
+        got |= {f"d{n}": (two["dx"][m], widths[m]) for m, n in enumerate("kv"[:passes])}
         got |= {
-            "da": (two["da"][0] + two["da"][1], M),
+            "da": (sum(two["da"]), M),
             "dgamma": (one["dgamma"], T),
             "dg": (one["dg"], T),
         }
@@ -218,7 +239,9 @@ class Run:
             for name, (x, width) in got.items()
             if x is not None
         }
-        for m, name in enumerate("kv"):
+        if weighted:
+            self.got["dphi_weight"] = one["dweight"].sum(0)[..., :M]
+        for m, name in enumerate("kv"[:passes]):
             self.got[f"dstate_{name}"] = two["dinitial"][m][..., : widths[m]]
             if position is not None:
                 self.got[f"dstate_first_{name}"] = two["dfirst"][m][..., : widths[m]]
@@ -286,3 +309,47 @@ def test_gates_that_close(kernels):
 @pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
 def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
     Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()
+
+
+# ---- one memory, ttt's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("f", ["softmax", "identity"])
+@pytest.mark.parametrize("phi", MAPS)
+def test_one_memory_by_every_map(kernels, phi, f, weighted):
+    if weighted and phi == "softmax":
+        return  # has no kernel here
+    how = {"D": 20, "M": 40, "gates": 0.2, "phi": phi, "f": f}
+    Run(kernels, 16, [21], position=[3], **how, passes=1, weighted=weighted).check()
+
+
+@pytest.mark.parametrize("f", ["layer_norm", "ln_silu", "l2norm", "l2_silu"])
+def test_one_memory_under_a_norm_of_reads(kernels, f):
+    """A decay changes next to nothing of what a norm divides: of dg roundings are left."""
+    run = Run(kernels, 16, [53], position=[3], gates=0.2, phi="layer_norm", f=f, passes=1)
+    assert_close({"dg": run.got.pop("dg")}, {"dg": run.want.pop("dg")}, 0.05)
+    run.check()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 17, 48, 64])
+def test_one_memory_in_every_chunk(kernels, chunk, weighted):
+    how = {"gates": 0.05, "phi": "layer_norm", "f": "identity", "weighted": weighted}
+    Run(kernels, chunk, [70], position=[chunk // 2] if chunk > 1 else None, **how, passes=1).check()
+
+
+@pytest.mark.parametrize("D, M, chunk", [(8, 20, 16), (72, 128, 16), (128, 64, 40), (20, 100, 64)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_memory_of_every_width(kernels, D, M, chunk, weighted):
+    how = {"gates": None, "phi": "layer_norm", "f": "layer_norm", "passes": 1, "weighted": weighted}
+    Run(kernels, chunk, [40], D=D, M=M, H=2, **how).check()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_memory_of_packed_sequences(kernels, weighted):
+    how = {"D": 24, "M": 17, "H": 2, "packed": True, "phi": "layer_norm", "f": "identity", "passes": 1}
+    how["weighted"] = weighted
+    Run(kernels, 16, [20, 3, 16, 7, 0], position=[7, 5, 1, 9, 3], **how).check()
+    Run(kernels, 4, [75, 30, 0, 1], position=[2, 3, 1, 2], **how).check()
+    Run(kernels, 33, [50, 0, 10], **how).check()

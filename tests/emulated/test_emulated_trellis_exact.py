@@ -1,4 +1,4 @@
-"""The exact kernels of trellis as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The exact kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 
@@ -28,10 +28,10 @@ pytestmark = needs_headers
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens position"),
-    (NUMBER, "chunk heads query_heads D V M silu norm f_silu f_norm"),
+    (NUMBER, "passes chunk heads query_heads D V M silu norm f_silu f_norm"),
     (Array, "q"),
     (Array * 2, "x"),
-    (Array, "a gamma g"),
+    (Array, "a weight gamma g"),
     (Array * 2, "first initial"),
     (Array, "o"),
     (Array * 2, "last_first last"),
@@ -39,7 +39,7 @@ Call = structure(
     (Array * 2, "dlast_first dlast"),
     (Array, "dq"),
     (Array * 2, "dx da"),
-    (Array, "dgamma dg"),
+    (Array, "dweight dgamma dg"),
     (Array * 2, "dfirst dinitial"),
     (POINTER, "last_position"),
 )
@@ -52,36 +52,38 @@ def kernels(tmp_path_factory):
     return compiled_once(tmp_path_factory, "trellis")
 
 
-def expected(data, memories, position, lengths, packed, chunk, maps, grads):
+def expected(data, weight, memories, position, lengths, packed, chunk, maps, grads):
     """By the recurrence in float64: o, the last memories, and the gradients of data and memories by name. A
     chunk that goes on has its first memory as it is given, wherever in the chunk that is."""
-    leaves = {name: x.double().requires_grad_() for name, x in (data | memories).items()}
+    passes = 2 if "v" in data else 1
+    leaves = {name: x.double().requires_grad_() for name, x in (data | weight | memories).items()}
     total, o, finals = 0.0, [], []
     for n, length in enumerate(lengths):
         row, low = (0, sum(lengths[:n])) if packed else (n, 0)
         tokens = slice(low, low + length)
         part = {name: leaves[name][row : row + 1, tokens] for name in data}
         part |= maps | {"chunk": chunk}
-        A = [leaves[f"initial{m}"][n : n + 1] for m in (0, 1)]
-        if position is None:
-            out, final = recurrences.trellis(**part, state=A)
+        A = [leaves[f"initial{m}"][n : n + 1] for m in range(passes)]
+        start = A if passes == 2 else A[0]
+        if position is not None:
+            first = [leaves[f"first{m}"][n : n + 1] for m in range(passes)]
+            start = (*(x for pair in zip(first, A, strict=True) for x in pair), position[n : n + 1])
+        if passes == 2:
+            out, final = recurrences.trellis(**part, state=start)
         else:
-            first = [leaves[f"first{m}"][n : n + 1] for m in (0, 1)]
-            out, final = recurrences.trellis(
-                **part, state=(first[0], A[0], first[1], A[1], position[n : n + 1])
-            )
+            out, final = recurrences.ttt(**part, **{n: leaves[n] for n in weight}, state=start)
         total = total + (out * grads["dout"][row : row + 1, tokens].double()).sum()
-        for m in (0, 1):
+        for m in range(passes):
             for name, x in (("dlast_first", final[2 * m]), ("dlast", final[2 * m + 1])):
                 total = total + (x * grads[f"{name}{m}"][n : n + 1].double()).sum()
         o.append(out.detach())
         finals.append([x.detach() for x in final])
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     want = {"o": torch.cat(o, 1 if packed else 0)}
-    for m in (0, 1):
+    for m in range(passes):
         want[f"last_first{m}"] = torch.cat([x[2 * m] for x in finals])
         want[f"last{m}"] = torch.cat([x[2 * m + 1] for x in finals])
-    return want | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}, [x[4] for x in finals]
+    return want | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}, [x[-1] for x in finals]
 
 
 def check(
@@ -100,9 +102,13 @@ def check(
     f="ln_silu",
     dtype=torch.float32,
     most=1e-5,
+    passes=2,
+    weighted=False,
 ):
+    """Of one pass, ttt's, there is no V, and o and its gradient are rows of M in packs."""
     generator = torch.Generator().manual_seed(D + M + chunk + sum(lengths))
-    N, HQ, widths = len(lengths), H * group, (D, V)
+    N, HQ, widths = len(lengths), H * group, (D, V)[:passes]
+    V, out = (V, V) if passes == 2 else (0, M)
     B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
 
     def normal(*shape):
@@ -111,32 +117,41 @@ def check(
     def unit(x):
         return F.normalize(x, dim=-1) if phi in ("identity", "silu") else x
 
-    data = {"q": normal(B, T, HQ, D), "k": unit(normal(B, T, H, D)), "v": unit(normal(B, T, H, V))}
+    data = {"q": normal(B, T, HQ, D)}
+    data |= {name: unit(normal(B, T, H, width)) for name, width in zip("kv", widths, strict=False)}
     data["a"] = normal(B, T, H, M)
+    weight = {"phi_weight": 1 + 0.25 * normal(H, M)} if weighted else {}
     data = {name: x.to(dtype) for name, x in data.items()}
     data["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 8)
     if gates is not None:
         data["g"] = -gates * torch.rand(B, T, H, generator=generator)
     position = None if position is None else torch.tensor(position)
     names = ("initial",) if position is None else ("initial", "first")
-    both = {m: (N, H, M, widths[m]) for m in (0, 1)}
+    both = {m: (N, H, M, widths[m]) for m in range(passes)}
     memories = {f"{name}{m}": normal(*both[m]) * widths[m] ** -0.5 for name in names for m in both}
-    grads = {"dout": normal(B, T, HQ, V).to(dtype)}
+    grads = {"dout": normal(B, T, HQ, out).to(dtype)}
     grads |= {f"{name}{m}": normal(*both[m]) for name in ("dlast_first", "dlast") for m in both}
 
     def packs(x):
         return rows(*x.shape, of=x, dtype=x.dtype)
 
+    def side_by_side(x):
+        return walled(F.pad(x, (0, eights(x.shape[-1]) - x.shape[-1])))
+
     # Reads take rows in packs; the rest lies as it comes.
-    tensors = {"q": packs(data["q"]), "x0": packs(data["k"]), "x1": packs(data["v"])}
+    tensors = {"q": packs(data["q"])} | {f"x{m}": packs(data["kv"[m]]) for m in both}
     tensors |= {"a": surrounded(data["a"]), "gamma": surrounded(data["gamma"])}
-    tensors |= {"dout": packs(grads["dout"])} | {n: surrounded(x) for n, x in memories.items()}
+    if weighted:
+        tensors |= {"weight": side_by_side(weight["phi_weight"]), "dweight": unwritten(B, T, H, eights(M))}
+    tensors |= {"dout": packs(grads["dout"]) if passes == 2 else side_by_side(grads["dout"])}
+    tensors |= {n: surrounded(x) for n, x in memories.items()}
     tensors |= {name: surrounded(x) for name, x in grads.items() if name != "dout"}
     if gates is not None:
-        tensors |= {"g": walled(data["g"]), "dg": unwritten(2, B, T, H)}
-    tensors |= {"o": rows(B, T, HQ, V, dtype=dtype), "dq": rows(B, T, HQ, D, dtype=dtype)}
-    tensors |= {"dgamma": unwritten(2, B, T, H)}
-    for m in (0, 1):
+        tensors |= {"g": walled(data["g"]), "dg": unwritten(passes, B, T, H)}
+    tensors |= {"o": rows(B, T, HQ, V, dtype=dtype) if passes == 2 else unwritten(B, T, HQ, eights(M))}
+    tensors |= {"dq": rows(B, T, HQ, D, dtype=dtype)}
+    tensors |= {"dgamma": unwritten(passes, B, T, H)}
+    for m in both:
         tensors |= {f"dx{m}": unwritten(B, T, H, eights(widths[m])), f"da{m}": unwritten(B, T, H, eights(M))}
         nothing = torch.full(both[m], torch.nan)
         written = ("last_first", "last", *(f"d{name}" for name in names))
@@ -144,7 +159,8 @@ def check(
 
     bounds = walled(torch.tensor([sum(lengths[:i]) for i in range(N + 1)]))
     begun, last_position = walled(position), unwritten(N, dtype=torch.int64)
-    call = Call(batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=D, V=V, M=M)
+    call = Call(batch=B, tokens=T, sequences=N, passes=passes, chunk=chunk, heads=H, query_heads=HQ)
+    call.D, call.V, call.M = D, V, M
     (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
     call.cu_seqlens = bounds.data_ptr() if packed else None
     call.position = None if position is None else begun.data_ptr()
@@ -157,12 +173,14 @@ def check(
     kernels.run_exact(ctypes.byref(call))
 
     maps = {"phi": phi, "f": f}
-    want, positions = expected(data, memories, position, lengths, packed, chunk, maps, grads)
+    want, positions = expected(data, weight, memories, position, lengths, packed, chunk, maps, grads)
     assert last_position.tolist() == [int(x) for x in positions]
     got = {name: x for name, x in tensors.items() if name in want}
-    got |= {"o": tensors["o"][..., :V], "dq": tensors["dq"][..., :D], "dgamma": tensors["dgamma"].sum(0)}
-    got |= {"dk": tensors["dx0"][..., :D], "dv": tensors["dx1"][..., :V]}
-    got["da"] = (tensors["da0"] + tensors["da1"])[..., :M]
+    got |= {"o": tensors["o"][..., :out], "dq": tensors["dq"][..., :D], "dgamma": tensors["dgamma"].sum(0)}
+    got |= {f"d{'kv'[m]}": tensors[f"dx{m}"][..., : widths[m]] for m in both}
+    got["da"] = sum(tensors[f"da{m}"] for m in both)[..., :M]
+    if weighted:
+        got["dphi_weight"] = tensors["dweight"][:, : sum(lengths) if packed else T].sum((0, 1))[..., :M]
     if gates is not None:
         got["dg"] = tensors["dg"].sum(0)
     assert got.keys() == want.keys()
@@ -232,3 +250,33 @@ def test_packed_sequences(kernels):
 @pytest.mark.parametrize("chunk", [1, 6])
 def test_gates_that_shut(kernels, chunk):
     check(kernels, 70, chunk=chunk, gates=8.0, phi="silu", f="silu", most=1e-4)
+
+
+# ---- one memory, ttt's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("f", ["layer_norm", "softmax", "identity"])
+def test_one_memory_by_every_map(kernels, phi, f, weighted):
+    check(kernels, 12, chunk=5, phi=phi, f=f, gates=0.2, passes=1, weighted=weighted)
+
+
+@pytest.mark.parametrize("how", [{}, EVERY], ids=["start", "resumed"])
+@pytest.mark.parametrize("chunk", [1, 7, 33, 64])
+def test_one_memory_in_every_chunk(kernels, chunk, how):
+    position = [chunk * 2 // 3] if chunk > 1 and how else None
+    maps = {"phi": "layer_norm", "f": "identity"}
+    check(kernels, 70, chunk=chunk, position=position, **maps, **how, passes=1, weighted=True)
+
+
+@pytest.mark.parametrize("D, M", [(1, 1), (3, 1), (64, 64), (65, 20), (100, 128), (20, 140), (256, 256)])
+def test_one_memory_of_every_width(kernels, D, M):
+    check(kernels, 9, D=D, M=M, chunk=3, gates=0.1, position=[1], passes=1, weighted=True)
+
+
+def test_one_memory_of_packed_sequences(kernels):
+    maps = {"phi": "layer_norm", "f": "identity", "passes": 1}
+    check(kernels, 12, 0, 1, 70, packed=True, gates=0.1, **maps)
+    how = {"chunk": 5, "position": [4, 2, 1, 1, 3], "packed": True} | EVERY | maps
+    check(kernels, 12, 3, 16, 0, 66, **how, weighted=True)

@@ -2,9 +2,9 @@
 #include "call.h"
 #include "trellis/gates.cu"
 #include "trellis/output.cuh"
-#include "trellis/reverse.cuh"
 #include "trellis/rows.cuh"
-#include "trellis/scan.cuh"
+#include "trellis/weighted_reverse.cuh"
+#include "trellis/weighted_scan.cuh"
 
 using namespace girih::kernels;
 using Element = __nv_bfloat16;
@@ -15,13 +15,14 @@ struct Call {
   int64_t chunk;
   const int64_t* position;
   int64_t heads, D, V, M, slots, silu, norm, f_silu, f_norm;
-  int64_t apart;  // the reads by a kernel of their own
-  Array q, x[2], a, gamma, g, first[2], initial[2];
+  int64_t passes;                                            // memories
+  int64_t apart;                                             // the reads by a kernel of their own
+  Array q, x[2], a, weight, gamma, g, first[2], initial[2];  // weight: fp32 [H, M]
   Array last_first[2], last[2];
   int64_t* last_position;
   void* memories[2];
   Array u[2], z[2], fit[2], o;
-  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], da[2], dx[2], dgamma, dg;
+  Array dout, dq, l[2], dlast_first[2], dlast[2], dfirst[2], dinitial[2], da[2], dx[2], dweight, dgamma, dg;
   TokenGate* gates;
   float *dgammas, *dL;
 };
@@ -32,7 +33,7 @@ TrellisShape shape_of(const Call& c) {
   TrellisShape shape{};
   shape.grid = {
       {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, false}, static_cast<int>(c.chunk), c.position};
-  shape.heads = static_cast<int>(c.heads);
+  shape.heads = static_cast<int>(c.heads), shape.memories = static_cast<int>(c.passes);
   shape.D = static_cast<int>(c.D), shape.V = static_cast<int>(c.V);
   shape.M = static_cast<int>(c.M), shape.slots = static_cast<int>(c.slots);
   shape.dtype = DType::bf16;
@@ -52,7 +53,7 @@ void forward(const Call& c) {
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
   output.q = scan.q = in<4>(c.q), output.o = out<4>(c.o);
   if (!c.apart) scan.o = output.o;
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     scan.x[m] = output.x[m] = in<4>(c.x[m]);
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
     scan.last_first[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
@@ -60,7 +61,9 @@ void forward(const Call& c) {
     scan.u[m] = out<4>(c.u[m]), scan.z[m] = out<4>(c.z[m]), scan.fit[m] = out<4>(c.fit[m]);
     output.u[m] = in<4>(c.u[m]);
   }
-  must(launch_trellis_scan<Element, Tile>(scan, nullptr));
+  scan.weight = static_cast<const float*>(c.weight.data);
+  must(scan.weight == nullptr ? launch_trellis_scan<Element, Tile>(scan, nullptr)
+                              : launch_weighted_scan<Element, Tile>(scan, nullptr));
   if (c.apart) must(launch_trellis_output<Element, Tile>(output, nullptr));
 }
 
@@ -72,7 +75,7 @@ void backward(const Call& c) {
   rows.gates = reverse.gates = c.gates;
   rows.q = in<4>(c.q), rows.dout = in<4>(c.dout), rows.dq = out<4>(c.dq);
   reverse.a = in<4>(c.a), reverse.dgammas = c.dgammas, reverse.dL = c.g.data == nullptr ? nullptr : c.dL;
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     rows.x[m] = reverse.x[m] = in<4>(c.x[m]);
     rows.u[m] = reverse.u[m] = in<4>(c.u[m]);
     rows.memories[m] = reverse.memories[m] = c.memories[m];
@@ -85,7 +88,10 @@ void backward(const Call& c) {
     reverse.da[m] = out<4>(c.da[m]), reverse.dx[m] = out<4>(c.dx[m]);
   }
   must(launch_trellis_rows<Element, Tile>(rows, nullptr));
-  must(launch_trellis_reverse<Element, Tile>(reverse, nullptr));
+  reverse.weight = static_cast<const float*>(c.weight.data);
+  reverse.dweight = static_cast<float*>(c.dweight.data);
+  must(reverse.weight == nullptr ? launch_trellis_reverse<Element, Tile>(reverse, nullptr)
+                                 : launch_weighted_reverse<Element, Tile>(reverse, nullptr));
   TrellisGateGradients numbers{rows.shape, c.dgammas, c.dL, out<3>(c.dgamma), out<3>(c.dg)};
   must(trellis_gate_gradients(numbers, nullptr));
 }

@@ -9,10 +9,11 @@ struct ExactCall {
   int64_t batch, tokens, sequences;
   const void* cu_seqlens;
   const int64_t* position;
-  int64_t chunk, heads, query_heads, D, V, M, silu, norm, f_silu, f_norm;
-  Array q, x[2], a, gamma, g, first[2], initial[2];
+  int64_t passes, chunk, heads, query_heads, D, V, M, silu, norm, f_silu, f_norm;
+  Array q, x[2], a, weight, gamma, g, first[2], initial[2];  // weight: fp32 in packs
   Array o, last_first[2], last[2], dout, dlast_first[2], dlast[2];
-  Array dq, dx[2], da[2], dgamma, dg, dfirst[2], dinitial[2];  // dx, da in packs; dgamma, dg [2, B, T, H]
+  Array dq, dx[2], da[2], dweight, dgamma, dg, dfirst[2],
+      dinitial[2];  // dx, da in packs; dgamma, dg [passes, B, T, H]; of one pass o, dout in packs
   int64_t* last_position;
 };
 
@@ -24,17 +25,18 @@ struct Space {
   TrellisExactShape shape{};
   Rooms rooms;
   int M;
-  float *z[2], *s[2], *states[2], *gates;
+  float *z[2] = {}, *s[2] = {}, *states[2] = {}, *gates;
 
   explicit Space(const ExactCall& c) : c(c) {
     shape.grid = {
         {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, false}, static_cast<int>(c.chunk), c.position};
     shape.heads = static_cast<int>(c.heads), shape.query_heads = static_cast<int>(c.query_heads);
+    shape.memories = static_cast<int>(c.passes);
     shape.D = static_cast<int>(c.D), shape.V = static_cast<int>(c.V), shape.M = static_cast<int>(c.M);
     shape.phi = {c.silu != 0, static_cast<Norm>(c.norm)};
     shape.f = {c.f_silu != 0, static_cast<Norm>(c.f_norm)};
     M = trellis_exact_packed(shape.M);
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < c.passes; ++m) {
       z[m] = rows(c.heads), s[m] = rows(c.heads), states[m] = pieces(m);
     }
     gates = rows(c.heads);
@@ -80,7 +82,7 @@ struct Space {
   template <class Problem>
   void fill(Problem& p) const {
     p.shape = shape, p.gamma = in<3>(c.gamma), p.g = in<3>(c.g);
-    for (int m = 0; m < 2; ++m) p.x[m] = in<4>(c.x[m]);
+    for (int m = 0; m < c.passes; ++m) p.x[m] = in<4>(c.x[m]);
   }
 };
 
@@ -95,27 +97,39 @@ extern "C" void run_exact(const ExactCall* call) {
 
   TrellisExactScan scan{};
   space.fill(scan);
+  scan.weight = static_cast<const float*>(c.weight.data);
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
     scan.last_first[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
     scan.s[m] = space.s[m], scan.states[m] = space.states[m];
   }
   must(
       trellis_exact_scan(scan, nullptr));  // without backward; what is handed out is looked at after the next
-  for (int m = 0; m < 2; ++m) scan.z[m] = space.z[m];
+  for (int m = 0; m < c.passes; ++m) scan.z[m] = space.z[m];
   must(trellis_exact_scan(scan, nullptr));
   float* const y = space.rows(c.query_heads);
   space.value_read(c.q, 0, y);
   must(trellis_exact_rows(space.map(y), nullptr));
-  space.key_read(y, 1, c.o);
+  const int64_t queries = c.batch * c.tokens * c.query_heads;
+  if (c.passes == 2) {
+    space.key_read(y, 1, c.o);
+  } else {
+    std::copy(y, y + queries * space.M, static_cast<float*>(c.o.data));
+  }
 
   float* const dr = space.rows(c.query_heads);
-  const int64_t numbers = c.batch * c.tokens * c.heads, reads = c.batch * c.tokens * c.query_heads;
-  float* const of_reads = space.floats(2 * reads);
-  space.value_read(c.q, 0, y), space.value_read(c.dout, 1, dr);
+  const int64_t numbers = c.batch * c.tokens * c.heads;
+  float* const of_reads = space.floats(c.passes * queries);
+  space.value_read(c.q, 0, y);
+  if (c.passes == 2) {
+    space.value_read(c.dout, 1, dr);
+  } else {
+    const auto* const dout = static_cast<const float*>(c.dout.data);
+    std::copy(dout, dout + queries * space.M, dr);
+  }
   auto rows = space.map(y);
-  rows.dr = dr, rows.reads[0] = of_reads, rows.reads[1] = of_reads + reads;
+  rows.dr = dr, rows.reads[0] = of_reads, rows.reads[1] = c.passes == 2 ? of_reads + queries : nullptr;
   must(trellis_exact_rows(rows, nullptr));
   space.key_read(dr, 0, c.dq);
 
@@ -123,10 +137,11 @@ extern "C" void run_exact(const ExactCall* call) {
   TrellisExactColumns columns{};
   space.fill(reverse), space.fill(columns);
   reverse.a = in<4>(c.a);
-  reverse.dgamma = static_cast<float*>(c.dgamma.data), reverse.started = space.floats(2 * numbers);
+  reverse.weight = scan.weight, reverse.dweight = static_cast<float*>(c.dweight.data);
+  reverse.dgamma = static_cast<float*>(c.dgamma.data), reverse.started = space.floats(c.passes * numbers);
   columns.reads = of_reads, columns.dgamma = reverse.dgamma, columns.started = reverse.started;
   columns.dg = static_cast<float*>(c.dg.data);
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < c.passes; ++m) {
     reverse.l[m] = columns.l[m] = space.input(m == 0 ? dr : y, c.query_heads);
     reverse.w[m] = columns.w[m] = in<4>(m == 0 ? c.q : c.dout);
     reverse.z[m] = space.z[m];

@@ -5,8 +5,8 @@
 using namespace girih::kernels;
 
 struct StepCall {
-  int64_t sequences, heads, query_heads, D, V, M, chunk, silu, norm, f_silu, f_norm;
-  Array q, k, v, a, gamma, g, first[2], memory[2], o;
+  int64_t passes, sequences, heads, query_heads, D, V, M, chunk, silu, norm, f_silu, f_norm;
+  Array q, k, v, a, weight, gamma, g, first[2], memory[2], o;
   int64_t* position;
 };
 
@@ -14,13 +14,14 @@ extern "C" void run_step(const StepCall* call) {
   const StepCall& c = *call;
   TrellisStep p{};
   p.sequences = c.sequences, p.heads = static_cast<int>(c.heads);
-  p.query_heads = static_cast<int>(c.query_heads);
+  p.query_heads = static_cast<int>(c.query_heads), p.memories = static_cast<int>(c.passes);
   p.D = static_cast<int>(c.D), p.V = static_cast<int>(c.V), p.M = static_cast<int>(c.M);
   p.chunk = static_cast<int>(c.chunk);
   p.phi = {c.silu != 0, static_cast<Norm>(c.norm)}, p.f = {c.f_silu != 0, static_cast<Norm>(c.f_norm)};
   p.q = in<3>(c.q), p.k = in<3>(c.k), p.v = in<3>(c.v), p.a = in<3>(c.a);
+  p.weight = in<2>(c.weight);
   p.gamma = in<2>(c.gamma), p.g = in<2>(c.g);
-  for (int m = 0; m < 2; ++m) p.first[m] = out<4>(c.first[m]), p.memory[m] = out<4>(c.memory[m]);
+  for (int m = 0; m < c.passes; ++m) p.first[m] = out<4>(c.first[m]), p.memory[m] = out<4>(c.memory[m]);
   p.position = c.position, p.o = out<3>(c.o);
   must(trellis_step(p, nullptr));
 }

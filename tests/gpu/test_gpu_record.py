@@ -56,12 +56,12 @@ def add_to(monkeypatch, file, text):
 @pytest.mark.parametrize(
     "changed, parts",
     [
-        ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis"}),
+        ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis", "ttt"}),
         ("kernels/short_conv/step.cu", {"short_conv"}),
-        ("kernels/exact/abc.cu", {"gsa", "gla", "trellis"}),
-        ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis"}),
+        ("kernels/exact/abc.cu", {"gsa", "gla", "trellis", "ttt"}),
+        ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis", "ttt"}),
         ("kernels/instance.cu.in", None),
-        ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis"}),
+        ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis", "ttt"}),
         ("csrc/ops/arguments/aligned_rows.h", None),
         ("tests/support/padding.py", None),
         ("tests/kernels/test_short_conv_kernels.py", {"short_conv"}),
@@ -157,7 +157,7 @@ def test_two_files_that_change_places_are_a_change(monkeypatch):
     scan, step = (gpu.ROOT / "kernels" / "gsa" / name for name in ("scan.cu", "step.cu"))
     other = {scan: step, step: scan}
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(other.get(path, path)))
-    assert {part for part, state in states().items() if state != before[part]} == {"gsa", "gla", "trellis"}
+    assert {part for part, state in states().items() if state != before[part]} == {"gsa", "gla", "trellis", "ttt"}
 
 
 def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):

@@ -359,7 +359,7 @@ def assert_exact(inputs, cu_seqlens=None, found=None):
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
-    assert ops.explain("trellis", **call).path == "exact fp32"
+    assert ops.explain(inputs.op, **call).path == "exact fp32"
     found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
     if SANITIZED:
         return

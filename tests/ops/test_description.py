@@ -147,6 +147,13 @@ PATHS = [
     ("trellis-default", {"V": 256}, torch.float32, "exact fp32"),
     ("trellis-default", {"D": 257}, torch.float32, "aten"),
     ("trellis-default", {}, torch.float64, "aten"),
+    ("ttt-default", {}, torch.bfloat16, "tensor cores"),
+    ("ttt-weight", {}, torch.float16, "tensor cores"),
+    ("ttt-weight", {"M": 129}, torch.bfloat16, "exact fp32"),
+    ("ttt-softmax", {}, torch.bfloat16, "exact fp32"),
+    ("ttt-weight", {"D": 256}, torch.float32, "exact fp32"),
+    ("ttt-default", {"M": 257}, torch.float32, "aten"),
+    ("ttt-default", {}, torch.float64, "aten"),
     ("lattice-decode_c4", {}, torch.bfloat16, "exact fp32"),
     ("lattice-unnormalised", {}, torch.float16, "exact fp32"),
     ("lattice-decode_c4", {"D": 128, "M": 128}, torch.float32, "exact fp32"),
@@ -182,11 +189,11 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
     assert (kept > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
-        or (case.op in ("delta_product", "lattice", "trellis") and path == "exact fp32")
+        or (case.op in ("delta_product", "lattice", "trellis", "ttt") and path == "exact fp32")
     )
 
 
-@pytest.mark.parametrize("name", ["gsa", "gla", "delta_product", "trellis", "short_conv"])
+@pytest.mark.parametrize("name", ["gsa", "gla", "delta_product", "trellis", "ttt", "short_conv"])
 def test_explain_tells_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)

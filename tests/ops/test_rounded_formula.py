@@ -8,7 +8,9 @@ from comparison import assert_within
 from recurrences import unit_columns
 
 SCANS = [case for case in CASES if case.op in ("gsa", "gla", "delta_product")]
-CHUNKS = [case for case in CASES if case.op == "trellis" or (case.op == "lattice" and case.chunk > 1)]
+CHUNKS = [
+    case for case in CASES if case.op in ("trellis", "ttt") or (case.op == "lattice" and case.chunk > 1)
+]
 
 
 @pytest.mark.parametrize("lengths", [None, [70, 0, 63, 1]], ids=["batch", "packed"])
@@ -21,7 +23,8 @@ def test_in_float64_it_is_the_operator(case, resumed, lengths):
     if case.memory and not resumed:
         N = inputs.data["q"].shape[0] if lengths is None else len(lengths)
         first = [A.expand(N, *A.shape[-3:]) for A in inputs.leaves.values()]
-        keywords["state"] = tuple(first) if case.op == "trellis" else unit_columns(first[0])
+        starts = {"trellis": lambda: tuple(first), "ttt": lambda: first[0]}
+        keywords["state"] = starts.get(case.op, lambda: unit_columns(first[0]))()
     formula = getattr(rounded_formula if case in SCANS else rounded_chunks, case.op)
     found = outputs(case, formula(**keywords))
     want = operator(inputs)
@@ -32,11 +35,11 @@ def test_in_float64_it_is_the_operator(case, resumed, lengths):
 
 @pytest.mark.parametrize("T", [1, 40, 131])
 @pytest.mark.parametrize(
-    "case", [case for case in CHUNKS if case.op == "trellis" and case.chunk == 1], ids=str
+    "case", [case for case in CHUNKS if case.op != "lattice" and case.chunk == 1], ids=str
 )
 def test_in_chunks_of_one_token_it_takes_no_first_memories(case, T):
     inputs = with_any_first_memories(case.draw(T, resumed=True).requiring_grad())
-    found = outputs(case, rounded_chunks.trellis(**arguments(inputs)))
+    found = outputs(case, getattr(rounded_chunks, case.op)(**arguments(inputs)))
     want = operator(inputs)
     assert_within(found, want, 1e-9)
     grads = cotangents(want)

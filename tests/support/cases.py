@@ -21,7 +21,7 @@ from girih import ops
 SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
 
 # Gates, step sizes, write weights and filters: what may stay in fp32 beside bf16 q, k, v and x.
-FP32_KINDS = {"gate", "beta", "step", "weight", "logit", "filter"}
+FP32_KINDS = {"gate", "beta", "step", "scale", "weight", "logit", "filter"}
 
 
 def fill(kind, shape, generator):
@@ -33,6 +33,8 @@ def fill(kind, shape, generator):
         return uniform
     if kind == "beta":
         return 2 * uniform
+    if kind == "scale":  # w^2 multiplies a step: no step grows
+        return 2 * uniform - 1
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     if kind == "logit":
         return 3 * normal
@@ -110,8 +112,8 @@ class Case:
         at = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
-        if normalised and dtype in LOST:  # of few entries a norm is steep
-            at |= {letter: at[letter] + 13 for letter in "DVM"}
+        if normalised and dtype != torch.float64:  # a norm of few entries is steep
+            at |= {letter: at[letter] + (13 if dtype in LOST else 3) for letter in "DVM"}
         at["K"] = max(1, at["H"] // at.get("shared", 1))
         at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
         steady = torch.float64 if dtype == torch.float64 else torch.float32
@@ -404,7 +406,7 @@ def trellis(label, *, g=False, sizes=None, **options):
 def ttt(label, *, g=False, weight=False, sizes=None, **options):
     kind = "unit" if options.get("phi") in ("identity", "silu") else "normal"
     data = {"q": ("BTQD", "normal"), "k": ("BTHD", kind), "a": ("BTHM", "normal"), "gamma": ("BTH", "step")}
-    data |= ({"g": ("BTH", "gate")} if g else {}) | ({"phi_weight": ("HM", "filter")} if weight else {})
+    data |= ({"g": ("BTH", "gate")} if g else {}) | ({"phi_weight": ("HM", "scale")} if weight else {})
     state = {"first_k": ("NHMD", "normal"), "k": ("NHMD", "normal"), "position": ()}
     return Case("ttt", label, data, state, {"k": ("HMD", "normal")}, options, sizes or {})
 

@@ -1,4 +1,4 @@
-"""kernel_accuracy.py for trellis and lattice, whose chunks are part of the model.
+"""kernel_accuracy.py for trellis, ttt and lattice, whose chunks are part of the model.
 
 Their updates bend what they write, and errors have a tail: the largest of all is chance, in the kernel and in
 the formula. The error is measured by its mean square, of a whole tensor and of the token or head where it is
@@ -16,7 +16,7 @@ import torch
 from girih import ops
 from kernel_accuracy import DEVICE, run
 
-FORMULAS = {"trellis": rounded_chunks.trellis, "lattice": rounded_chunks.lattice}
+FORMULAS = {name: getattr(rounded_chunks, name) for name in ("trellis", "ttt", "lattice")}
 SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
 
 
@@ -33,6 +33,8 @@ def start_of(inputs):
         if "first_k" not in inputs.state:
             return inputs.state["k"], inputs.state["v"]
         return ops.TrellisState(**inputs.state, position=position)
+    if inputs.op == "ttt":
+        return ops.TTTState(**inputs.state, position=position) if "first_k" in inputs.state else first
     if "step" not in inputs.state:
         return first
     # Where a chunk begins nothing hangs on the steps before.

@@ -1,12 +1,13 @@
-"""trellis and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure of a
-kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product takes the
-weights, and with that where roundings fall.
+"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure
+of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product has
+the weights, and with that where roundings fall.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import torch
-from girih.ops import LatticeState, TrellisState
+from girih.ops import LatticeState, TrellisState, TTTState
 from recurrences import phis
 from rounded_formula import per_sequence, wide
 
@@ -54,10 +55,70 @@ def trellis(
     return torch.cat(outs), TrellisState(first_k, memory_k, first_v, memory_v, position)
 
 
-def trellis_chunk(
-    q, k, v, a, gamma, g, phi, f, first_k, memory_k, first_v, memory_v, complete, in_scores, in_updates
+def ttt(
+    q,
+    k,
+    a,
+    gamma,
+    g=None,
+    phi_weight=None,
+    *,
+    chunk,
+    phi="layer_norm",
+    f="identity",
+    state,
+    cu_seqlens=None,
+    in_scores=True,
+    in_updates=True,
 ):
-    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on."""
+    """Trellis' memory of keys, whose read is the output."""
+    options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
+    if not isinstance(state, tuple):
+        state = TTTState(state, state, torch.zeros(len(state), dtype=torch.int64, device=q.device))
+    if chunk == 1:
+        state = state._replace(first_k=state.k)
+    if cu_seqlens is not None:
+        of_all = partial(ttt, phi_weight=phi_weight)
+        return per_sequence(of_all, q, k, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+    T = q.shape[1]
+    outs, states = [], []
+    for i, position in enumerate(state.position.tolist()):
+        memories = [x[i : i + 1] for x in state[:2]]
+        ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
+        of_sequence = [q.new_zeros(1, 0, q.shape[2], a.shape[-1])]
+        for lo, hi in pairwise(ends):
+            q_, k_, a_, gamma_, g_ = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, a, gamma, g)]
+            o, memories = trellis_chunk(
+                *(q_, k_, None, a_, gamma_, g_, phi, f, *memories, None, None),
+                *((position + hi) % chunk == 0, in_scores, in_updates, phi_weight),
+            )
+            of_sequence.append(o)
+        outs.append(torch.cat(of_sequence, 1))
+        states.append([*memories, ((state.position[i] + T) % chunk)[None]])
+    first_k, memory_k, position = (torch.cat(x) for x in zip(*states, strict=True))
+    return torch.cat(outs), TTTState(first_k, memory_k, position)
+
+
+def trellis_chunk(
+    q,
+    k,
+    v,
+    a,
+    gamma,
+    g,
+    phi,
+    f,
+    first_k,
+    memory_k,
+    first_v,
+    memory_v,
+    complete,
+    in_scores,
+    in_updates,
+    phi_weight=None,
+):
+    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on. Without
+    v the memory of keys alone, whose read is o."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(memory_k.dtype)
     g = torch.zeros_like(gamma) if g is None else g.to(memory_k.dtype)
@@ -71,30 +132,35 @@ def trellis_chunk(
 
     def update(x, first):
         z = wide(torch.einsum("bthx,bhmx->bthm", x, first.to(dtype)))
-        return vjp(z, image(z) - wide(a))
+        w = 1.0 if phi_weight is None else phi_weight.to(z.dtype)
+        return vjp(z, w * (w * image(z) - wide(a)))
 
     def scored(x, y, values):
         scores = (wide(torch.einsum("bthx,bihx->bhti", x, y)) * weights).to(dtype)
         weighed = values if in_scores else values * gamma[..., None]
         return wide(torch.einsum("bhti,bihm->bthm", scores, weighed.to(dtype)))
 
-    u_k, u_v = update(k, first_k), update(v, first_v)
+    u_k = update(k, first_k)
+    u_v = None if v is None else update(v, first_v)
     reads = []
     for j in range(q.shape[2] // H):
         own = q[:, :, j :: q.shape[2] // H]
         y = from_start * wide(torch.einsum("bthd,bhmd->bthm", own, memory_k.to(dtype)))
         r = phis[f][0](y - scored(own, k, u_k)).to(dtype)
+        if v is None:
+            reads.append(r)
+            continue
         o = from_start * wide(torch.einsum("bthm,bhmv->bthv", r, memory_v.to(dtype)))
         reads.append(o - scored(r, u_v.to(dtype), v))
     after = []
-    for u, x, memory in ((u_k, k, memory_k), (u_v, v, memory_v)):
+    written = [(u_k, k, memory_k)] + ([] if v is None else [(u_v, v, memory_v)])
+    for u, x, memory in written:
         rows, columns = (u * to_end, x) if in_updates else (u, x * to_end)
         step = wide(torch.einsum("bthm,bthx->bhmx", rows.to(dtype), columns.to(dtype)))
         after.append(memory * L[:, -1].exp()[..., None, None] - step)
     o = torch.stack(reads, 3).flatten(2, 3).to(dtype)
-    if complete:
-        return o, [after[0], after[0], after[1], after[1]]
-    return o, [first_k, after[0], first_v, after[1]]
+    firsts = after if complete else [first_k, first_v]
+    return o, [x for pair in zip(firsts, after, strict=False) for x in pair]
 
 
 def lattice(

@@ -1,160 +1,133 @@
-// trellis by the exact kernels.
+// trellis and ttt by the exact kernels.
 #pragma once
 
-#include <array>
-
-#include "../arguments/kernel_arguments.h"
-#include "aten.h"
+#include "call.h"
 #include "exact/exact.h"
-#include "problem.h"
 #include "trellis/exact.h"
 
 namespace girih::trellis {
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
-
-inline kernels::TrellisMap map_of(std::string_view name) {
-  using kernels::Norm;
-  if (name == "silu") return {true, Norm::none};
-  if (name == "l2norm") return {false, Norm::l2};
-  if (name == "layer_norm") return {false, Norm::layer};
-  if (name == "l2_silu") return {true, Norm::l2};
-  if (name == "ln_silu") return {true, Norm::layer};
-  if (name == "softmax") return {false, Norm::softmax};
-  return {false, Norm::none};
-}
-
 // What decides whether a card has room.
-inline kernels::TrellisExactShape exact_shape(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const Tensor& a) {
+inline kernels::TrellisExactShape exact_shape(const Call& call) {
   kernels::TrellisExactShape shape{};
-  shape.heads = static_cast<int>(k.size(2)), shape.query_heads = static_cast<int>(q.size(2));
-  shape.D = static_cast<int>(k.size(3)), shape.V = static_cast<int>(v.size(3));
-  shape.M = static_cast<int>(a.size(3));
+  shape.heads = static_cast<int>(call.x[0].size(2)), shape.query_heads = static_cast<int>(call.q.size(2));
+  shape.memories = call.memories();
+  shape.D = static_cast<int>(call.width(0)), shape.V = static_cast<int>(call.width(1));
+  shape.M = static_cast<int>(call.a.size(3));
   return shape;
 }
 
 // One call's tensors: rows that the reads take in packs of 16 bytes, the rest as it is.
 class ExactCall {
  public:
-  ExactCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-            const OptionalTensor& g, const OptionalTensor& first_k, const OptionalTensor& state_k,
-            const OptionalTensor& first_v, const OptionalTensor& state_v, const OptionalTensor& position,
-            const OptionalTensor& cu, int64_t chunk, std::string_view phi, std::string_view f)
-      : q_(in_packs(q)),
-        x_{in_packs(k), in_packs(v)},
-        own_{k, v},
-        a_(a),
-        gamma_(gamma),
-        g_(g),
-        initial_{state_k, state_v},
-        first_{first_k, first_v},
-        M_(kernels::trellis_exact_packed(static_cast<int>(a.size(3)))),
-        shape_(exact_shape(q, k, v, a)) {
-    if (given(cu)) cu_seqlens_ = cu->contiguous();
-    if (const auto within = within_chunk(position, chunk); given(within)) position_ = within->contiguous();
-    shape_.grid = {kernel_tokens(q_, cu_seqlens_), static_cast<int>(chunk),
+  explicit ExactCall(const Call& call)
+      : call_(call),
+        q_(in_packs(call.q)),
+        M_(kernels::trellis_exact_packed(static_cast<int>(call.a.size(3)))),
+        memories_(call.memories()),
+        weight_(packed_weight(call, call.x[0].size(2))),
+        shape_(exact_shape(call)) {
+    for (int m = 0; m < memories_; ++m) x_[m] = in_packs(call.x[m]);
+    if (given(call.cu_seqlens)) cu_seqlens_ = call.cu_seqlens->contiguous();
+    if (const auto within = within_chunk(call.position, call.chunk); given(within)) {
+      position_ = within->contiguous();
+    }
+    shape_.grid = {kernel_tokens(q_, cu_seqlens_), static_cast<int>(call.chunk),
                    position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr};
-    shape_.phi = map_of(phi), shape_.f = map_of(f);
+    shape_.phi = map_of(call.phi), shape_.f = map_of(call.f);
     // A gate is a head's; the reads have one a slot.
-    gates_ = given(g) ? g->to(at::kFloat).unsqueeze(3).expand({-1, -1, -1, M_}).contiguous()
-                      : at::zeros({M_}, in_fp32());
+    gates_ = given(call.g) ? call.g->to(at::kFloat).unsqueeze(3).expand({-1, -1, -1, M_}).contiguous()
+                           : at::zeros({M_}, in_fp32());
   }
 
-  Results forward(bool save) const {
+  Outputs forward(bool save) const {
     const auto s = of_tokens(), z = save ? of_tokens() : Tensor();
-    const Tensor memories[] = {pieces(0), pieces(1)};
-    const Tensor last_first[] = {states(0), states(1)}, last[] = {states(0), states(1)};
-    const auto position = at::empty({shape_.grid.tokens.sequences}, q_.options().dtype(at::kLong));
+    Outputs made;
+    made.position = at::empty({shape_.grid.tokens.sequences}, q_.options().dtype(at::kLong));
+    Tensor memories[2];
     kernels::TrellisExactScan p{};
     fill(p);
-    p.a = input<4>(a_);
-    p.last_position = position.mutable_data_ptr<int64_t>();
-    for (int m = 0; m < 2; ++m) {
-      p.first[m] = first(m), p.initial[m] = input<4>(initial_[m]);
-      p.last_first[m] = output<4>(last_first[m]), p.last[m] = output<4>(last[m]);
+    p.a = input<4>(call_.a), p.weight = data_of(weight_);
+    p.last_position = made.position.mutable_data_ptr<int64_t>();
+    for (int m = 0; m < memories_; ++m) {
+      memories[m] = pieces(m), made.last_first[m] = states(m), made.last[m] = states(m);
+      p.first[m] = first(m), p.initial[m] = input<4>(call_.state[m]);
+      p.last_first[m] = output<4>(made.last_first[m]), p.last[m] = output<4>(made.last[m]);
       p.z[m] = save ? part(z, m) : nullptr, p.s[m] = part(s, m);
       p.states[m] = memories[m].mutable_data_ptr<float>();
     }
     check_launch("trellis_exact_scan", kernels::trellis_exact_scan(p, stream()));
     const auto r = value_read(q_, 0, s, memories[0]);
     map(r, {}, {});
-    const auto o = key_read(r, 1, s, memories[1]);
+    const auto o = memories_ == 2 ? key_read(r, 1, s, memories[1]) : of_sequences(r).to(q_.scalar_type());
+    made.o = without_packs(o, call_.output_width());
     const auto kept = [&](const Tensor& x) { return save ? x : at::empty({0}, in_fp32()); };
-    return {without_packs(o, own_[1].size(3)),
-            last_first[0],
-            last[0],
-            last_first[1],
-            last[1],
-            position,
-            kept(memories[0]),
-            kept(memories[1]),
-            kept(z),
-            kept(s),
-            at::empty({0}, in_fp32())};
+    for (int m = 0; m < memories_; ++m) made.saved.memories[m] = kept(memories[m]);
+    made.saved.z = kept(z), made.saved.u = kept(s), made.saved.fit = at::empty({0}, in_fp32());
+    return made;
   }
 
-  Gradients backward(const OptionalTensor& grad_o, const std::array<OptionalTensor, 2>& grad_first,
-                     const std::array<OptionalTensor, 2>& grad, const std::array<Tensor, 2>& memories,
-                     const Tensor& z, const Tensor& s) const {
-    const auto dout = given(grad_o) ? in_packs(grad_o->to(q_.scalar_type()))
-                                    : rows(q_.size(2), x_[1].size(3), q_.scalar_type()).zero_();
+  InputGradients backward(const OutputGradients& gradients, const Saved& saved) const {
+    const auto &z = saved.z, &s = saved.u;
+    const auto dout = output_gradient(call_, gradients.o);
     // y and dr, which become r and dy
-    const auto r = value_read(q_, 0, s, memories[0]), dy = value_read(dout, 1, s, memories[1]);
+    const auto r = value_read(q_, 0, s, saved.memories[0]);
+    const auto dy = memories_ == 2 ? value_read(dout, 1, s, saved.memories[1])
+                                   : dout.to(in_fp32(), /*non_blocking=*/false, /*copy=*/true).contiguous();
     const auto reads = numbers(q_.size(2));
     map(r, dy, reads);
-    const auto dq = key_read(dy, 0, s, memories[0]);
+    const auto dq = key_read(dy, 0, s, saved.memories[0]);
 
     const auto dz = of_tokens(), da = of_tokens(), dgamma = numbers(heads()), started = numbers(heads());
-    const auto dg = given(g_) ? numbers(heads()) : Tensor();
-    const Tensor gradients[] = {pieces(0), pieces(1)}, dinitial[] = {states(0), states(1)};
-    const Tensor dx[] = {rows(heads(), x_[0].size(3), at::kFloat), rows(heads(), x_[1].size(3), at::kFloat)};
+    const auto dg = given(call_.g) ? numbers(heads()) : Tensor();
     const bool resumed = position_.defined();
-    Tensor dfirst[2];
+    Tensor pieces_[2], dinitial[2], dfirst[2], dx[2];
     kernels::TrellisExactReverse reverse{};
     kernels::TrellisExactColumns columns{};
     fill(reverse), fill(columns);
-    reverse.a = input<4>(a_);
+    reverse.a = input<4>(call_.a), reverse.weight = data_of(weight_);
+    const auto dweight = weight_.defined() ? of_tokens() : Tensor();
+    if (weight_.defined()) reverse.dweight = dweight.mutable_data_ptr<float>();
     reverse.dgamma = dgamma.mutable_data_ptr<float>(), reverse.started = started.mutable_data_ptr<float>();
     columns.reads = reads.const_data_ptr<float>();
     columns.dgamma = reverse.dgamma, columns.started = reverse.started;
     columns.dg = dg.defined() ? dg.mutable_data_ptr<float>() : nullptr;
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < memories_; ++m) {
+      pieces_[m] = pieces(m), dinitial[m] = states(m), dx[m] = rows(heads(), x_[m].size(3), at::kFloat);
       if (resumed) dfirst[m] = states(m);
       reverse.l[m] = columns.l[m] = input<4>(m == 0 ? dy : r);
       reverse.w[m] = columns.w[m] = input<4>(m == 0 ? q_ : dout);
       reverse.z[m] = given_part(z, m), columns.s[m] = given_part(s, m);
-      reverse.dlast_first[m] = columns.dlast_first[m] = input<4>(grad_first[m]);
-      reverse.dlast[m] = input<4>(grad[m]);
+      reverse.dlast_first[m] = columns.dlast_first[m] = input<4>(gradients.first[m]);
+      reverse.dlast[m] = input<4>(gradients.last[m]);
       reverse.dfirst[m] = output<4>(dfirst[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
       columns.dz[m] = reverse.dz[m] = part(dz, m), reverse.da[m] = part(da, m);
-      columns.gradients[m] = reverse.gradients[m] = gradients[m].mutable_data_ptr<float>();
+      columns.gradients[m] = reverse.gradients[m] = pieces_[m].mutable_data_ptr<float>();
       columns.first[m] = first(m);
-      columns.states[m] = memories[m].const_data_ptr<float>();
+      columns.states[m] = saved.memories[m].const_data_ptr<float>();
       columns.dx[m] = dx[m].mutable_data_ptr<float>();
     }
     check_launch("trellis_exact_reverse", kernels::trellis_exact_reverse(reverse, stream()));
     check_launch("trellis_exact_columns", kernels::trellis_exact_columns(columns, stream()));
 
-    const auto of_x = [&](int m) { return without_packs(dx[m], own_[m].size(3)).to(own_[m].scalar_type()); };
-    const auto of_first = [&](int m) {
-      return if_given(first_[m], [&] {
-        return resumed ? dfirst[m] : at::zeros(first_[m]->sizes(), first_[m]->options());
+    InputGradients found;
+    found.q = without_packs(dq, call_.q.size(3));
+    found.a = without_packs(da.sum(0), call_.a.size(3)).to(call_.a.scalar_type());
+    found.gamma = dgamma.sum(0).to(call_.gamma.scalar_type());
+    found.g = if_given(call_.g, [&] { return dg.sum(0).to(call_.g->scalar_type()); });
+    found.phi_weight = if_given(call_.phi_weight, [&] {
+      const auto& weight = *call_.phi_weight;
+      return without_packs(dweight.sum({0, 1, 2}), weight.size(1)).to(weight.scalar_type());
+    });
+    for (int m = 0; m < memories_; ++m) {
+      const auto& x = call_.x[m];
+      found.x[m] = without_packs(dx[m], x.size(3)).to(x.scalar_type());
+      found.initial[m] = dinitial[m];
+      found.first[m] = if_given(call_.first[m], [&] {
+        return resumed ? dfirst[m] : at::zeros(call_.first[m]->sizes(), call_.first[m]->options());
       });
-    };
-    return {without_packs(dq, own_[0].size(3)),
-            of_x(0),
-            of_x(1),
-            without_packs(da.sum(0), a_.size(3)).to(a_.scalar_type()),
-            dgamma.sum(0).to(gamma_.scalar_type()),
-            if_given(g_, [&] { return dg.sum(0).to(g_->scalar_type()); }),
-            of_first(0),
-            dinitial[0],
-            of_first(1),
-            dinitial[1],
-            std::nullopt,
-            std::nullopt};
+    }
+    return found;
   }
 
  private:
@@ -168,9 +141,9 @@ class ExactCall {
   Tensor room(at::IntArrayRef sizes) const {
     return cu_seqlens_.defined() ? at::zeros(sizes, in_fp32()) : at::empty(sizes, in_fp32());
   }
-  // Of both memories.
-  Tensor of_tokens() const { return room({2, q_.size(0), q_.size(1), heads(), M_}); }
-  Tensor numbers(int64_t heads) const { return room({2, q_.size(0), q_.size(1), heads}); }
+  // Of every memory.
+  Tensor of_tokens() const { return room({memories_, q_.size(0), q_.size(1), heads(), M_}); }
+  Tensor numbers(int64_t heads) const { return room({memories_, q_.size(0), q_.size(1), heads}); }
   static float* part(const Tensor& both, int m) { return both.select(0, m).mutable_data_ptr<float>(); }
   static const float* given_part(const Tensor& both, int m) {
     return both.select(0, m).const_data_ptr<float>();
@@ -179,15 +152,15 @@ class ExactCall {
     return room({kernels::piece_count(shape_.grid.tokens, kernels::kChunk), heads(), x_[m].size(3), M_});
   }
   Tensor states(int m) const {
-    return at::empty({shape_.grid.tokens.sequences, heads(), a_.size(3), own_[m].size(3)}, in_fp32());
+    return at::empty({shape_.grid.tokens.sequences, heads(), call_.a.size(3), call_.width(m)}, in_fp32());
   }
-  kernels::In<4> first(int m) const { return input<4>(position_.defined() ? first_[m] : std::nullopt); }
+  kernels::In<4> first(int m) const { return input<4>(position_.defined() ? call_.first[m] : std::nullopt); }
 
   template <class Problem>
   void fill(Problem& p) const {
     p.shape = shape_;
-    p.gamma = input<3>(gamma_), p.g = input<3>(g_);
-    for (int m = 0; m < 2; ++m) p.x[m] = input<4>(x_[m]);
+    p.gamma = input<3>(call_.gamma), p.g = input<3>(call_.g);
+    for (int m = 0; m < memories_; ++m) p.x[m] = input<4>(x_[m]);
   }
 
   // The reads are those of gsa's exact kernels.
@@ -196,7 +169,7 @@ class ExactCall {
     shape.tokens = shape_.grid.tokens;
     shape.heads = shape_.heads, shape.query_heads = shape_.query_heads;
     shape.M = static_cast<int>(M_);
-    if (given(g_)) {
+    if (given(call_.g)) {
       shape.g = input<4>(gates_);
     } else {
       shape.g.data = gates_.const_data_ptr(), shape.g.stride[3] = 1;  // one row for all tokens
@@ -223,6 +196,14 @@ class ExactCall {
     check_launch("exact_key_read", kernels::exact_key_read(p, stream()));
     return out;
   }
+  // r [B, T, HQ, M], zero for tokens of no sequence: softmax of what they read, 0, is not 0.
+  Tensor of_sequences(const Tensor& r) const {
+    if (!cu_seqlens_.defined() || shape_.f.norm != kernels::Norm::softmax) return r;
+    const auto ends = cu_seqlens_.dim() == 2 ? cu_seqlens_ : cu_seqlens_.unsqueeze(0);
+    const auto t = at::arange(r.size(1), ends.options());
+    const auto outside = t.lt(ends.narrow(1, 0, 1)).logical_or(t.ge(ends.narrow(1, ends.size(1) - 1, 1)));
+    return r.masked_fill(outside.unsqueeze(2).unsqueeze(3), 0);
+  }
   // y becomes f(y), and dr, if it is there, J_f^T dr.
   void map(const Tensor& y, const Tensor& dr, const Tensor& reads) const {
     kernels::TrellisExactRows p{};
@@ -230,14 +211,16 @@ class ExactCall {
     p.y = y.mutable_data_ptr<float>();
     if (dr.defined()) {
       p.dr = dr.mutable_data_ptr<float>();
-      p.reads[0] = part(reads, 0), p.reads[1] = part(reads, 1);
+      p.reads[0] = part(reads, 0), p.reads[1] = memories_ == 2 ? part(reads, 1) : nullptr;
     }
     check_launch("trellis_exact_rows", kernels::trellis_exact_rows(p, stream()));
   }
 
-  Tensor q_, x_[2], own_[2], a_, gamma_, cu_seqlens_, position_, gates_;  // own_: k and v without packs
-  OptionalTensor g_, initial_[2], first_[2];
+  const Call& call_;
+  Tensor q_, x_[2], cu_seqlens_, position_, gates_;
   int64_t M_;  // in packs
+  int memories_;
+  Tensor weight_;
   kernels::TrellisExactShape shape_;
 };
 

@@ -1,4 +1,5 @@
-// What trellis asks of a call beyond its description, which kernels take it, and what forward keeps.
+// What trellis asks of a call beyond its description, which kernels take it, and what forward keeps. ttt's
+// problem is one of these, with one memory and V = 0.
 #pragma once
 
 #include "../arguments/path.h"
@@ -17,6 +18,8 @@ inline OptionalTensor within_chunk(const OptionalTensor& position, int64_t chunk
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
+  int memories = 2;
+  bool weighted = false, softmax = false;  // ttt's phi has a weight; and it is softmax
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                        const Tensor& gamma, const OptionalTensor& g, const OptionalTensor& state_first_k,
@@ -42,9 +45,14 @@ struct Problem {
 
   Path path(const Tensor& q) const {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (wider_than(kExactWidest)) return aten("slots, keys or values wider than 256");
+    const bool values = memories == 2;
+    if (wider_than(kExactWidest)) {
+      return aten(values ? "slots, keys or values wider than 256" : "slots or keys wider than 256");
+    }
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
-    return wider_than(kWidest) ? exact("slots, keys or values wider than 128") : tensor_cores();
+    if (weighted && softmax) return exact("phi_weight is given with phi='softmax'");
+    if (!wider_than(kWidest)) return tensor_cores();
+    return exact(values ? "slots, keys or values wider than 128" : "slots or keys wider than 128");
   }
   static Path step_path(const Tensor& q) {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
@@ -55,7 +63,7 @@ struct Problem {
   // What forward keeps for backward, {0} each without kernels. Those of the tensor cores, of a head of
   // queries each: the memories before every chunk, in tiles, z and u of every token, and what z's rows come
   // to. The exact ones, of a head of keys each and in fp32: the memories before every 64 tokens, their
-  // columns the rows, z, and s = -gamma u.
+  // columns the rows, z, and s = -gamma u. With one memory the second is {0}.
   struct Kept {
     std::vector<c10::SymInt> memories[2], tokens, fit;
     at::ScalarType type;  // of all but fit
@@ -68,14 +76,15 @@ struct Problem {
     if (by == Path::Code::exact) {
       const auto pieces = kept_chunks(q, N, cu_seqlens, kKeptChunk);
       kept.memories[0] = {pieces, H, kept_width(D), kept_width(M)};
-      kept.memories[1] = {pieces, H, kept_width(V), kept_width(M)};
-      kept.tokens = {2, B, T, H, kept_width(M)};
+      if (memories == 2) kept.memories[1] = {pieces, H, kept_width(V), kept_width(M)};
+      kept.tokens = {memories, B, T, H, kept_width(M)};
     } else {
       const auto chunks = kept_within(q, N, within_chunk(position, chunk), cu_seqlens, chunk);
       const int64_t tile = M <= 64 && D <= 64 && V <= 64 ? 64 : 128;
-      kept.memories[0] = kept.memories[1] = {chunks, HQ, tile, tile};
-      kept.tokens = {2, B, T, HQ, kept_width(M)};
-      kept.fit = {2, B, T, HQ, 4};
+      kept.memories[0] = {chunks, HQ, tile, tile};
+      if (memories == 2) kept.memories[1] = kept.memories[0];
+      kept.tokens = {memories, B, T, HQ, kept_width(M)};
+      kept.fit = {memories, B, T, HQ, weighted ? 8 : 4};
     }
     return kept;
   }

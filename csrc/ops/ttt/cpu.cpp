@@ -1,24 +1,20 @@
 // TTT: the first of Trellis' two passes alone (trellis/passes.h), whose read is the output.
 #include "../registration/dispatch.h"
 #include "../trellis/passes.h"
-#include "../trellis/problem.h"
+#include "aten.h"
 #include "problem.h"
 
 namespace girih::ttt {
-namespace {
 
 using trellis::Passes, trellis::Phi, trellis::stacked;
-
-// o, the final state (first_k, k, position)
-using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                 const OptionalTensor& g, const OptionalTensor& phi_weight,
                 const OptionalTensor& state_first_k, const OptionalTensor& state_k,
                 const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                std::string_view phi, std::string_view f, bool) {
-  Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens, chunk,
-                 phi, f);
+                std::string_view phi, std::string_view f, bool save) {
+  const auto problem = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
+                                      cu_seqlens, chunk, phi, f);
   const auto B = q.size(0), T = q.size(1), M = a.size(3);
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto A = stacked(*state_k, {}, 1);
@@ -39,12 +35,23 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
   const auto own = [](const Tensor& memories) {
     return memories.squeeze(1).clone(at::MemoryFormat::Contiguous);
   };
-  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), M}, q.options()), own(run.finals.front()),
-          own(run.finals.back()), chunks.next_position()};
+  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, save);
+  const auto room = [&](const std::vector<c10::SymInt>& sizes, at::ScalarType type) {
+    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q.options().dtype(type));
+  };
+  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), M}, q.options()),
+          own(run.finals.front()),
+          own(run.finals.back()),
+          chunks.next_position(),
+          room(kept.memories[0], kept.type),
+          room(kept.tokens, kept.type),
+          room(kept.tokens, kept.type),
+          room(kept.fit, A.scalar_type())};
 }
 
-}  // namespace
-
-GIRIH_IMPL_ATEN("ttt_forward", forward)
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("ttt_forward", &forward); }
+#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("ttt_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+#endif
 
 }  // namespace girih::ttt

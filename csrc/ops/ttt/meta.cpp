@@ -4,28 +4,34 @@
 namespace girih::ttt {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma, const OptionalTensor& g,
     const OptionalTensor& phi_weight, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-    std::string_view phi, std::string_view f, bool) {
+    std::string_view phi, std::string_view f, bool save) {
   const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                 cu_seqlens, chunk, phi, f);
-  const auto memory = [&] {
-    return at::empty_symint({p.N, p.H, p.M, p.D}, q.options().dtype(accumulate_type(q)));
-  };
-  return {at::empty_symint({p.B, p.T, p.HQ, p.M}, q.options()), memory(), memory(),
-          at::empty_symint({p.N}, q.options().dtype(at::kLong))};
+  const auto options = q.options().dtype(accumulate_type(q));
+  const auto kept = p.saved(q, state_position, cu_seqlens, chunk, save);
+  const auto memory = [&] { return at::empty_symint({p.N, p.H, p.M, p.D}, options); };
+  return {at::empty_symint({p.B, p.T, p.HQ, p.M}, q.options()),
+          memory(),
+          memory(),
+          at::empty_symint({p.N}, q.options().dtype(at::kLong)),
+          at::empty_symint(kept.memories[0], q.options().dtype(kept.type)),
+          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
+          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
+          at::empty_symint(kept.fit, options)};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                     const OptionalTensor& g, const OptionalTensor& phi_weight,
                     const OptionalTensor& state_first_k, const OptionalTensor& state_k,
                     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                    std::string_view phi, std::string_view f, std::string_view device, bool) {
-  Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position, cu_seqlens, chunk,
-                 phi, f);
-  return explained(Problem::path(q), device);
+                    std::string_view phi, std::string_view f, std::string_view device, bool step) {
+  const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
+                                cu_seqlens, chunk, phi, f);
+  return explained(step ? Problem::step_path(q) : p.path(q), device);
 }
 
 }  // namespace

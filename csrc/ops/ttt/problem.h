@@ -1,13 +1,12 @@
-// What ttt asks of a call beyond its description.
+// What ttt asks of a call beyond its description, which kernels take it, and what forward keeps.
 #pragma once
 
-#include "../arguments/path.h"
+#include "../trellis/problem.h"
 
 namespace girih::ttt {
 
-struct Problem {
-  c10::SymInt B, T, HQ, H, D, M, N;
-
+// Trellis' with one memory. {0} is kept without kernels.
+struct Problem : trellis::Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,
                        const OptionalTensor& state_first_k, const OptionalTensor& state_k,
@@ -22,11 +21,8 @@ struct Problem {
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is given");
-    return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["M"], at["N"]};
-  }
-
-  static Path path(const Tensor& q) {
-    return aten(q.scalar_type() == at::kDouble ? kFloat64 : "ttt has no kernels yet");
+    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
+             phi == "softmax"}};
   }
 };
 

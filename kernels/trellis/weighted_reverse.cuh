@@ -1,0 +1,13 @@
+// The reverse pass with a weight of phi.
+#pragma once
+
+#include "trellis/reverse.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+cudaError_t launch_weighted_reverse(const TrellisReverse& p, cudaStream_t stream) {
+  return launch_reverse_of<T, Tile, WeightedMap>(p, stream);
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,16 @@
+// The scan with a weight of phi.
+#pragma once
+
+#include "trellis/scan.cuh"
+
+namespace girih::kernels {
+
+template <typename T, int Tile>
+cudaError_t launch_weighted_scan(const TrellisScan& p, cudaStream_t stream) {
+  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
+    if (p.shape.grid.size <= kTile) return launch_scan_of<T, Tile, WeightedMap, true>(p, stream);
+  }
+  return launch_scan_of<T, Tile, WeightedMap, false>(p, stream);
+}
+
+}  // namespace girih::kernels
