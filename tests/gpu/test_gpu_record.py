@@ -157,7 +157,12 @@ def test_two_files_that_change_places_are_a_change(monkeypatch):
     scan, step = (gpu.ROOT / "kernels" / "gsa" / name for name in ("scan.cu", "step.cu"))
     other = {scan: step, step: scan}
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(other.get(path, path)))
-    assert {part for part, state in states().items() if state != before[part]} == {"gsa", "gla", "trellis", "ttt"}
+    assert {part for part, state in states().items() if state != before[part]} == {
+        "gsa",
+        "gla",
+        "trellis",
+        "ttt",
+    }
 
 
 def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
