@@ -57,14 +57,14 @@ struct DeltaShape {
 };
 
 // The output of prepare for one chunk and head: the blocks of X on and below the diagonal (16 x 16 each,
-// rounded), vectors of 64 floats, two flags stored as floats, and the rounding errors of X.
+// rounded), row factors (64 floats each), two flags stored as floats, and the rounding errors of X.
 //   flag     The rounding errors of X matter. If keys repeat and beta is large, products with X cancel almost
 //   all of
 //            their sums, or (steps close to reflections) the terms do not decay; the rounding errors of X
 //            then have the same sign in row after row.
-//   divides  reverse may store dv = beta G in place of G, and gradients divides by beta: no beta_i is close
-//   to
-//            zero. Set only without gates and unit vectors; dv is then also the operand of the update of dS.
+//   divides  reverse may store dv = beta G in place of G, because gradients can divide by beta: no beta_i is
+//            close to zero. Set only without gates and without l2norm_qk; dv is then also the operand of the
+//            update of dS.
 constexpr int kDeltaBlocks = 10;
 constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
 enum DeltaVector : int {
@@ -173,8 +173,8 @@ struct DeltaStep {
 
 cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);
 
-// Sets `fits` if the current device has enough shared memory for these kernels at width D; `vector`: for the
-// kernels with b.
+// Sets `fits` if the current device has enough shared memory for these kernels at width D. With `vector`: for
+// the kernels with b.
 cudaError_t delta_fits(int D, bool vector, bool& fits);
 
 }  // namespace girih::kernels

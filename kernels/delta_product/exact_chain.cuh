@@ -6,7 +6,7 @@
 
 namespace girih::kernels::delta_product::by_tile {
 
-// Exchange of partial sums over D between the two warps of a group.
+// Adds the partial sums over D of the two warps of a group.
 struct Exchanger {
   Exchange& space;
   const int group, part;

@@ -14,8 +14,8 @@ __device__ inline void mma_f64(double (&d)[2], double a, double b) {
       : "d"(a), "d"(b));
 }
 
-// x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops here and below are not
-// unrolled, so that the code of all roles fits the instruction cache.)
+// x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops in this file are not unrolled,
+// so that the code of all roles fits the instruction cache.)
 template <int Tile>
 __device__ inline Sums<2> scores(const RowsOfTile<Tile>& x, const RowsOfTile<Tile>& y) {
   SplitSums<2> sums;
@@ -121,8 +121,8 @@ __device__ inline void solve(double (&x)[kRows], const double (&a)[kRows][kRows]
 __device__ constexpr int place_of(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
 // Computes X from A in fp64 and stores X as the sum of three tf32 numbers. If a key repeats and beta is 2,
-// the same rounding error of A = 2 k . k or of X returns with every token, and one unit in the last place of
-// fp32 exceeds all other rounding errors of a tile.
+// the same rounding error of A = 2 k . k or of X returns with every token, and one ulp of fp32 exceeds all
+// other rounding errors of a tile.
 template <bool Reverse>
 __device__ inline void put_inverse(Weights& weights, MakerSpace& own, const Scores64& a) {
   each_sum<2>([&](int n, int i) {
@@ -154,8 +154,8 @@ __device__ inline void put_reads(Weights& weights, const Sums<2>& p) {
   }
 }
 
-// Producer warp `maker` computes X and P of every kMakers-th visit. There are no more producers than stages,
-// so a producer never waits for a phase that is two ahead of the phase of the barrier.
+// Producer warp `maker` computes X and P of every kMakers-th visit. There are at most as many producers as
+// stages, so a producer never waits for a phase that is two ahead of the phase of the barrier.
 //
 //     A_ij = E_ij b_i . k_j  (j < i)     X = (1 + A)^-1     P_ij = scale E_ij q_i . k_j  (j <= i)
 template <int Tile, bool Reverse>

@@ -159,7 +159,7 @@ struct PieceGradients {
                          shape.V - v, D - col, thread);
   }
 
-  // Loads columns v..v+63 of do or du of both readers.
+  // Loads columns v..v+63 of do or du of the two readers.
   __device__ void load_reads(int first_reader, int v) const {
     if (first_reader == 0) {
       load_rows(kReads, p.du, true, space.head, v, V);
@@ -273,7 +273,7 @@ struct PieceGradients {
     scale_rows(sums, by);
   }
 
-  // Loads the rows of both readers, and for the first readers the keys.
+  // Loads the rows of the two readers, and for the first readers the keys.
   __device__ void load_keys(int first_reader) const {
     if (first_reader == 0) {
       load_rows(kKeys, p.k, true, space.head, col, D);

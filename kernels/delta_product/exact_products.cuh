@@ -17,8 +17,7 @@ constexpr int kBlock = 16;  // rows of a warp; terms that are added together
 // The first of the lane's four of sixteen columns.
 __device__ inline int lane_four() { return 2 * lane_col(); }
 
-// Recomputes the lane index; otherwise the compiler keeps the derived addresses live in registers, which the
-// products need.
+// Recomputes the lane index; otherwise the derived addresses stay live in registers, which the products need.
 struct Lane {
   int row, four;
 

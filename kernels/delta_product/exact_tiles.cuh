@@ -140,7 +140,7 @@ struct MakerSpace {
   double a[kRows][kRows];  // A
 };
 
-// Partial sums of the two warps of a group, over half of D each; two buffers in turn.
+// Partial sums of the two warps of a group, over half of D each; two alternating buffers.
 struct Exchange {
   float4 of_lane[2][kParts][4][32];
 };

@@ -38,7 +38,7 @@ struct GradientBlock {
   Edge<T, D, OneSlab> of_states;
   Gradient dq, dk;
   Sums<8> of_steps;  // G U^T
-  Sums<8> both;      // do U^T, if one warpgroup has both
+  Sums<8> both;      // do U^T, if one warpgroup computes all
   float2 of_beta = {0.f, 0.f}, read_of_g = {0.f, 0.f};
 
   __device__ GradientBlock(const DeltaGradients& p, const GradientBoxes& boxes, const Tiles& tile,
@@ -78,8 +78,8 @@ struct GradientBlock {
   __device__ float2 of_rows(int vector) const { return vectors.rows(vector, place.mine); }
   __device__ float2 logs() const { return kGates ? of_rows(kDeltaLog) : make_float2(0.f, 0.f); }
   __device__ float end_log() const { return kGates ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f; }
-  // L_C - L. Clamped to -60 (base 2), so that a quotient by its power stays in range; the error of U dS^T is
-  // a factor of 2^-60.
+  // L_C - L. Clamped to -60 (base 2), so that a quotient by its exponential stays in range; the error of U
+  // dS^T is a factor of 2^-60.
   __device__ float until_end(float log) const { return fmaxf(end_log() - log, -60.f); }
   // The factor beta that the rows of G lack: 1 if dz holds dv.
   __device__ float2 steps_left(float2 steps) const {
@@ -182,7 +182,7 @@ struct GradientBlock {
   }
 
   // dk_j = -read_j S G_j without rho. With one slab this is divided by e^{L_C - L_j}, by which U dS^T is
-  // multiplied later: both products then share one accumulator, which leaves registers for G U^T.
+  // multiplied afterwards: the two products then share one accumulator, which leaves registers for G U^T.
   __device__ void read_states() {
     const float2 log = logs();
     if constexpr (OneSlab) {
@@ -311,7 +311,7 @@ struct GradientBlock {
     }
     loads.wait_values(here, number);
 
-    // dq_t = S do_t. If dq is stored aside, this product overlaps with Z.
+    // dq_t = S do_t. With kAside this product overlaps with Z.
     if (kAside) {
       fill(dq, 0.f);
       start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);

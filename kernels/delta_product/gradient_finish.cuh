@@ -6,8 +6,8 @@
 namespace girih::kernels::delta_product {
 
 // N_ij = -beta_i G_i . U_j (j < i) and dP_tj = do_t . U_j with their factors, stored as operands; the term
-// sum_j M_ij G_i . U_j of dbeta_i. A lone warpgroup has its rows of N in registers and computes dK += N K
-// here.
+// sum_j M_ij G_i . U_j of dbeta_i. A lone warpgroup has its rows of N in registers and computes dK += N K at
+// once.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::weigh(const Divider& steps,
                                                                     Operand<kTilesDown>& left) {
@@ -127,8 +127,8 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_keys(Operand<k
   keep(left);
 }
 
-// With unit vectors: multiplies dq and dk by rho and subtracts the components along q and k. rho_j is applied
-// to dk_j here, in fp32: 1000 times a sum may exceed the range of fp16.
+// With normalised q and k: multiplies dq and dk by rho and subtracts the components parallel to q and k.
+// rho_j is applied to the fp32 accumulator of dk_j: 1000 times a sum may exceed the range of fp16.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
   const int mine = place.mine;

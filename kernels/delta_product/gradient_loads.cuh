@@ -243,7 +243,7 @@ class GradientLoads {
     fence_tiles();
     __syncthreads();
   }
-  // Clears the rows of a tile beyond the chunk: a TMA box also copies the rows that follow.
+  // Clears the rows of a tile beyond the chunk: a TMA box also copies rows of the next chunk.
   template <int Threads, class Tile>
   __device__ static void clear_after(const Tile& tile, int first, int rows) {
     constexpr int kPacks = Tile::kCols / 8;

@@ -1,6 +1,6 @@
 // The wgmma products of gradients, as in tile/warpgroup.h. A descriptor is the start of the block's shared
 // memory plus constants. Computing it for every tile would be a quarter of the instructions, and descriptors
-// that the compiler keeps between products would be spilled.
+// that live from product to product would be spilled.
 #pragma once
 
 #include "tile/warpgroup.h"

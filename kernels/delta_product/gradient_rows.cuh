@@ -20,7 +20,7 @@ __device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums)
     rows.put(8 * n, block.at[0]);
   }
 }
-// Stores the warp's 16 rows to global memory in whole lines. The rows pass through the warp's rows of a tile
+// Stores the warp's 16 rows to global memory in full lines. The rows pass through the warp's rows of a tile
 // that no other warp reads any more. `to` points to the first row; `count` rows exist.
 template <typename T, int N, class Tile>
 __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& sums, T* to, int64_t stride,

@@ -131,7 +131,7 @@ struct GradientTiles {
   static constexpr int kStateBytes = Sizes::kParts * Rows::kBytes;
   static constexpr int kPreparedBytes = kDeltaFlag + 16;  // prepared data with the flags
   static constexpr int kFactorBytes = kDeltaRows * 4, kPartialBytes = 2 * kDeltaRows * kDeltaRows * 4;
-  // Blocks of N and dP as operands, in the memory of S and dS.
+  // Sets of blocks of N and dP as operands, in the memory of S and dS.
   enum { kStepCols, kOfTokens, kOfRows, kStepRows, kWeights };
   // With a lone warpgroup its rows of N stay in registers, the blocks replace G and U, and the queries
   // replace dS.

@@ -44,8 +44,8 @@ __device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept
 }
 
 // From G U^T: N with its factors, once with rho of the row and once with rho of the column, and the sums with
-// M. Blocks right of the diagonal are neither stored nor read. `left` gets N with rho of the column if one
-// warpgroup has all of it. Without factors `step_cols` holds what `step_rows` would.
+// M. The blocks right of the diagonal are neither stored nor read. `left` gets N with rho of the column if
+// one warpgroup has all of it. Without factors `step_cols` holds what `step_rows` would.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
@@ -119,8 +119,8 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& pla
 }
 
 // From do U^T: dP with its factors, with the factor of the token for dk and with the factor of the row for
-// dq, and the sums with P. Blocks whose rows all follow the tokens are neither stored nor read. If the only
-// factor is the scale, one block serves both.
+// dq, and the sums with P. The blocks whose rows are all after the tokens are neither stored nor read. If the
+// only factor is the scale, one block serves both.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_queries(const DeltaGradients& p, const WarpPlace& place,
                                      const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,

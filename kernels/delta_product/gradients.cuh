@@ -8,15 +8,15 @@
 //     L_j} dP_tj k_j dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
 //            + sum_{i<j} D_ji N_ji k_i + sum_{i>j} D_ij N_ij k_i
 //
-// With unit vectors the components of dq along q and of dk along k are subtracted. The gradient of a gate is
-// the sum over its token and all later tokens of the chunk of
+// With normalised q and k the components of dq parallel to q and of dk parallel to k are subtracted. The
+// gradient of a gate is the sum over its token and all following tokens of the chunk of
 //
 //     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum of, for its rows i,
 //                sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P dP)_si - read_i G_i . S^T k_i - w_i k_i . dS U_i
 //
 // without the pairs of rows of the same token, on which no gate acts, plus <state after the chunk, dS>.
 //
-// If reverse has stored dv in place of G, the factor beta_i is omitted from N and dk, and dbeta_i is divided
+// If reverse has stored dv instead of G, the factor beta_i is omitted from N and dk, and dbeta_i is divided
 // by it.
 //
 // A warpgroup has half of the columns of D of dq and dk (at D = 64 all of them), and of each slab 64 columns

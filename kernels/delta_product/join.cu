@@ -15,7 +15,7 @@ namespace {
 constexpr int kJoinCols = 8;   // columns of V of a block; 4 would double the reads of M
 constexpr int kJoinTerms = 4;  // terms of a sum that are read together
 
-// Wide: D rounded up to a power of two. A thread has two rows: first a share of the terms for all columns,
+// Wide: D rounded up to a power of two. A thread serves two rows: first a share of the terms for all columns,
 // then the complete sums of one column or two.
 template <int Wide>
 struct JoinShape {

@@ -53,7 +53,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
   ColumnBlocks values;          // v
   Operand<kEights / 2> output;  // of the previous chunk
 
-  Turn turn, place, slot, before;  // before: the place of the previous chunk
+  Turn turn, place, slot, before;  // before: place of the previous chunk
   // Stores the output to the memory of the queries. With one state warpgroup no warp still reads the queries,
   // because a product is collective and this warp has waited for it. With two, the other warpgroup may still
   // read them.
@@ -79,7 +79,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
-    // Loads are issued before the products that hide their latency.
+    // Loads are issued ahead of the products that hide their latency.
     const bool keeps = prepared.keeps();
     const float log_end = Weighted ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f;
     const bool mild = is_mild<T>(keeps, log_end);

@@ -40,7 +40,7 @@ struct OutputSpace {
   using State = BlockTile<T, D, kColumns>;
   using Keys = Stage<T, D, false>;
   using V = BlockTile<T, kColumns>;
-  // A place holds the queries of a chunk, later its output, and P^T.
+  // A stage of queries holds the queries of a chunk, later its output, and P^T.
   using Query = BlockTile<T, D, Rows>;
   using Output = BlockTile<T, kColumns, Rows>;  // in the memory of the queries after their last use
   using Near = BlockTile<T, 64>;                // P^T
@@ -48,7 +48,7 @@ struct OutputSpace {
 
   static constexpr int kStageBytes = Keys::kBytes + V::kBytes, kSlotBytes = State::kBytes;
   static constexpr int kPlaceBytes = Query::kBytes + Near::kBytes;
-  // Offset of the factors of tokens in a stage, after the vectors.
+  // Offset of the factors of tokens in a stage, after the row factors.
   static constexpr int kTokens = Keys::kPrepared + kDeltaLost;
   static_assert(kTokens + Rows * 8 <= Keys::kBytes);
   static constexpr int kBarrierBytes = 256;

@@ -15,7 +15,7 @@ namespace girih::kernels::delta_product {
 inline Divider chunks_of_each(const DeltaShape& shape) {
   return Divider(std::max<int64_t>(divide_up(shape.tokens.tokens, delta_chunk(shape.n)), 1));
 }
-// Same as piece_at(); for sequences that are not packed without 64-bit division. `each` divides by the chunks
+// Same as piece_at(); for sequences that are not packed without 64-bit division. The divider has the chunks
 // of a sequence.
 __device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, const Divider& each) {
   if (is_packed(all)) return piece_at(all, number, tokens);

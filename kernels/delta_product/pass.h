@@ -45,7 +45,7 @@ struct ScanPass {
   int stages = 0;   // ring of keys, values and prepared data
   int slots = 0;    // ring of S and U of a chunk
   int places = 0;   // ring of queries and scores (`scan_output`)
-  int readers = 0;  // output warpgroups, which process chunks in turn
+  int readers = 0;  // output warpgroups; chunks are assigned round-robin
 };
 
 struct ReversePass {

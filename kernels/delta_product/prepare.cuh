@@ -85,7 +85,7 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
   }
 }
 
-// rho_i from the diagonal of K K^T. A key of zeros keeps rho = 1: rho then scales the gradient only, and 1 /
+// rho_i from the diagonal of K K^T. A key of zeros has rho = 1: rho then scales the gradient only, and 1 /
 // sqrt(1e-6) = 1000 could overflow.
 template <class Space>
 __device__ inline void find_lengths(const Space& space, const Block (&a)[kDeltaBlocks], int rows) {
@@ -182,7 +182,7 @@ __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool 
   }
 }
 
-// True if keys nearly repeat earlier keys and beta is large: the mean over rows of min(1, max_j |A_ij|)
+// True if keys are nearly equal to earlier keys and beta is large: the mean over rows of min(1, max_j |A_ij|)
 // exceeds 0.6. For random keys of 64 channels this mean is about beta / 4.
 __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
   float sum = 0.f;

@@ -92,7 +92,7 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
   constexpr int kEight = 8 * kSlab * static_cast<int>(sizeof(T));
   const T* from = first + row * stride + slab * kSlab + col;
   if (rows == kDeltaRows && stride >> 24 == 0) {
-    // A full chunk with small strides uses 32-bit products: a third of the instructions of the other branch.
+    // A full chunk with short strides uses 32-bit products: a third of the instructions of the other branch.
     const int step = static_cast<int>(stride) * 4;
 #pragma unroll
     for (int i = 0; i < kDeltaRows / 4; ++i) {

@@ -154,7 +154,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const bool keeps = prepared.keeps();
 
     // dS^T += (r * dO)^T Q for every query head; the product of the last one overlaps with the wait for Y.
-    // All query heads come before the wait for `made`, because there may be more query heads than stages.
+    // All query heads come before the wait for dU, because query heads may outnumber the stages.
     Operand<Rows / kTileRows> read_by;
     const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
@@ -196,7 +196,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       add_lost_transposed<T>(g, du, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K, or B. The block stores G, or dv where dv = read * G.
+    // dS^T <- dS^T - (read * G)^T K, or B. The output is G, or dv where dv = read * G.
     Operand<kTilesDown> left, update;
     const bool same = divides<T>(p, prepared);
     if (stores && !same) round_to<T>(left, g);

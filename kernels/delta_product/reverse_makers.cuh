@@ -1,4 +1,4 @@
-// The producer warps of reverse: the part of dU that does not depend on dS, ahead of the state warps.
+// The producer warps of reverse: the terms of dU that do not depend on dS, ahead of the state warps.
 #pragma once
 
 #include "delta_product/reverse_space.cuh"

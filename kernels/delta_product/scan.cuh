@@ -9,8 +9,8 @@
 // computes nothing else. The other roles are one or two output warpgroups, a store warp for states, two load
 // warps and a fence warp. At D = 64, if the GPU has two multiprocessors for each block, a cluster of two
 // blocks shares the work (scan_apart.cuh). At D = 128 the state warps compute the output too where possible
-// (scan_output.cuh). A launch over segments alone has no output; its blocks have two groups of columns if one
-// each would exceed the GPU.
+// (scan_output.cuh). A launch with `alone` has no output; its blocks have two groups of columns if one each
+// would exceed the GPU.
 #pragma once
 
 #include "delta_product/scan_apart.cuh"
@@ -102,14 +102,14 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
     pass.slots = pass.readers = 0;
   } else {
-    // As many stages as fit beside all output warpgroups, or beside one if that is none. Two slots with three
-    // stages are faster than one slot with more stages.
+    // The largest number of stages beside all output warpgroups, or beside one if that is zero. Two stages of
+    // states with three stages of keys are faster than one with more.
     const auto fit = [&](int slots, int readers = ScanRoles<D, Rows>::kReaders) {
       for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
         if (Space::bytes(pass.stages, slots, readers) <= limit) break;
       }
       pass.slots = slots;
-      // An output warpgroup that skips chunks needs a stage and a slot of its own.
+      // An output warpgroup that skips chunks needs a stage of each ring of its own.
       pass.readers = std::min({readers, pass.stages, slots});
       return pass.stages;
     };

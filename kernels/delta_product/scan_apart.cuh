@@ -16,7 +16,7 @@ namespace girih::kernels::delta_product {
 constexpr int kApartReaders = 3;
 static_assert(kApartReaders <= kMaxStages && kApartReaders <= kMaxSlots, "a place for each");
 
-// A warp of block 0 copies each slot of S and of U to block 1 as soon as the slot is full.
+// A warp of block 0 copies S and U to block 1 as soon as they are stored.
 template <typename T, int D, int Rows>
 __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T, D, Rows>& space) {
   using Space = ScanSpace<T, D, Rows>;
@@ -28,7 +28,7 @@ __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T
     if (lane() == 0) send(space.state(slot.place).data, Space::State::kBytes, &barriers.state[slot.place], 1);
     __syncwarp();
     wait(&barriers.update[slot.place], slot.parity);
-    __syncwarp();  // the slot may be refilled after the copy, so all lanes must have seen this phase
+    __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
     if (lane() == 0)
       send(space.update(slot.place).data, Space::Update::kBytes, &barriers.update[slot.place], 1);
     __syncwarp();
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
 template <typename T, int D, int Rows>
 cudaError_t launch_apart(ScanPass pass, int64_t blocks, int limit, cudaStream_t stream) {
   using Space = ScanSpace<T, D, Rows>;
-  // Copies may complete out of order. Each slot belongs to one output warpgroup, which sees all phases of its
-  // barriers.
+  // Copies may complete out of order. Each stage of states belongs to one output warpgroup, which sees all
+  // phases of its barriers.
   pass.slots = pass.readers = kApartReaders;
   constexpr auto kernel = scan_apart<T, D, Rows>;
   if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;

@@ -1,8 +1,8 @@
 // The state warps of the scan: one warpgroup; warp w has 16 of the 64 columns of the block.
 //
 // S^T stays in registers in fp32, and all products are transposed: the accumulator of each product, rounded,
-// is the A fragment of the next one, so no intermediate result passes through shared memory. The rounded S
-// and U are stored to shared memory for the output warps and the store warp.
+// is the A fragment of the next one, so no intermediate result goes through shared memory. The rounded S and
+// U are stored to shared memory for the output warps and the store warp.
 #pragma once
 
 #include "delta_product/scan_space.cuh"

@@ -1,5 +1,5 @@
-// The output warps of the scan for several steps a token (tiles of 32 tokens). Warpgroups process chunks in
-// turn:
+// The output warps of the scan for several steps a token (tiles of 32 tokens). Chunks are assigned to
+// warpgroups round-robin:
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j

@@ -4,9 +4,9 @@
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //
-// so they do not pass through shared memory. The time of a chunk is the instruction time of the state warps
-// (a product with its A operand in registers blocks its warps). Producer warpgroups therefore compute all
-// that does not depend on S, for chunks in turn: P, and the factors of X in
+// so they do not go through shared memory. The time of a chunk is the instruction time of the state warps (a
+// product with its A operand in registers blocks its warps). Producer warpgroups therefore compute all that
+// does not depend on S, for chunks round-robin: P, and the factors of X in
 //
 //     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
 //
@@ -83,8 +83,7 @@ inline bool has_two_chains(const ScanPass& pass, bool weighted) {
          hundredths * divide_up(blocks / 2, kCard) <= 100 * divide_up(blocks, kCard);
 }
 
-// Chooses the largest numbers of stages and places that fit, with at least as many places as stages. False if
-// none fits.
+// Chooses the largest rings that fit, with at least as many stages of queries as of keys. False if none fits.
 template <class Space>
 inline bool fit_output(ScanPass& pass, int limit) {
   pass.slots = pass.scan.states == nullptr ? 0 : Space::kChains == 1 ? 2 : 1;
@@ -104,8 +103,8 @@ cudaError_t launch_output(const ScanPass& pass, int limit, cudaStream_t stream) 
                                                                   bytes, stream, limit);
 }
 
-// Launches this kernel and sets `launched` if device and shape allow it; otherwise leaves `launched`
-// unchanged.
+// Launches this kernel and sets `launched` if device and shape allow it; otherwise does not change
+// `launched`.
 template <typename T, int D, int Rows>
 cudaError_t try_output(ScanPass pass, int limit, cudaStream_t stream, bool& launched) {
   const DeltaShape& shape = pass.scan.shape;

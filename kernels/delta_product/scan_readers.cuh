@@ -1,5 +1,5 @@
-// The output warps of the scan for one step a token (tiles of 64 tokens). Warpgroups process chunks in turn;
-// warp w has tokens 16 w to 16 w + 15:
+// The output warps of the scan for one step a token (tiles of 64 tokens). Chunks are assigned to warpgroups
+// round-robin; warp w has tokens 16 w to 16 w + 15:
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
@@ -76,8 +76,8 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part,
   ScanBarriers& barriers = space.barriers();
   Turn turn, slot;
   if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
-  // A warpgroup that skips chunks never waits for a phase that is two phases ahead: there are no more
-  // warpgroups than stages and slots, and stages and slots are filled in the order of chunks.
+  // A warpgroup that skips chunks never waits for a phase that is two phases ahead: there are at most as many
+  // warpgroups as stages of each ring, and stages are filled in the order of chunks.
 
   // A warp loads its own rows of q as soon as the previous rows are in registers; the two load warps are
   // busy.

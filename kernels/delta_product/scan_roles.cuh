@@ -84,7 +84,7 @@ __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
 }
 
 // Registers of a thread by role. The state warps need more than an equal share. kShared: warpgroups change
-// their registers by setmaxnreg; otherwise every thread keeps its registers at launch.
+// their registers by setmaxnreg; otherwise every thread has its registers at launch.
 template <int D, int Rows>
 struct ScanRegisters {
   static constexpr bool kShared = Rows != kAlone || D <= 128;

@@ -33,7 +33,7 @@ struct ScanBarriers {
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
-// Signals that an output warp has read a slot. Apart: the barrier of block 0 of the cluster.
+// Signals that an output warp has read S and U of a stage. Apart: the barrier of block 0 of the cluster.
 template <bool Apart>
 __device__ inline void leave_slot(uint64_t& barrier) {
   Apart ? arrive_far(&barrier, 0) : arrive_once(&barrier);
