@@ -24,8 +24,8 @@ cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
   });
 }
 
-// Shared memory of the largest kernel: two stages of queries, or of keys and values, and a tile that stays.
-// The records of queries are at most this much in every kernel.
+// Shared memory of the kernel that needs most of it: two stages of queries, or of keys and values, and a tile
+// that stays. The records of queries are at most this much in every kernel.
 template <typename T, int Tile>
 constexpr int largest() {
   const int row = kCatRowBytes<T, Tile>, queries = 2 * 64 * row, stages = 4 * kCatQueries<T, Tile> * row;

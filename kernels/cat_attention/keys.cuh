@@ -54,7 +54,7 @@ struct CatQueryTile {
   CatSeen* seen;  // [Rows]
   CatPlan& plan;
 
-  // The last tiles of a batch row have the most keys, so they are scheduled first.
+  // The last tiles of a batch row have more keys than the others, so they are scheduled first.
   __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
       : shape(shape),
         shared(shared),
@@ -142,7 +142,7 @@ struct CatRows {
   __device__ bool header(int i, int n) const { return first[i] <= n && n < chunk[i]; }
 };
 
-// The headers that `count` rows of a tile attend to, from row `from`; at least one of the rows exists.
+// The headers that `count` rows of a tile attend to, from row `from`; one or more of the rows exist.
 struct CatWarp {
   int first, last;    // first and last row in the tensor
   int least, most;    // headers that any row attends to: least..most-1

@@ -11,7 +11,7 @@ namespace girih::kernels {
 // product q.k is the largest score, and a masked score stays -infinity. A scale of 0 becomes a factor too
 // small to distinguish two scores.
 struct CatScale {
-  float natural, by;  // absolute value of the scale: in natural units, and in units of log2
+  float natural, by;  // absolute value of the scale, unscaled and times log2(e)
   uint32_t sign;      // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
 
   __device__ explicit CatScale(float scale)
@@ -23,8 +23,8 @@ struct CatScale {
 };
 
 // e^{scale s - lse} of backward, with scale and lse multiplied by kCatUnit. For 16-bit elements these are in
-// units of log2, and a weight takes two instructions. For fp32 they are in natural units: for weights that
-// are not small the difference is small, and its error is at most that of lse.
+// units of log2, and a weight takes two instructions. For fp32 kCatUnit is 1: for weights that are not small
+// the difference is small, and its error is no larger than that of lse.
 template <typename T>
 constexpr float kCatUnit = std::is_same_v<T, float> ? 1.f : kLog2E;
 template <typename T>

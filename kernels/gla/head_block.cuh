@@ -9,7 +9,7 @@
 namespace girih::kernels {
 
 // Number of warps of each role, and registers of a thread of each role. The five warpgroups start with 96
-// registers for a thread, 480 together. A keeper warp has 16 values and up to 128 keys of the state.
+// registers for a thread, 480 together. A state warp has 16 values and up to 128 keys of the state.
 constexpr int kLoaders = 4;
 constexpr int kPublishers = 4;
 template <int D>
@@ -39,9 +39,9 @@ struct HeadStage {
 template <typename T>
 using HeadValues = BlockTile<T, kSlab>;
 
-// Whether the readers load q to registers. The rows of q are then read once for two products, and the stage
-// is free after the scores, one and a half iterations before the values of the chunk are. The stores of o
-// then cannot use the stage as a buffer and have their own (out_at).
+// Whether the output warps load q to registers. The rows of q are then loaded once for two products, and the
+// stage is free after the scores, one and a half iterations before the values of the chunk are. The stores of
+// o then cannot use the stage as a buffer and have their own (out_at).
 template <int D>
 constexpr bool kHoldsQueries = D <= 128;
 template <typename T, int D>
@@ -108,7 +108,7 @@ struct HeadBlock {
   __device__ State state_at(int slot) const {
     return State{reinterpret_cast<T*>(after_values() + slot * State::kBytes)};
   }
-  // The buffer of a reader for the stores of o.
+  // The buffer of an output warpgroup for the stores of o.
   __device__ Values out_at(int reader) const {
     return Values{
         reinterpret_cast<T*>(after_values() + pass.slots * State::kBytes + reader * Values::kBytes)};
@@ -139,7 +139,7 @@ __device__ inline bool HeadBlock<T, D, Reverse>::start() {
 
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::init_barriers() const {
-  const int users = 32 * (kKeepers<D> + (alone ? 0 : 4));  // threads that read q, k and v of a chunk
+  const int users = 32 * (kKeepers<D> + (alone ? 0 : 4));  // threads that consume q, k and v of a chunk
   if (threadIdx.x < static_cast<unsigned>(pass.values)) {
     // Arrivals: every loader for its copies, and one warp for the sums of gates.
     init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));

@@ -1,5 +1,5 @@
-// The warps of head_read_kernel that have S^T in registers in fp32. Before each chunk these warps write the
-// rounded S^T for the readers.
+// The state warps of head_read_kernel: S^T in registers in fp32. Before each chunk these warps write the
+// rounded S^T for the output warps.
 #pragma once
 
 #include "gla/head_block.cuh"

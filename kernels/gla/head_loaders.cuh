@@ -1,4 +1,4 @@
-// The warps of head_read_kernel that load q, k, v of chunks and compute the running sums of the gates.
+// The loaders of head_read_kernel: copy q, k, v of chunks, and compute the running sums of the gates.
 #pragma once
 
 #include "gla/head_block.cuh"

@@ -1,4 +1,4 @@
-// The warps of head_read_kernel that store S to global memory, once for each pair of chunks.
+// The store warps of head_read_kernel: store S to global memory, once for each pair of chunks.
 #pragma once
 
 #include "gla/head_block.cuh"

@@ -11,16 +11,16 @@
 //
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
-//   loaders     copy chunks of q, k, v to rings of stages, and sum the gates
-//   keepers     warpgroups with S^T in registers in fp32, 16 values for each warp: write S^T, rounded, to a
+//   load()        loaders: copy chunks of q, k, v to rings of stages, and sum the gates
+//   keep_state()  state warps: S^T in registers in fp32, 16 values for each warp; write S^T, rounded, to a
 //   ring of
-//               states, then S <- e^{L_C} S + (w v)^T k
-//   readers     warpgroups that compute o; they process chunks round-robin
-//   publishers  store S to global memory, once for each pair of chunks
-// So the readers get the state through shared memory, and only the update of S is sequential. The products
-// are wgmma: with mma.sync, reads of shared memory would be most of the time of a chunk. Keepers and readers
-// read their left factors from shared memory once; a keeper weights the values of the next chunk while its
-// product is in flight. (setmaxnreg needs sm_90a; on sm_80 some registers spill.)
+//                 states, then S <- e^{L_C} S + (w v)^T k
+//   read()        output warps: warpgroups that compute o; they process chunks round-robin
+//   publish()     store warps: store S to global memory, once for each pair of chunks
+// So the output warps get the state through shared memory, and only the update of S is sequential. The
+// products are wgmma: with mma.sync, the loads from shared memory would be most of the time of a chunk. State
+// warps and output warps load their left factors from shared memory once; a state warp weights the values of
+// the next chunk while its product is in flight. (setmaxnreg needs sm_90a; on sm_80 some registers spill.)
 #pragma once
 
 #include <algorithm>
@@ -66,8 +66,8 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,
                 kPlace = HeadValues<T>::kBytes;
   if (limit < kLeastHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
-  // One of each, then more of each while there is room: slots of S, stages, places for values. There are at
-  // least as many places for values as stages.
+  // One of each, then more of each while shared memory is left: states, stages of q and k, stages of v. There
+  // are at least as many stages of v as of q and k.
   int room = limit - kLeastHeadReadBytes<T, D>;
   const auto take = [&](int bytes) {
     if (bytes <= room) return room -= bytes, true;
@@ -78,7 +78,7 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   while (pass.stages < kMaxStages && take(kStage + kPlace)) ++pass.stages, ++pass.values;
   while (pass.values < kMaxValues && take(kPlace)) ++pass.values;
   while (pass.slots < kMaxSlots && take(kState)) ++pass.slots;
-  // Readers that process chunks round-robin need two stages and two slots.
+  // Warpgroups that process chunks round-robin need two stages and two states.
   pass.readers = std::min({kReaders<D> / 4, pass.stages, pass.slots});
   return launch_kernel<head_read_kernel<T, D, Reverse>>(pass, blocks, kHeadReadThreads, limit - room, stream);
 }

@@ -1,4 +1,4 @@
-// The warpgroups of head_read_kernel that compute o. They process chunks round-robin.
+// The output warps of head_read_kernel: warpgroups that compute o. They process chunks round-robin.
 #pragma once
 
 #include "gla/head_block.cuh"
@@ -11,7 +11,7 @@ template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::read() const {
   const int reader = (warp - kFirstKeeper - kKeepers<D>) / 4, row_block = warp % 4;
   if (alone || reader >= pass.readers) return;
-  // A reader that skips chunks cannot miss a phase of a barrier: the S of its own chunk comes after all
+  // A warpgroup that skips chunks cannot miss a phase of a barrier: the S of its own chunk comes after all
   // previous phases.
   constexpr bool kHolds = kHoldsQueries<D>;
   Turn at, of_values, from;

@@ -8,7 +8,7 @@
 
 namespace girih::kernels {
 
-constexpr int kGroup = 128;  // threads of a group of four warps; a block has one or two groups
+constexpr int kGroup = 128;  // threads of a warpgroup; a block has one or two warpgroups
 
 // Rows of the state of a chunk, from row `first`.
 template <typename T>
@@ -21,8 +21,8 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
 // The block's chunk and query head.
 struct ChunkBlock {
   const GsaShape& shape;
-  const int warp, group;                // warp: index in its group of four warps; group: index of the group
-  const int query_head, queries, head;  // queries: number of query heads that share the memory head
+  const int warp, group;                // index in the warpgroup; index of the warpgroup
+  const int query_head, queries, head;  // queries: number of query heads of the memory head
   const int64_t chunk;
   Piece piece;
 

@@ -26,7 +26,7 @@ constexpr float factored_limit = std::is_same_v<T, __half> ? 13.f : 80.f;
 template <typename T>
 constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 
-// Adds the shift to log2 of s~ / s, or to log2 of e^{L_C} where it multiplies r.
+// Adds factor_shift to log2 of s~ / s, or to log2 of e^{L_C} where it multiplies r.
 template <typename T>
 __device__ inline float shifted(float log2) {
   if constexpr (factor_shift<T> == 0) {
@@ -183,7 +183,7 @@ struct Gates {
   SharedTile<float, kChunk, M> g;
   float* decay;   // [M], with factors: e^{L_C}
   float* totals;  // [4, M], without factors: sums of each block of 16 rows
-  int warp;       // index in its group of four warps
+  int warp;       // index in the warpgroup
 
   __device__ int row() const { return kRows * warp; }
   // The factors e^{-X} of row row() + lane_row() + 8 i, columns 8n + lane_col() and the next.
@@ -203,7 +203,7 @@ struct Gates {
 
   // The functions below are for chunks without factors.
 
-  // Replaces g by its running sums within 16 rows and writes totals. Called by the four warps of a group,
+  // Replaces g by its running sums within 16 rows and writes totals. Called by the four warps of a warpgroup,
   // each for its rows; barriers of the block before and after it are the caller's.
   __device__ void split() const {
     uint32_t triangle[4];

@@ -1,7 +1,7 @@
-// dk, dv, ds and dg: the gradients of key rows. A block has a chunk and a query head; warp w of each group of
-// four has rows 16 w to 16 w + 15. G is the gradient of the state after the chunk. For each memory, one after
-// the other (gsa has keys and values; gla has only the second memory, with k in place of s and q in place of
-// p):
+// dk, dv, ds and dg: the gradients of key rows. A block has a chunk and a query head; warp w of each
+// warpgroup has rows 16 w to 16 w + 15. G is the gradient of the state after the chunk. For each memory, one
+// after the other (gsa has keys and values; gla has only the second memory, with k in place of s and q in
+// place of p):
 //
 //     dx_j = G_j s_j         ds_j = sum of G_j^T x_j over the memories
 //     G_j = e^{L_C - L_j} G + sum_{t>=j} e^{L_t - L_j} read_t y_t^T
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
   wait_copies<0>();
   __syncthreads();
 
-  // u = ds of the group's 64 columns, with factors without e^X. The terms of the rows' own tokens are added
-  // last.
+  // u = ds of the warpgroup's 64 columns, with factors without e^X. The terms of the rows' own tokens are
+  // added last.
   Sums<8> u;
   fill(u, 0.f);
   const float* w_rows = chunk_rows<float>(p.w, block.piece, block.query_head);

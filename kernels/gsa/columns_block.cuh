@@ -7,7 +7,7 @@
 
 namespace girih::kernels {
 
-// The block has one group of four warps for each 64 slots.
+// The block has one warpgroup for each 64 slots.
 template <typename T, int M, int Memories>
 struct GatedColumnTiles {
   static constexpr int kGroups = M / 64;
@@ -239,12 +239,12 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
 template <typename T, int M, int Memories>
 template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Operand<2> (&w)[2]) const {
-  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the group
+  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the warpgroup
   const int width = memory(i).width, of_group = 8 * kEights * group;
   const int last = (width - 1) / kSlab * kSlab;
   for (int col = last; col >= 0; col -= kSlab) {
     if (kGroups > 1 || col < last)
-      __syncthreads();  // the stores use x as their buffer, which both groups read
+      __syncthreads();  // the stores use x as their buffer, which both warpgroups read
     if (col < last) {
       load_slab(i, col, false);
       wait_copies<0>();
@@ -253,7 +253,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Ope
     Sums<kEights> dx;
     fill(dx, 0.f);
     add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
-    if (Factored) shift<T>(dx);  // the product with s~ below contains the shift
+    if (Factored) shift<T>(dx);  // the product with s~ below contains 2^factor_shift
     add_product_of_tile_rows<2>(dx, tile.end, kRows * warp, tile.gradient, of_group);
     if (Factored) shift<T, true>(dx);
     store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,

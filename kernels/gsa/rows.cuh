@@ -1,11 +1,11 @@
 // dq, and p and dz for the reverse scan and for gsa_columns: the gradients of query rows. A block has a chunk
-// and a query head; warp w of each group of four has rows 16 w to 16 w + 15:
+// and a query head; warp w of each warpgroup has rows 16 w to 16 w + 15:
 //
 //     dp_t = Hv_t do_t          dz_t = J_feature^T dp_t          dq_t = scale Hk_t dz_t
 //
 // dp is a value read of (do, v), dq a key read of dz: only the states of forward are needed.
 //
-// The block has a group of four warps for each 64 slots. One group for 128 slots has 117 KB of instructions
+// The block has a warpgroup for each 64 slots. One warpgroup for 128 slots has 117 KB of instructions
 // and waits for instructions two thirds of its time. The two warps with the same rows exchange their sums
 // over M.
 #pragma once

@@ -19,7 +19,7 @@ struct GsaRowBlock : ChunkBlock {
 
   const GsaRows& p;
   const Tiles tile;
-  const int first;  // first slot of the group
+  const int first;  // first slot of the warpgroup
   // Buffer for the stores and for the scratch of the warps, free once q, do and v have been read.
   Stage stage;
   int slots;  // slots from `first` to M
@@ -35,7 +35,7 @@ struct GsaRowBlock : ChunkBlock {
   __device__ void start_loads() const;
   __device__ void start_reads();
 
-  // Computes dz and W of the group's slots. The code with factors and the code without are separate
+  // Computes dz and W of the warpgroup's slots. The code with factors and the code without are separate
   // instances: mixed, the compiler schedules instructions later, which costs a fifth of the kernel's time.
   template <bool Factored>
   __device__ void differentiate_rows(Sums<8>& dp, Scores& W);

@@ -20,7 +20,7 @@ __device__ inline void GsaRowBlock<T, M>::take_z(Sums<8>& z) {
   }
 }
 
-// Adds the softmax sums of the other group, which has the other slots of the row.
+// Adds the softmax sums of the other warpgroup, which has the other slots of the row.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::join_softmax(SoftmaxSums& own) const {
   if constexpr (kGroups == 1) return;
@@ -106,8 +106,8 @@ __device__ inline void GsaRowBlock<T, M>::differentiate_rows(Sums<8>& dp, Scores
   reads.template key_read<true>(dp, W);
 }
 
-// W = sum of W over the groups. Uses the tile g as a buffer; the gates, and the weights used by put_dq, have
-// been read.
+// W = sum of W over the warpgroups. Uses the tile g as a buffer; the gates, and the weights used by put_dq,
+// have been read.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::join_scores(Scores& W) const {
   if constexpr (kGroups > 1) {
@@ -128,7 +128,7 @@ __device__ inline void GsaRowBlock<T, M>::join_scores(Scores& W) const {
 // dQ = (dz e^L) Hk^T + [dz_i . e^{L_i - L_j} s_j, j <= i] K = F Hk^T + W K
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::put_dq(const Operand<4>& f, const Operand<2> (&w)[2]) {
-  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the group
+  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the warpgroup
   if constexpr (kGroups > 1) {
     wait_copies<0>();
     __syncthreads();
@@ -144,7 +144,7 @@ __device__ inline void GsaRowBlock<T, M>::put_dq(const Operand<4>& f, const Oper
     }
     const int col = 8 * kEights * group;
     if constexpr (kGroups > 1) {
-      // The terms of the group's slots for the columns of the other group.
+      // The terms of the warpgroup's slots for the columns of the other warpgroup.
       Sums<kEights> dq;
       fill(dq, 0.f);
       add_product_transposed<T>(dq, f, tile.hk.from_column(first), kSlab - 8 * kEights - col);

@@ -19,7 +19,7 @@ struct GsaRowTiles {
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float* softmax;               // [groups, 64, 4]: SoftmaxSums of each group, once z is back in registers
+  float* softmax;  // [warpgroups, 64, 4]: SoftmaxSums of each warpgroup, once z is back in registers
   float *totals, *decay, *own;  // own [2, 64]: scores of rows with themselves
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +

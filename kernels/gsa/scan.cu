@@ -16,9 +16,9 @@ bool same(const In<4>& a, const In<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
-// The part of the state of one block. 2 slabs x 32 columns reads the same gates for twice the rows of 1 slab
-// x 64 columns, but needs two slabs with the same s. A state of a single slab uses 32 columns, for twice the
-// blocks.
+// Slabs and columns of the state of one block. 2 slabs x 32 columns reads the same gates for twice the rows
+// of 1 slab x 64 columns, but needs two slabs with the same s. A state of a single slab uses 32 columns, for
+// twice the blocks.
 struct BlockPart {
   int slabs, columns;
 };

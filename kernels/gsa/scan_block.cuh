@@ -15,7 +15,7 @@ __device__ constexpr int block_row(int block) {
   return kRows * (Reverse ? block : kBlocks - 1 - block);
 }
 
-// For eight columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token}, one
+// For 8 columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token}, one
 // block of 16 rows after the other.
 template <bool Reverse, class Tile>
 __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& g, int col) {

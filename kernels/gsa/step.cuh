@@ -1,6 +1,6 @@
 // The update and the read of a memory in a decoding step of gsa and gla. The memory is read and written once.
 // If a memory head has several query heads and the memory is too large for shared memory, each further query
-// head reads it again.
+// head reads it once more.
 //
 // A block has one sequence and one memory head. The threads cover the rows of the memory in several
 // iterations; each thread has `Pack` neighbouring columns. The sums over rows are added through shared memory
@@ -45,7 +45,7 @@ struct StepMemory {
   int64_t row_stride, col_stride;
   int rows, cols;
   float* held;  // rows * cols floats, aligned to 16 bytes
-  bool again;   // further queries read the memory again
+  bool again;   // further queries read the memory too
 
   __device__ StepMemory(const Out<4>& state, int64_t n, int head, int rows, int cols, float* held, bool again)
       : H(static_cast<float*>(state.data) + offset_of(state, n, head)),

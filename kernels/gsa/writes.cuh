@@ -13,13 +13,13 @@
 
 namespace girih::kernels {
 
-// The gradients of the rows of a warp. A block has a group of four warps for each 64 of the M columns. All
-// groups use all rows and gates; each group has its columns of u.
+// The gradients of the rows of a warp. A block has a warpgroup for each 64 of the M columns. All warpgroups
+// use all rows and gates; each has its columns of u.
 template <typename T, int M>
 struct RowWrites {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
-  using Own = Sums<8>;  // the columns of the group
+  using Own = Sums<8>;  // the columns of the warpgroup
 
   // The operands in shared memory.
   struct Shared {

@@ -10,7 +10,7 @@ struct CatGroupQueryGradients {
   CatQueryGradients call;
   Boxes q, dout, k, v, o;    // 128 rows of a head
   Boxes header_k, header_v;  // 64 headers
-  float* shares;             // shares of headers; null if another kernel computes dk and dv
+  float* shares;             // own-chunk terms of headers; null if another kernel computes dk and dv
 };
 
 // The plan of a tile and lse of its queries.
