@@ -86,10 +86,10 @@ cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 
 // Results of gsa_rows that the reverse scan and gsa_columns read, besides y (p or dz).
 //
-// X_t is the sum of g over the tokens of the chunk after t. If the sums of the gates allow it (factored),
-// y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_columns then read the same rounded
-// values, so that the terms of pairs of rows in dg cancel. Otherwise y_scan = y e^{L_t}, L_t the sum of g
-// through row t, and gsa_columns reads y.
+// X_t is the sum of g over the tokens of the chunk after t. If the sums of the gates allow it (then
+// `factored` is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_columns then
+// read the same rounded values, so that the terms of pairs of rows in dg cancel. Otherwise y_scan = y
+// e^{L_t}, L_t the sum of g through row t, and gsa_columns reads y.
 struct RowGradients {
   bool* factored;  // [piece_count(tokens, 64), heads]
   Out<4> w;        // [B, T, HQ, M] fp32: each read times its gradient, without the row's own token
@@ -102,7 +102,7 @@ struct GsaRows {
   In<4> dout;          // [B, T, HQ, V]
   Out<4> dq;           // [B, T, HQ, D]
   RowGradients left;
-  Out<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for factored chunks
+  Out<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for chunks with factors
   Out<4> p_scan, dz_scan;  // y_scan
 };
 
