@@ -66,7 +66,7 @@ struct TrellisExactScan {
   // A' of the chunk in which a sequence starts, fp32 [N, H, M, X]; absent without positions, then A' is
   // initial
   In<4> first[2];
-  In<4> initial[2];  // A before the first token
+  In<4> initial[2];        // A before the first token
   Out<4> last_first[2];    // A' of the chunk of the next token
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
@@ -100,9 +100,9 @@ struct TrellisExactReverse {
   float *dz[2], *da[2];            // [B, T, H, M] padded; da is the sum over the memories
   // [B, T, H, M] padded, the term of each token; present if there is a weight, which needs one memory
   float* dweight = nullptr;
-  float* gradients[2];       // like states: G after every piece
-  float* dgamma;             // [memories, B, T, H]; dgamma is the sum over the memories
-  float* started;            // [memories, B, T, H]: z.dz
+  float* gradients[2];  // like states: G after every piece
+  float* dgamma;        // [memories, B, T, H]; dgamma is the sum over the memories
+  float* started;       // [memories, B, T, H]: z.dz
 };
 cudaError_t trellis_exact_reverse(const TrellisExactReverse& problem, cudaStream_t stream);
 

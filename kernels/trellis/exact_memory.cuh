@@ -23,8 +23,8 @@ struct ExactSizes {
   static constexpr int kRows = Tile == 64 ? 4 : Tile / 8;       // rows of a lane
   static constexpr int kWarps = Tile / (kRows * 32 / kAcross);  // warps of a block
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocks = Tile == 64 ? 2 : 1;                       // blocks of a multiprocessor
-  static constexpr int kHeld = Tile == 256 ? 28 : kRows;                   // packs of a lane in registers
+  static constexpr int kBlocks = Tile == 64 ? 2 : 1;      // blocks of a multiprocessor
+  static constexpr int kHeld = Tile == 256 ? 28 : kRows;  // packs of a lane in registers
   // floats of the packs in shared memory
   static constexpr int kShared = (kPacks * kRows - kHeld) * 4 * kThreads;
   // maximum of tokens in shared memory
@@ -291,8 +291,8 @@ struct Window {
   int count = 0;
 
   __device__ bool has(Token from, Token to) const { return from >= first && to <= first + count; }
-  // Calls bring(first token, count) unless all tokens of from..to-1 are loaded; returns whether it did. Called
-  // by all threads. A barrier before the loads protects other threads' reads of the old rows.
+  // Calls bring(first token, count) unless all tokens of from..to-1 are loaded; returns whether it did.
+  // Called by all threads. A barrier before the loads protects other threads' reads of the old rows.
   template <class Bring>
   __device__ bool hold(Token from, Token to, const Bring& bring) {
     if (has(from, to)) return false;

@@ -70,19 +70,19 @@ cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 // strides.
 struct TrellisScan {
   TrellisShape shape;
-  const TokenGate* gates;         // [B, T, H]
-  In<4> x[2];                     // [B, T, H, X]
-  In<4> a;                        // [B, T, H, M]
+  const TokenGate* gates;  // [B, T, H]
+  In<4> x[2];              // [B, T, H, X]
+  In<4> a;                 // [B, T, H, M]
   // weight of phi, [H, M], optional; needs one memory and a phi without softmax
   const float* weight = nullptr;
   // A' of the chunk in which a sequence starts; absent without positions, then A' is `initial`
   In<4> first[2];
-  In<4> initial[2];               // A before the first token
-  Out<4> last_first[2];           // A' of the chunk of the next token
-  Out<4> last[2];                 // A after the last token
-  int64_t* last_position;         // [N]
-  In<4> q;                        // [B, T, H, D]
-  Out<4> o;                       // [B, T, H, V or M]; absent if trellis_scan_reads() returns false
+  In<4> initial[2];        // A before the first token
+  Out<4> last_first[2];    // A' of the chunk of the next token
+  Out<4> last[2];          // A after the last token
+  int64_t* last_position;  // [N]
+  In<4> q;                 // [B, T, H, D]
+  Out<4> o;                // [B, T, H, V or M]; absent if trellis_scan_reads() returns false
   // Optional, for backward and trellis_output(): u and z, [B, T, H, M] in dtype; the Fit (maps.cuh) of z, [B,
   // T, H, 4] in fp32, with a weight followed by its WeightFit, [B, T, H, 8]; A before every chunk,
   // [chunk_count, H, tile, tile].
