@@ -95,7 +95,7 @@ struct TrellisChunk {
 
   // ---- reads -------------------------------------------------------------------------------------------
 
-  // Loads the warp's tile of a tensor as a left factor.
+  // Loads the warp's tile of a tensor as an A fragment.
   __device__ void left(Operand<K>& a, int which) const { load_blocks(a, own(which)); }
   // Loads the warp's tile of a tensor as fp32.
   __device__ void wide(Sums<N>& x, int which) const {

@@ -5,8 +5,8 @@
 //
 //     z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} + s_t x_t^T
 //
-// Only z depends on the memory: the scan computes z and s in order. The reads then run over all pieces of 64
-// tokens in parallel, from the memory before each piece, by the functions of gsa (exact/exact.h):
+// Only z depends on the memory: the scan computes z and s in order. All segments of 64 tokens are then read
+// in parallel, from the memory before each segment, by the functions of gsa (exact/exact.h):
 //
 //     y = value_read(q, k, s, A1)      r = f(y)      o = key_read(r, s, v, A2)
 //
@@ -23,11 +23,11 @@
 // With a weight w [M] of phi the loss is |w * phi(z_t) - a_t|^2 / 2, and H is its Hessian: u_t = J_phi(z_t)^T
 // (w * (w * phi(z_t) - a_t)), da_t = -w * J du_t, and dw is the sum of (2 w * phi(z_t) - a_t) * J du_t.
 //
-// The reverse scan computes ds, dz and G chunk by chunk, from the end. dx and dg of all pieces are computed
-// in parallel, from A before and G after each piece.
+// The reverse scan computes ds, dz and G chunk by chunk, from the end. dx and dg of all segments are computed
+// in parallel, from A before and G after each segment.
 //
-// Each head of k has its memories; a group of query heads reads them. With one memory (TTT) o is r, and dr is
-// do.
+// Each head of k has its memories; which serve a group of query heads. With one memory (TTT) o is r, and dr
+// is do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -56,7 +56,7 @@ __host__ __device__ inline int trellis_exact_packed(int width) { return (width +
 
 // Arrays of two have an entry for each memory: 0 keys, 1 values. In<> and Out<> have any strides and types.
 // "[.., M] padded" is contiguous fp32 with rows of trellis_exact_packed(M) columns. Stored states are A^T:
-// [pieces of kChunk tokens, H, X, M], with both X and M padded.
+// [segments of kChunk tokens, H, X, M], with both X and M padded.
 struct TrellisExactScan {
   TrellisExactShape shape;
   In<4> x[2];                     // [B, T, H, X]
@@ -66,13 +66,13 @@ struct TrellisExactScan {
   // A' of the chunk in which a sequence starts, fp32 [N, H, M, X]; absent without positions, then A' is
   // initial
   In<4> first[2];
-  In<4> initial[2];        // A before the first token
+  In<4> initial[2];        // A before token 0
   Out<4> last_first[2];    // A' of the chunk of the next token
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
   float* z[2];             // [B, T, H, M] padded, optional
   float* s[2];             // [B, T, H, M] padded
-  float* states[2];        // A before every piece
+  float* states[2];        // A before every segment
 };
 cudaError_t trellis_exact_scan(const TrellisExactScan& problem, cudaStream_t stream);
 
@@ -100,7 +100,7 @@ struct TrellisExactReverse {
   float *dz[2], *da[2];            // [B, T, H, M] padded; da is the sum over the memories
   // [B, T, H, M] padded, the term of each token; present if there is a weight, which needs one memory
   float* dweight = nullptr;
-  float* gradients[2];  // like states: G after every piece
+  float* gradients[2];  // like states: G after every segment
   float* dgamma;        // [memories, B, T, H]; dgamma is the sum over the memories
   float* started;       // [memories, B, T, H]: z.dz
 };

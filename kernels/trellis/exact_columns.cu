@@ -1,10 +1,9 @@
-// dx and dg of a piece of kChunk tokens, from A before the piece and G after it (exact.h). The matrices A^T
-// and G^T of a block have columns of the memory as rows and slots as columns, as the stored states: dx is a
-// sum over slots.
+// dx and dg of a segment of kChunk tokens, from A before the segment and G after it (exact.h). The matrices
+// of a block are A^T and G^T, in the layout of the stored states: dx is a sum over slots.
 //
-// The block passes over the tokens twice. The forward pass with A starts at the start of the chunk of the
-// piece's first token, which may lie one piece earlier. The backward pass with G starts at the last token of
-// the piece, and includes all tokens of chunks that start in the piece, which may end in the next one.
+// The block passes over the tokens twice. Pass 1 with A starts at the start of the chunk of the segment's
+// first token, which may lie one segment earlier. Pass 2 with G starts at the last token of the segment, and
+// includes all tokens of chunks that start in the segment, which may end in the next one.
 #include "trellis/exact_memory.cuh"
 
 namespace girih::kernels {
@@ -24,11 +23,11 @@ struct Columns {
   const TrellisExactColumns& p;
   const TrellisExactShape& shape;
   const int run, group, memory, head;
-  const int64_t number;  // index of the piece
+  const int64_t number;  // index of the segment
   const Piece piece;
   const int chunk, begun;
-  // Token 0 is the first token of the piece. The piece has tokens 0..size-1, and the sequence has tokens
-  // begin..end-1, clamped to kChunk before the piece and 2 kChunk after its start.
+  // Token 0 is the first token of the segment. The segment has tokens 0..size-1, and the sequence has tokens
+  // begin..end-1, clamped to kChunk before the segment and 2 kChunk after its start.
   const int size, begin, end;
   float* const shared;  // rows of tokens, with dx; decays; sums of the warps
   Window<int> window;
@@ -85,7 +84,7 @@ struct Columns {
       bring_numbers<Sizes>(decays(), p.g, batch, at, count, head, [](float x) { return expf(x); });
     });
   }
-  // Calls f(first token, one past the last) for runs of tokens, forward or backward, after loading their
+  // Calls f(first token, one past the last) for runs of tokens, in either direction, after loading their
   // rows.
   template <class F>
   __device__ void each_run(int first, int end, bool back, const F& f) {
@@ -166,7 +165,7 @@ struct Columns {
   // The chunk from `start` on is the incomplete last chunk of the sequence: its A' is a result of the call.
   __device__ bool is_left(int start) const { return start + chunk > end; }
 
-  // dx = A'^T dz. Afterwards T is A after the piece.
+  // dx = A'^T dz. Afterwards T is A after the segment.
   __device__ void forward(ExactMatrix<Sizes>& T) {
     const int ahead = max(run / chunk - 1, 0) * chunk;  // tokens of further chunks that fit in the window
     int start = -static_cast<int>((piece.index * kChunk + begun) % chunk);  // start of the chunk of token 0
@@ -204,7 +203,8 @@ struct Columns {
     });
   }
 
-  // dx <- dx + G^T s. Afterwards T is G before the piece, without dz of a chunk that starts with the piece.
+  // dx <- dx + G^T s. Afterwards T is G before the segment, without dz of a chunk that starts with the
+  // segment.
   __device__ void back(ExactMatrix<Sizes>& T) {
     adds = true, window = {};
     load(T, p.gradients[memory], number);
@@ -244,7 +244,7 @@ struct Columns {
   // dg. A gate decays what was written before its token in every read from its token on. With F_t = e^{g_t}
   // G_t.A_{t-1} and c_t = read_t - s_t.ds_t, plus A'.dA' if a chunk starts with token t + 1,
   //
-  //     dg_t = F_t = (A.G after the piece) + sum_{j>=t} c_j = (A.G before the piece) - sum_{j<t} c_j
+  //     dg_t = F_t = (A.G after the segment) + sum_{j>=t} c_j = (A.G before the segment) - sum_{j<t} c_j
   //
   // Either sum may cancel. The sum with the smaller total magnitude of terms is used
   // (exact/gate_gradient.cu). Each of the first kChunk threads has a token.

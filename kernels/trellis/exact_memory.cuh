@@ -212,12 +212,12 @@ __device__ inline void store_state(const Out<4>& to, ExactMatrix<Sizes>& A, cons
   });
 }
 
-// Offset of a piece's state [X, M], both padded.
+// Offset of a segment's state [X, M], both padded.
 __device__ inline int64_t piece_state(const TrellisExactShape& shape, int memory, int64_t number, int head) {
   return (number * shape.heads + head) * trellis_exact_packed(shape.width(memory)) *
          int64_t{trellis_exact_packed(shape.M)};
 }
-// Stores a matrix whose rows are slots as a piece's state.
+// Stores a matrix whose rows are slots as a segment's state.
 template <class Sizes>
 __device__ inline void publish(float* states, ExactMatrix<Sizes>& A, const TrellisExactShape& shape,
                                int memory, int64_t number, int head) {
@@ -231,7 +231,7 @@ __device__ inline void publish(float* states, ExactMatrix<Sizes>& A, const Trell
     }
   });
 }
-// Calls f(pack, whether it exists, offset in a piece's state) for a matrix whose columns are slots.
+// Calls f(pack, whether it exists, offset in a segment's state) for a matrix whose columns are slots.
 template <class Sizes, class F>
 __device__ inline void each_published(ExactMatrix<Sizes>& A, const TrellisExactShape& shape, int memory,
                                       const F& f) {

@@ -58,8 +58,8 @@ struct Reverse {
     return data + offset_of(rows, part.batch(), part.start() + token, part.head);
   }
 
-  // G_t and ds_t for tokens to - 1 down to `from`. `parks`: the chunk does not fit in shared memory, so ds is
-  // stored in the place of dz in global memory.
+  // G_t and ds_t for tokens to - 1 down to `from`. `parks`: the chunk does not fit in shared memory, so the
+  // global array of dz temporarily holds ds.
   __device__ void read(ExactMatrix<Sizes>& G, int64_t from, int64_t to, bool parks) {
 #pragma unroll 1
     for (int64_t t = to - 1; t >= from; --t) {

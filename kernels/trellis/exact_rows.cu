@@ -1,4 +1,4 @@
-// Applies the map f to reads, one warp for each row (exact.h).
+// Applies the map f to every row y, one warp a row (exact.h).
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kColumns* kWarps)
   }
 }
 
-// `numbers`: floats of shared memory for each token and column.
+// Launches a block for every 32 columns, with shared memory for each token and column.
 template <auto Kernel, class Problem>
 cudaError_t launch(const Problem& p, int numbers, cudaStream_t stream) {
   const int64_t blocks = (chunk_count(p.shape.grid) * p.shape.heads + kColumns - 1) / kColumns;

@@ -8,7 +8,7 @@ namespace girih::kernels {
 // ---------------------------------------------------------------------------------------------
 
 // Sums of a row for products of J and of the Hessian with a vector x, where x' = slope x: (x', (y - mean) x',
-// (a - mean) x'); softmax: (p x, p^2 x, p a x). These are the lane's terms; x is 0 in padding columns.
+// (a - mean) x'); softmax: (p x, p^2 x, p a x). These are the lane's terms; x is 0 in padding slots.
 template <class Map, int N>
 __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
                                      const Sums<N>& a, const Fit& f, int half) {
@@ -101,7 +101,7 @@ __device__ inline void to_weighted_bend(Sums<N>& curve, const Sums<N>& y, const 
   }
 }
 
-// Replaces x by the product of the Hessian of E at z with x; padding columns get finite values. With n = (y -
+// Replaces x by the product of the Hessian of E at z with x; padding slots get finite values. With n = (y -
 // mean) / r, alpha = n.x' / N, omega = (phi - a).P x' / N, nu = |n|^2 / N:
 //     by y   h = ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
 //     by z   slope h + slope' t x
@@ -126,7 +126,7 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
         const float p = softmax_of(map, f, at), w = p - target;
         result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
       } else {
-        // Rounded as in products_of(), so that the difference is 0 for a row of one column.
+        // Rounded as in products_of(), so that the difference is 0 for a row of one slot.
         const float d = slope.at[n][i], by_y = fmaf(h1, __fmul_rn(d, own) - mean_x,
                                                     fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
         result = fmaf(bend.at[n][i], own, d * by_y);
@@ -137,8 +137,8 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
 }
 
 // The same with a weight. Also computes w J x in `along`, and adds the sum over both rows of (2 w n - a) J x
-// to dw, by column. `sums` come from weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha)
-// / r, s = n.e / N:
+// to dw, by slot. `sums` come from weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha) /
+// r, s = n.e / N:
 //     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
 template <class Map, int N>
 __device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>& along, float (&dw)[N][2],

@@ -102,20 +102,20 @@ __device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums
   if (curve != nullptr) fill(*curve, 0.f);
 }
 
-// The columns of a row that the warp's Sums hold, and those that exist. y and a are 0 in padding columns, so
+// The slots of a row that the warp's Sums hold, and those that exist. y and a are 0 in padding slots, so
 // padding contributes to the sums of softmax only.
 struct Columns {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
-  // Bit mask of the existing columns of a pair.
+  // Bit mask of the existing slots of a pair.
   __device__ uint32_t bits(int n) const {
     return (has(n, 0) ? 0xffffu : 0u) | (has(n, 1) ? 0xffff0000u : 0u);
   }
 };
 
-// Sums over some columns of a row: of y, y^2 and a y. Softmax: the largest y, and with e = e^{y - max} the
-// sums of e, e^2 and a e. y is rounded to 16 bits, so the rounding of mean^2 is negligible: the variance is
-// as accurate as y.
+// Sums over some slots of a row: of y, y^2 and a y. Softmax: the largest y, and with e = e^{y - max} the sums
+// of e, e^2 and a e. y comes from a rounded z, so the rounding of mean^2 is negligible: the variance is as
+// accurate as y.
 using Moments = float4;
 
 // Component `which`.
@@ -124,7 +124,7 @@ __device__ inline auto& moment(M& of, int which) {
   return which == 0 ? of.x : which == 1 ? of.y : which == 2 ? of.z : of.w;
 }
 
-// The largest y of a row over the quad. Finite even without columns, so that no difference is NaN.
+// The largest y of a row over the quad. Finite even without slots, so that no difference is NaN.
 template <int N>
 __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
   float most = -1e30f;
@@ -143,7 +143,7 @@ __device__ inline void add_over_rows(float& x, float& y) {
   x = sums[0], y = sums[2];
 }
 
-// Moments of both rows of the quad over its columns, for all four lanes.
+// Moments of both rows of the quad over its slots, for all four lanes.
 template <class Map, int N>
 __device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sums<N>& y, const Sums<N>& a,
                                        const Columns& columns) {
@@ -241,7 +241,7 @@ __device__ inline float softmax_of(const Map&, const Fit& f, float y) {
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
-// Replaces y by u for the row `half`; padding columns get finite values. 16-bit maps add the terms of both
+// Replaces y by u for the row `half`; padding slots get finite values. 16-bit maps add the terms of both
 // means first: y comes from a rounded z, so this loses no accuracy.
 template <class Map, int N>
 __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& slope, const Sums<N>& a,
@@ -268,7 +268,7 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
 
 // ---- a weight of phi -------------------------------------------------------------------------------------
 
-// w of the lane's columns, 0 for padding, and the sum of w^2 over the row. Called by a whole warp.
+// w of the lane's slots, 0 for padding, and the sum of w^2 over the row. Called by a whole warp.
 template <int N>
 struct Weights {
   float at[N][2], square;
@@ -296,7 +296,7 @@ __device__ inline void weigh(Sums<N>& a, const Weights<N>& w) {
 template <int N>
 __device__ inline void weigh(Sums<N>&, const NoWeights&) {}
 
-// Sums over some columns of a row of w^2 y, w^2 y^2 and b. moments_of_rows() gets b as its a.
+// Sums over some slots of a row of w^2 y, w^2 y^2 and b. moments_of_rows() gets b as its a.
 template <int N>
 __device__ inline void weighed_moments_of_rows(Moments (&rows)[2], const Weights<N>& w, const Sums<N>& y,
                                                const Sums<N>& b) {

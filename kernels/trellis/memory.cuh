@@ -102,7 +102,7 @@ __device__ inline int64_t kept_place(const TrellisShape& shape, int64_t number, 
   return (number * shape.heads + head) * (Tile * Tile);
 }
 
-// Copies block k of a left factor from registers or from a tile.
+// Copies block k of an A fragment from registers or from a tile.
 template <int K>
 __device__ inline void take_block(uint32_t (&to)[4], const Operand<K>& x, int k) {
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>&
   add(z, odd);
 }
 
-// Converts a left factor to fp32; load_wide() loads a 16 x 16 block of a tile as fp32.
+// Converts an A fragment to fp32; load_wide() loads a 16 x 16 block of a tile as fp32.
 template <typename T>
 __device__ inline void unpack(Sums<2>& x, const uint32_t (&raw)[4]) {
 #pragma unroll

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   const int warp = warp_index();
   if (threadIdx.x == 0) space.init(p, part, Short ? 1 : Space::kReaders);
   __syncthreads();
-  // With a tile of 128 the chain and the readers need the registers that loaders do not use.
+  // With a tile of 128 the state warps and the output warps need the registers that producer warps do not
+  // use.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<160>();

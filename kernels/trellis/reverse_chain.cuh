@@ -1,4 +1,5 @@
-// State warps of the reverse scan. G is the gradient of A after a chunk, and (l, w) are the reads of A:
+// State warps of the reverse scan. G is the gradient of A at the end of a chunk, and (l, w) are the reads of
+// A:
 //
 //     dU_i = direct_i - gamma_i e^{L_C - L_i} G x_i        dZ_i = (Hessian of E at z_i) dU_i
 //     G   <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T + dZ^T X
@@ -58,8 +59,8 @@ struct ReverseTile {
   }
 };
 
-// Loads G after the last chunk. If the chunk in which the sequence starts began earlier, also initialises its
-// dA', which is not a term of dA.
+// Loads G of the end of the sequence. If the chunk in which the sequence starts began earlier, also
+// initialises its dA', which is not a term of dA.
 template <int K, int S>
 __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, const TrellisPart& part,
                                      bool within, int slot) {
@@ -78,7 +79,7 @@ __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, con
   store_state(p.dfirst[memory], apart, part, shape, slot);
 }
 
-// Short: a chunk has at most one tile. Its reader waits for `written`, which also covers G.
+// Short: a chunk has at most one tile. Its output warp waits for `written`, which also covers G.
 template <typename T, int Tile, class Map, bool Short>
 __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& part,
                                    const TrellisReverseSpace<T, Tile>& space, int warp) {
@@ -92,7 +93,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   uint32_t bits[S];
 #pragma unroll
   for (int n = 0; n < S; ++n) bits[n] = columns.bits(n);
-  // The gradient of phi's weight is summed over all tokens.
+  // The gradient of phi's weight is summed over the tokens.
   const std::conditional_t<Map::weighted, Weights<S>, NoWeights> weights(p.weight + part.head * shape.M,
                                                                          columns);
   float dw[S][2] = {};
@@ -102,7 +103,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   begin_reverse(G, p, part, within, slot);
 
   // With kAhead the next tile is loaded while this tile waits for the sums.
-  Right<K, S> after;  // G after the chunk, rounded
+  Right<K, S> after;  // G at the end of the chunk, rounded
   Turn turn, place;
   ReverseTile<S> ready;
   const auto make_ready = [&](const Turn& at) {

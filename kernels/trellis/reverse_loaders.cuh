@@ -1,4 +1,4 @@
-// Loader warps of the reverse scan, which take the tiles in turn, and the warp that loads memories.
+// Producer warps of the reverse scan, which take the tiles round-robin, and the warp that loads memories.
 #pragma once
 
 #include "trellis/reverse_space.cuh"
@@ -18,7 +18,7 @@ struct TrellisReverseLoader {
   const Space& space;
 
   // A tile in flight: its stage, the number of tiles behind it in the chunk (these were loaded earlier), the
-  // tokens of the chunk's last tile, and the marks for the chain.
+  // tokens of the final tile of the chunk, and the marks for the state warps.
   struct Place {
     Turn stage;
     int after, rows_of_last, marks;
@@ -72,7 +72,7 @@ struct TrellisReverseLoader {
 #pragma unroll
     for (int j = 0; j < Space::kReaders; ++j) {
       if (j > at.after) break;
-      // Other loaders load the later tiles of the chunk.
+      // Other producer warps load the later tiles of the chunk.
       const int other = before(stage, j);
       if (j > 0) wait(space.full() + other, at.stage.parity ^ (other > stage ? 1 : 0));
       Sums<2> s;
@@ -103,8 +103,9 @@ struct TrellisReverseLoader {
     return stage >= tiles ? stage - tiles : stage - tiles + Space::kStages;
   }
 
-  // A loader transforms a tile when it comes to its next tile, so that the copies have time. Starting the
-  // next copies earlier would wait for a stage of the readers while the chain waits for this tile.
+  // A producer warp transforms a tile when it comes to its next tile, so that the copies have time. Starting
+  // the next copies earlier would wait for a stage of the output warps while the state warps wait for this
+  // tile.
   __device__ void run(int loader) const {
     Turn turn;
     Place last;
@@ -150,7 +151,7 @@ struct TrellisReverseLoader {
   }
 };
 
-// Loads the memory before every chunk. For a chunk that began in an earlier call, loads A' and then A.
+// Loads the memory that precedes every chunk. For a chunk that began in an earlier call, loads A' and then A.
 template <typename T, int Tile>
 __device__ inline void bring_memories(const TrellisReverse& p, const TrellisPart& part,
                                       const TrellisReverseSpace<T, Tile>& space) {

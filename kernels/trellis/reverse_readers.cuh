@@ -1,17 +1,17 @@
 // Output warps of the reverse scan: gradients of the tokens of a chunk. For either memory, with G the
-// gradient of A after the chunk and E_ti = e^{L_t - L_i},
+// gradient of A at the end of the chunk and E_ti = e^{L_t - L_i},
 //
 //     c_i  = e^{L_C - L_i} (u_i G) + sum over t >= i of E_ti (u_i.l_t) w_t
 //     dx_i = -gamma_i c_i + dz_i A'        dgamma_i = -x_i.c_i        da_i = -J du_i
 //
-// A gate decays what precedes its token in every later read. So dg_j is the sum of
+// A gate decays what precedes its token in all later reads. So dg_j is the sum of
 //     e^{L_t} l_t^T A w_t                                 t >= j
 //     pair_ti = -gamma_i E_ti (w_t.x_i) (l_t.u_i)         i < j <= t
 //     end_i   = -gamma_i e^{L_C - L_i} x_i.(u_i G)        i < j
 //     e^{L_C} <G, A>
 //
-// gates.cu sums dL from the end: the same number pair_ti is added at t and subtracted at i, so that it
-// cancels where it should. The readers take the tiles of a chunk in turn, from its last tile on.
+// gates.cu sums dL from the end: the same value pair_ti is added at t and subtracted at i, so that it cancels
+// where it should. The output warps take the tiles of a chunk round-robin, from its last tile on.
 #pragma once
 
 #include "tile/row_store.h"
@@ -30,7 +30,7 @@ struct TrellisReverseReader {
   const TrellisPart& part;
   const Space& space;
 
-  // A tile of a reader: its chunk, the stage of the chunk's last tile, and the stage of its own tile.
+  // A tile of an output warp: its chunk, the stage of the chunk's last tile, and the stage of its own tile.
   struct Own {
     Chunk chunk;
     Turn first, own;
@@ -68,7 +68,8 @@ struct TrellisReverseReader {
   // Sums the dot products over the quad, for all four lanes.
   __device__ static float2 whole(const float2& dot) { return {sum_over_row(dot.x), sum_over_row(dot.y)}; }
 
-  // The lane's term of <G, A>, the trace of G A^T. The readers of the chunk take blocks of 16 slots in turn.
+  // The lane's term of <G, A>, the trace of G A^T. The output warps of the chunk take blocks of 16 slots
+  // round-robin.
   __device__ float product_of_states(const Own& at, const typename Space::Memory& G,
                                      const typename Space::Memory& A) const {
     float sum = 0.f;
@@ -94,8 +95,8 @@ struct TrellisReverseReader {
     return p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
   }
 
-  // pair_ti for i in the reader's tile and t in tile j, from the scores E (u_i.l_t): subtracts the sums over
-  // t from dL of i, and stores the sums over i in the stage's scalars.
+  // pair_ti for i in the output warp's tile and t in tile j, from the scores E (u_i.l_t): subtracts the sums
+  // over t from dL of i, and stores the sums over i in the stage's scalars.
   __device__ void pairs(const Own& at, const Sums<2>& weighed, int j, float2 gamma, float2& dL) const {
     const Token x = space.token(at.own.place, Space::kX), w = space.token(at.stage(j), Space::kW);
     Sums<2> pair;
@@ -153,7 +154,7 @@ struct TrellisReverseReader {
       round_to<T>(scores[j], sums);
     }
 
-    // c, dgamma, and dx = -gamma c + dZ A', which replaces the tile that the chain no longer needs
+    // c, dgamma, and dx = -gamma c + dZ A', which replaces the tile that the state warps no longer need
     const Token dx = space.token(s, Space::kDirect);
     const auto first = memories.first();
     load_blocks(z, space.token(s, Space::kZ));
@@ -227,7 +228,7 @@ struct TrellisReverseReader {
                   at.rows(at.tile), width, 0);
   }
 
-  // The memories of a chunk. A reader waits for each memory at its use, and releases all of them.
+  // The memories of a chunk. An output warp waits for each memory at its use, and releases all of them.
   struct Memories {
     const Space& space;
     Turn& turn;
@@ -261,10 +262,10 @@ struct TrellisReverseReader {
     }
   }
 
-  // A chunk is one tile. Its reader releases the tile and the memories.
+  // A chunk is one tile. Its output warp releases the tile and the memories.
   __device__ void run_short(int reader) const {
     // The ring of memories and the ring of gradients advance together: only the last chunk to be processed
-    // may have a second memory. There may be fewer stages than readers.
+    // may have a second memory. There may be fewer stages than output warps.
     Turn stage, place;
     const auto skip = [&](int chunks) {
       stage.skip(chunks, Space::kStages);
@@ -302,7 +303,7 @@ struct TrellisReverseReader {
       const Memories memories{space, memory, left, apart};
       if (mine < tiles) {
         const Own at(chunk, stage, tiles - 1 - mine, tiles);
-        // The chain stores the tiles in order: the later wait implies the earlier ones.
+        // The state warps store the tiles in order: the later wait implies the earlier ones.
         wait(space.written() + at.own.place, at.own.parity);
         read(at, space.gradient(place.place), memories);
       }

@@ -1,9 +1,10 @@
 // Shared memory of the reverse scan. A block has one sequence, head and memory.
 //
 // The tokens pass through a ring of stages with 16 tokens a stage, from the last tile on. Barriers of a
-// stage: `full` (loaders have loaded the tokens), `written` (the chain has stored dz and -J du), `empty` (the
-// readers have released the stage). A second ring passes the memory before every chunk from a warp that loads
-// memories to the readers. A third ring passes G after every chunk from the chain to the readers.
+// stage: `full` (producer warps have loaded the tokens), `written` (the state warps have stored dz and -J
+// du), `empty` (the output warps have released the stage). A second ring passes the memory before every chunk
+// from a warp that loads memories to the output warps. A third ring passes G after every chunk from the state
+// warps to the output warps.
 #pragma once
 
 #include "trellis/reads.cuh"
@@ -18,8 +19,8 @@ struct TrellisReverseSpace {
   static constexpr int kChain = 8, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 8 : 4, kPlaces = Tile == 64 ? 5 : 1;
-  // The chain loads the next tile before it stores the current one: the ring holds a whole chunk and that
-  // tile.
+  // The state warps load the next tile before they store the current one: the ring holds a whole chunk and
+  // that tile.
   static constexpr bool kAhead = Tile == 64;
   static_assert(!kAhead || kStages > kReaders);
   // Tiles of a stage: x, w, l and u; l scaled by e^{L_t}; the terms of du from reads in the chunk; z and a,
@@ -29,7 +30,7 @@ struct TrellisReverseSpace {
   // a chunk that began in an earlier call (is_resumed); tile 0 of the sequence.
   enum Mark : int { kEnters = 1, kLeaves = 2, kResumed = 4, kEnds = 8 };
   // Scalars of a stage: Fit, gates and the factor -gamma e^{L_C - L} of each token; the decay e^{L_C}; dL
-  // from the tile's reader, for this tile and the later tiles of the chunk.
+  // from the tile's output warp, for this tile and the later tiles of the chunk.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];

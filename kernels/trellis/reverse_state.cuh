@@ -1,8 +1,8 @@
-// The gradient G of a memory [M, X] in the registers of the chain of the reverse scan, and the warp's slots
-// of a tile of tokens.
+// The gradient G of a memory [M, X] in the registers of the state warps of the reverse scan, and the warp's
+// slots of a tile of tokens.
 //
 // A warp has 8 S slots, from `slot` on, of all columns. There are eight warps, where the scan has four warps
-// of 16 slots for a tile of 64: this chain has twice the instructions, and more warps hide each other's
+// of 16 slots for a tile of 64: these warps have twice the instructions, and more warps hide each other's
 // latency.
 #pragma once
 
@@ -15,7 +15,7 @@ template <int K, int S>
 struct Held {
   Sums<S> at[K];
 };
-// G rounded, as the right factor of products with G^T.
+// G rounded, as the B fragment of products with G^T.
 template <int K, int S>
 struct Right {
   uint32_t at[K][S][2];
@@ -109,7 +109,7 @@ __device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>
   add(z, odd);
 }
 
-// Columns `col` to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a right factor.
+// Columns `col` to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
 template <typename T, class Tile, int S>
 __device__ inline void add_columns(Sums<S>& A, const Tile& x, int col, const Slice<S>& y) {
   uint32_t left[4];
@@ -132,7 +132,7 @@ __device__ inline void load_slice(Slice<S>& x, const Tile& tile, int slot) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
 }
-// Loads a slice as a right factor.
+// Loads a slice as a B fragment.
 template <class Tile, int S>
 __device__ inline void load_right_slice(Slice<S>& x, const Tile& tile, int slot) {
   uint32_t four[4];
@@ -169,7 +169,7 @@ __device__ inline void clear_missing(Slice<S>& x, const uint32_t (&bits)[S]) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] &= bits[i / 2];
 }
-// Converts a slice to a right factor.
+// Converts a slice to a B fragment.
 template <int S>
 __device__ inline Slice<S> right_factor(const Slice<S>& x) {
   Slice<S> right;

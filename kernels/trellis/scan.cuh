@@ -1,4 +1,4 @@
-// Forward scan: updates the memories chunk by chunk and computes the reads. The grid has one block for each
+// Forward scan: updates the memories chunk by chunk and computes r and o. The grid has one block for each
 // sequence, head and memory. With clusters, the blocks of the two memories of a head are a cluster and
 // compute o together. A single memory needs no cluster.
 #pragma once
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   }
   __syncthreads();
   if (paired) cluster_wait();
-  // With a tile of 128 the state warps and output warps need the registers that loader warps and the store
+  // With a tile of 128 the state warps and output warps need the registers that producer warps and the store
   // warp do not use.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {

@@ -16,7 +16,7 @@ class TrellisScanChain {
   static constexpr int N = Tile / 8, K = Tile / 16, kWarps = Space::kChain;
   static constexpr bool kWeighted = Map::weighted;
   // If registers allow, the tokens of a tile are loaded to registers while the tile before waits for its
-  // sums. This needs one more full stage before the readers release a chunk.
+  // sums. This needs another full stage before the output warps release a chunk.
   static constexpr bool kAhead = Tile == 64;
   static_assert(!kAhead || Space::kStages > Space::kLoaders + Space::kReaders);
 
@@ -31,7 +31,7 @@ class TrellisScanChain {
   const bool keeps_fits;
   uint32_t lane_place, bits[2];  // lane offset of PlacedTile; masks of the slots that exist
   Sums<N> A;
-  Operand<K> first;  // A', rounded, as a right factor
+  Operand<K> first;  // A', rounded, as a B fragment
   Turn turn, place;
   unsigned tiles = 0;
   // Inputs of the current tile: X, and the warp's slots of a.
@@ -102,7 +102,7 @@ class TrellisScanChain {
     }
   }
 
-  // Passes the memory before a chunk to the readers and to the warp that stores memories.
+  // Passes the memory before a chunk to the output warps and to the warp that stores memories.
   __device__ void leave() {
     wait(space.taken() + place.place, place.parity ^ 1);
     store_right_blocks(space.memory(place.place), slot, 0, first);
@@ -136,7 +136,8 @@ class TrellisScanChain {
     at.marks &= ~Space::kEnters;
   }
 
-  // Moments of a row: one entry for each warp. With a weight, whose sums are more, the total over all warps.
+  // Moments of a row: one entry for each warp. With a weight, which needs further sums, the total over all
+  // warps.
   struct RowSums {
     Moments parts[kWeighted ? 1 : kWarps], weighed;
   };
@@ -189,8 +190,8 @@ class TrellisScanChain {
     ++tiles;
   }
 
-  // From z and a: z rounded to 16 bits, y, its slope, and the warp's moments. y is computed from the rounded
-  // z, because backward loads z in 16 bits.
+  // From z and a: z rounded to T, y, its slope, and the warp's moments. y is computed from the rounded z,
+  // because backward loads the rounded z.
   __device__ void begin(Sums<2>& u, Sums<2>& slope, const Sums<2>& a, Operand<1>& z) const {
     round_to<T>(z, u);
     unpack<T>(u, z.at[0]);
@@ -210,7 +211,7 @@ class TrellisScanChain {
       }
     }
   }
-  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as a left factor.
+  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as an A fragment.
   __device__ void finish(Sums<2>& u, const Sums<2>& slope, const Sums<2>& a, const Fit (&fits)[2],
                          Operand<1>& rounded, uint32_t (&transposed)[4]) const {
 #pragma unroll
@@ -229,7 +230,7 @@ class TrellisScanChain {
       transposed[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
     }
   }
-  // Stores u, z in place of a, and the fits for the readers.
+  // Stores u, z in place of a, and the fits for the output warps.
   __device__ void write(int s, const Operand<1>& u, const Operand<1>& z, const Fit (&fits)[2],
                         const WeightFit (&of_weight)[2]) const {
     store_block(token(s, Space::kU), 0, slot, u.at[0]);

@@ -1,4 +1,4 @@
-// Loader warps of the scan, which take the tiles in turn, and the warp that stores memories.
+// Producer warps of the scan, which take the tiles round-robin, and the warp that stores memories.
 #pragma once
 
 #include "trellis/scan_space.cuh"
@@ -47,7 +47,7 @@ struct TileWalk {
   }
 };
 
-// Short: a chunk is one tile, and the chain computes one chunk ahead.
+// Short: a chunk is one tile, and the state warps compute one chunk ahead.
 template <typename T, int Tile, bool Short>
 struct TrellisScanLoader {
   using Space = TrellisScanSpace<T, Tile>;

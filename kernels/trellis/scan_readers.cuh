@@ -1,11 +1,11 @@
 // Output warps of the scan: compute the reads of the memories and store o, u and z. They take the tiles of a
-// chunk in turn.
+// chunk round-robin.
 //
 //     memory of keys      r_t = f(A_t q_t)    sent to the block of values; with one memory r is o
 //     memory of values    o_t = A_t^T r_t
 //
-// All readers release the tiles and the memory of a chunk. If chunks have at most one tile, only the reader
-// of the chunk releases these, and it multiplies by the memory before it waits for u.
+// All output warps release the tiles and the memory of a chunk. If chunks have at most one tile, only the
+// output warp of the chunk releases these, and it multiplies by the memory before it waits for u.
 #pragma once
 
 #include "tile/cluster.h"
@@ -23,7 +23,7 @@ struct TrellisScanReader {
   const TrellisPart& part;
   const Space& space;
 
-  // A tile of a reader: the stage of the chunk's tile 0, and the stage of its own tile.
+  // A tile of an output warp: the stage of the chunk's tile 0, and the stage of its own tile.
   struct Own {
     Turn chunk, own;
     int tile;
@@ -86,7 +86,7 @@ struct TrellisScanReader {
     add_product<T>(o, r, memory);
     then();
     finish(o, r, at, Space::kU, Space::kX);
-    // The chain no longer needs this tile: it is ready before u is full.
+    // The state warps no longer needs this tile: it is ready before u is full.
     const Token tile = space.token(s, Space::kWeighed);
     round_to<T>(r, o);
     store_blocks(tile, 0, 0, r);
@@ -145,7 +145,8 @@ struct TrellisScanReader {
 #pragma unroll 1
     for (int64_t i = reader; i < part.of.chunks; i += Space::kReaders) {
       const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
-      // The chain waits for the loaders before it passes the memory on, so the tokens are loaded too.
+      // The state warps wait for the producer warps before they pass the memory on, so the tokens are loaded
+      // too.
       wait(space.left() + place.place, place.parity);
       read(Own(stage, 0), space.memory(place.place), chunk.start, chunk.length, [&] {
         arrive_once(space.taken() + place.place);
@@ -166,7 +167,7 @@ struct TrellisScanReader {
       wait(space.left() + place.place, place.parity);
       if (tile < tiles) {
         const Own at(stage, tile);
-        // The chain stores the tiles in order: the later wait implies the earlier ones.
+        // The state warps store the tiles in order: the later wait implies the earlier ones.
         wait(space.written() + at.own.place, at.own.parity);
         read(at, space.memory(place.place), chunk.start + tile * kTile,
              min(chunk.length - tile * kTile, kTile), [] {});

@@ -1,7 +1,7 @@
 // State warps of the scan for chunks of at most one tile: they compute one chunk ahead.
 //
-// The z of the next chunk depends on the current u only through a product with 16 x 16 scores, which loaders
-// compute:
+// The z of the next chunk depends on the current u only through a product with 16 x 16 scores, which producer
+// warps compute:
 //
 //     A <- e^{L_C} A + U^T X~            X~_t = -gamma_t e^{L_C - L_t} x_t
 //     Z_next = e^{L_C} X_next A^T + (X_next X~^T) U
@@ -27,8 +27,8 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
   Sums<2> y, slope;
   Operand<1> kept;
   // Masks of the lane's slots, as rows of U^T. The masked values are zero already; the mask gives U^T new
-  // registers for the products with U^T on the left. Without it the compiler copies the registers for every
-  // product, because U on the right needs another register order.
+  // registers for the products with U^T as A fragment. Without it the compiler copies the registers for every
+  // product, because U as B fragment needs another register order.
   uint32_t slots[2];
 
  public:
@@ -113,7 +113,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     load_blocks(at.x, token(next.place, Space::kX));
   }
 
-  // Processes one of `left` remaining chunks, from its moments to the moments of the next chunk. After the
+  // Processes a chunk, with `left` chunks to go, from its moments to the moments of the next chunk. After the
   // last chunk the results of the next chunk are unspecified and unused.
   __device__ void step(int left) {
     const int s = turn.place;
@@ -144,8 +144,8 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     const uint32_t factor[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
     for (int j = 0; j < 2; ++j) mma<T>(z.at[j], factor, transposed[j], transposed[2 + j]);
-    // Loads the operand of A's update after the next z is computed, and before a reader may overwrite the
-    // tile with o.
+    // Loads the operand of A's update after the next z is computed, and before an output warp may overwrite
+    // the tile with o.
     Operand<K> weighed;
     load_right(weighed, token(s, Space::kWeighed));
     this->write(s, rounded, kept, fits, of_weight);

@@ -1,9 +1,9 @@
 // Shared memory of the scan. A block has one sequence, head and memory.
 //
-// The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage: `full` (loaders have
-// loaded the tokens), `written` (the chain has stored u and z), `empty` (the readers have released the
-// stage). The memory before every chunk passes through a second ring of kPlaces stages, from the chain to the
-// readers and to the warp that stores memories.
+// The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage: `full` (producer
+// warps have loaded the tokens), `written` (the state warps have stored u and z), `empty` (the output warps
+// have released the stage). The memory before every chunk passes through a second ring of kPlaces stages,
+// from the state warps to the output warps and to the warp that stores memories.
 #pragma once
 
 #include <type_traits>
@@ -25,10 +25,10 @@ struct TrellisScanSpace {
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 5 : 2;
-  // The chain may compute a chunk ahead if a chunk has one tile (scan_short_chain.cuh). The scores fit the
-  // range of bf16, not of fp16.
+  // The state warps may compute a chunk ahead if a chunk has one tile (scan_short_chain.cuh). The scores fit
+  // the range of bf16, not of fp16.
   static constexpr bool kLooksAhead = Tile == 64 && std::is_same<T, __nv_bfloat16>::value;
-  // A loader has two tiles in flight, and up to a whole chunk of other tiles lies between these two.
+  // A producer warp has two tiles in flight, and up to a whole chunk of other tiles lies between these two.
   static_assert(kStages >= kLoaders + kReaders);
   // Tiles of a stage: x; x scaled by -gamma_t e^{L_C - L_t}; a, which z replaces; in the block of keys q,
   // which r replaces, and in the block of values the r that it receives; u.
@@ -37,7 +37,7 @@ struct TrellisScanSpace {
   // in an earlier call.
   enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4, kGoesOn = 8 };
   // Sums of a over the slots for tokens r and r + 8, and the decay e^{L_C} of the chunk: the scalars of a
-  // lane of the chain.
+  // lane of the state warps.
   struct alignas(16) RowNumbers {
     float sum_a[2], decay, unused;
   };
@@ -48,7 +48,7 @@ struct TrellisScanSpace {
     RowNumbers rows[kTile / 2];
     int marks, unused[3];
   };
-  // Scores X X~^T of a stage, rounded to T, as a left factor: X of this chunk, X~ the scaled X of the chunk
+  // Scores X X~^T of a stage, rounded to T, as an A fragment: X of this chunk, X~ the scaled X of the chunk
   // before (scan_short_chain.cuh).
   using Scores = uint4[32];
   static constexpr int kSources = 3;  // x, a and q

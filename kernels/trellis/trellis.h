@@ -77,7 +77,7 @@ struct TrellisScan {
   const float* weight = nullptr;
   // A' of the chunk in which a sequence starts; absent without positions, then A' is `initial`
   In<4> first[2];
-  In<4> initial[2];        // A before the first token
+  In<4> initial[2];        // A before token 0
   Out<4> last_first[2];    // A' of the chunk of the next token
   Out<4> last[2];          // A after the last token
   int64_t* last_position;  // [N]
