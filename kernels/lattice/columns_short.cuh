@@ -21,7 +21,7 @@ class ShortColumns {
   __device__ ShortColumns(const ShortReverse& p, const Ring& ring)
       : p(p.columns), dlast_decay(p.reverse.dlast_decay), shares(p.shares), ring(ring) {}
 
-  // Processes chunks of the block's share, counted from the last one, in turn with the other column warps.
+  // Processes chunks of the block's share, counted from the last one, round-robin with the other dkv warps.
   __device__ void run(int worker) const {
     const Carried& block = ring.block();
     const ChunkedSequence& of = block.of;
@@ -39,7 +39,7 @@ class ShortColumns {
                                  ? load_any(p.at_floor, part.batch(), token, part.head)
                                  : 0.f;
       wait(ring.full() + turn.place, turn.parity);
-      // Overlaps with the chain, which does not use the tile that this changes.
+      // Overlaps with the state warps, which do not use the tile that this changes.
       if (!is(LatticeObjective::similarity)) make_difference(turn.place);
       wait(ring.done() + turn.place, turn.parity);
       float sums[2], end = 0.f;

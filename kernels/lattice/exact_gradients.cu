@@ -120,8 +120,8 @@ struct Backward {
     }
   }
 
-  // Called by helpers while the other warps process a tile: loads the next tile, and stores the results of
-  // the previous one.
+  // Called by helper warps while the other warps process a tile: loads the next tile, and stores the results
+  // of the previous one.
   __device__ void bring(float* to, const ExactSequence& here, const Segment& segment, int i) const {
     using Row = GradientRow<Sizes>;
     const auto tile = at(here, segment, i);
@@ -332,8 +332,8 @@ int gradient_tile(const LatticeExactShape& shape, int limit) {
   return limit / 4 < one.kFixed ? 0 : tile_of(limit / 4 - one.kFixed, one.row.in + one.row.out);
 }
 
-// One block for each multiprocessor; blocks take sequences and heads in turn, because a block needs more than
-// a megabyte of workspace.
+// One block for each multiprocessor; blocks take sequences and heads round-robin, because a block needs more
+// than a megabyte of workspace.
 cudaError_t block_count(const LatticeExactShape& shape, int64_t& blocks) {
   int card = 0;
   if (const cudaError_t error = processor_count(card); error != cudaSuccess) return error;

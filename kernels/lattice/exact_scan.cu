@@ -25,8 +25,8 @@ struct ScanRoom {
   __device__ float* outputs(float* shared, int turn) const { return inputs(shared, 2) + turn * tile * out; }
 };
 
-// Called by helpers while the other warps process a tile: loads the next tile, and stores the reads of the
-// previous one.
+// Called by helper warps while the other warps process a tile: loads the next tile, and stores the reads of
+// the previous one.
 template <class Sizes>
 __device__ void bring(float* to, const LatticeExactInputs& of, const ScanRoom<Sizes>& room,
                       const ExactTile<Sizes>& tile) {

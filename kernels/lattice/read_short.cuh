@@ -50,7 +50,7 @@ class ShortReader {
     wait(ring.full() + stage, turn.parity);
     wait(ring.written() + stage, turn.parity);
     if constexpr (Ring::kApart) {
-      // S and H have arrived here: the chain's block may reuse its stage
+      // S and H have arrived here: the state warps' block may reuse its stage
       arrive_far(ring.empty() + stage, 0);
     } else if (scan.memories != nullptr) {
       ring.keep(scan, part.number, stage);
@@ -90,7 +90,7 @@ class ShortReader {
     __syncwarp();
   }
 
-  // Processes all query heads of the memory; the loader has loaded q of query head 0.
+  // Processes all query heads of the memory; the producer warp has loaded q of query head 0.
   template <bool Resumed>
   __device__ void read_all(const Part& part, int stage) const {
     const LatticeShape& shape = p.shape;

@@ -20,7 +20,7 @@ struct ShortReadsMemory {
     Operand<4> dH;
     make_dh(dH, sums, inner);
     put_dv(dH);
-    Operand<4> douts, hs, dvs;  // right factors
+    Operand<4> douts, hs, dvs;  // B fragments
     load_right(douts, at.dout);
     load_right(hs, at.h);
     load_right(dvs, at.q);

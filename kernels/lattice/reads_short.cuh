@@ -18,7 +18,7 @@ template <typename T>
 struct ShortReads {
   using S = Sizes<T, 16, 64, 64, true>;
   static constexpr int kThreads = 32;
-  // 16 x 16 blocks as left factors, one for every 16 vectors: 16 bytes for each lane.
+  // 16 x 16 blocks as A fragments, one for every 16 vectors: 16 bytes for each lane.
   using Blocks = uint4*;
   static constexpr int kBlocks = S::M / 16, kOfBlocks = kBlocks * 32;
   static constexpr int kBytes = S::Memory::kBytes + 4 * S::Keys::kBytes +
@@ -26,7 +26,7 @@ struct ShortReads {
                                 static_cast<int>(sizeof(ChunkTokens<16>));
 
   using Columns = Sums<2>;    // [16 vectors, tokens]
-  using Block = uint32_t[4];  // the same, rounded: a left factor
+  using Block = uint32_t[4];  // the same, rounded: an A fragment
   static constexpr float kLift = lift<T>();
 
   const LatticeReads& p;
@@ -167,7 +167,7 @@ struct ShortReads {
   __device__ static float of(const float2 (&numbers)[2], int n, int i) {
     return i & 1 ? numbers[n].y : numbers[n].x;
   }
-  // Rounds x / lift() to a left factor.
+  // Rounds x / lift() to an A fragment.
   __device__ static void lower(Block& to, Columns x) {
     scale_rows(x, {1.f / kLift, 1.f / kLift});
     bound<T>(x);

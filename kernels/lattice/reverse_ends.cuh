@@ -11,7 +11,7 @@ __device__ inline void for_blocks(Sums<N>& sums, const F& f) {
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) f(k, reinterpret_cast<float(&)[2][4]>(sums.at[2 * k]));
 }
-// Calls f(element, the same element of a left factor, row 0 or 1 of the lane).
+// Calls f(element, the same element of an A fragment, row 0 or 1 of the lane).
 template <typename T, class F>
 __device__ inline void with_block(float (&sums)[2][4], const uint32_t (&a)[4], const F& f) {
 #pragma unroll

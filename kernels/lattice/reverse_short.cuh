@@ -1,12 +1,12 @@
 // reverse.cuh and columns.cuh in one kernel, for chunks of at most 16 tokens and memories of at most 64 x 64.
 // A block has a sequence and head. Roles of its warps:
 //
-//     chain     computes dX, which replaces the gradient of the reads, and dS, chunk by chunk, from the end
-//     loaders   load K, V, S, the gradient of the reads, and the terms of the reads in dk and dv
-//     columns   compute dk, dv, dgamma and dg, one warp for each chunk (columns_short.cuh)
+//     state     computes dX, which replaces the gradient of the reads, and dS, chunk by chunk, from the end
+//     producers load K, V, S, the gradient of the reads, and the terms of the reads in dk and dv
+//     dkv       compute dk, dv, dgamma and dg, one warp for each chunk (columns_short.cuh)
 //
-// If multiprocessors would be idle, two blocks have the same sequence and head: both compute the whole chain,
-// and each computes dk and dv of every other chunk.
+// If multiprocessors would be idle, two blocks have the same sequence and head: both compute the whole state
+// recurrence, and each computes dk and dv of every other chunk.
 //
 // The critical path is from dS' to dS. Steps are tangent at s, so s.x = m_C, and with x = s' / rho two dot
 // products with dS' suffice:
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.start(p);
-  // Warpgroups: the chain and two others. Each starts with 168 registers a thread.
+  // Warpgroups: the state warps and two others. Each starts with 168 registers a thread.
   if (warp < kChain) {
     take_registers<208>();
     ShortChain<T>(p.reverse, ring, warp).run();

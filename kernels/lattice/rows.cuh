@@ -58,12 +58,12 @@ __device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Elem
   }
 }
 
-// A 16 x 16 block that is loaded from or stored to global memory, in the registers of a left factor: the four
+// A 16 x 16 block that is loaded from or stored to global memory, in the registers of an A fragment: the four
 // lanes of a row exchange registers, so that a lane has 16 bytes of one row.
 __device__ inline int pack_row() { return lane_row() + (lane() & 2) * 4; }
 __device__ inline int pack_col() { return (lane() & 1) * 8; }
 
-// A left factor has (row, col), (row + 8, col), (row, col + 8), ...; the lane's 16 bytes are of row + 8 (lane
+// An A fragment has (row, col), (row + 8, col), (row, col + 8), ...; the lane's 16 bytes are of row + 8 (lane
 // / 2 % 2).
 __device__ inline void turn_block(uint32_t (&a)[4]) {
   const uint32_t middle = a[1];
@@ -75,7 +75,7 @@ __device__ inline void turn_block_back(uint32_t (&a)[4]) {
   const uint32_t middle = a[1];
   a[1] = a[2], a[2] = middle;
 }
-// Transposes a left factor.
+// Transposes an A fragment.
 __device__ inline void transpose_block(uint32_t (&a)[4]) {
   const uint32_t middle = transpose_pairs(a[1]);
   a[0] = transpose_pairs(a[0]);
@@ -140,7 +140,7 @@ __device__ inline void bound(Sums<N>& sums) {
   }
 }
 
-// Converts a left factor to fp32.
+// Converts an A fragment to fp32.
 template <typename T>
 __device__ inline void unpack(Sums<2>& to, const uint32_t (&a)[4]) {
 #pragma unroll
@@ -183,7 +183,7 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
   add(sums, half);
 }
 
-// sums += a b^T, both left factors.
+// sums += a b^T, both A fragments.
 template <typename T>
 __device__ inline void add_product_of_rows(Sums<2>& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   mma<T>(sums.at[0], a, b[0], b[2]);
@@ -201,8 +201,8 @@ __device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
   }
 }
 
-// to_tj = f(x_t.y_j, t, j) for 16 x 16 blocks on and below the diagonal. The block's warps take these in
-// turn, from warp `first` on.
+// to_tj = f(x_t.y_j, t, j) for 16 x 16 blocks on and below the diagonal. The block's warps take these
+// round-robin, from warp `first` on.
 template <typename T, int Warps, class To, class X, class Y, class F>
 __device__ inline void score_blocks(const To& to, const X& x, const Y& y, int warp, int first, const F& f) {
   constexpr int kBlocks = X::kRows / 16;

@@ -1,9 +1,9 @@
 // scan.cuh and read.cuh in one kernel, for chunks of at most 16 tokens and memories of at most 64 x 64. A
 // block has a sequence and head. Roles of its warps:
 //
-//     chain     computes S and H of a chunk, and the next memory, chunk by chunk (scan_short_chain.cuh)
-//     loaders   load Q, K, V, gates and steps
-//     readers   compute o and store what backward needs, one warp for each chunk (read_short.cuh)
+//     state     computes S and H of a chunk, and the next memory, chunk by chunk (scan_short_chain.cuh)
+//     producers load Q, K, V, gates and steps
+//     output    compute o and store what backward needs, one warp for each chunk (read_short.cuh)
 //
 // If half of the multiprocessors would be idle, two blocks share these roles (scan_short_apart.cuh).
 #pragma once
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, false>::kThreads,
   const int warp = warp_index();
   ring.start(p, true);
   // The order of the branches is the order of their code. With other orders the loops of several roles share
-  // lines of the instruction cache (row_source.h), and the chain is up to 10% slower.
+  // lines of the instruction cache (row_source.h), and the state warps are up to 10% slower.
   if (warp >= kChain + Ring::kLoaders) {
     ShortReader<Ring>(p, ring).run(warp - kChain - Ring::kLoaders);
   } else if (warp >= kChain) {

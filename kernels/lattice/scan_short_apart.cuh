@@ -1,16 +1,16 @@
 // scan_short.cuh with a cluster of two blocks, for devices that have two multiprocessors for each sequence
-// and head. Each block has loaders and a ring with the same layout. Block 0 has the chain, block 1 all
-// readers:
+// and head. Each block has producer warps and a ring with the same layout. Block 0 has the state warps, block
+// 1 all output warps:
 //
-//     chain's block      loads K, V (`full`); S and H of a chunk (`written`), which a warp sends to the other
-//                        block, and which another warp stores for backward
-//     readers' block     loads Q, K (`full`); S and H have arrived (`written`): computes o
+//     block 0    loads K, V (`full`); computes S and H of a chunk (`written`), which one warp sends to block 1
+//                and another warp stores for backward
+//     block 1    loads Q, K (`full`); S and H have arrived (`written`): computes o
 //
-// A stage of the chain's block is empty when its S and H have arrived in the other block and are stored: the
-// chain may be a whole ring ahead of the readers. S and H may be sent to a stage after the readers have
-// finished its previous chunk (`taken`).
+// A stage of the state warps' block is empty when its S and H have arrived in the other block and are stored:
+// the state warps may be a whole ring ahead of the output warps. S and H may be sent to a stage after the
+// output warps have finished its previous chunk (`taken`).
 //
-// In a single block the readers compete with the chain for issue slots and the instruction cache.
+// In a single block the output warps compete with the state warps for issue slots and the instruction cache.
 #pragma once
 
 #include "lattice/read_short.cuh"
@@ -19,7 +19,7 @@
 
 namespace girih::kernels::lattice {
 
-// Called by one warp of the chain's block.
+// Called by one warp of the state warps' block.
 template <class Ring>
 __device__ inline void send_stages(const Ring& ring) {
   const int64_t chunks = ring.block().of.chunks;

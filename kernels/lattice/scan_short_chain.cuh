@@ -112,7 +112,7 @@ class ShortScanChain {
       for (int i = 0; i < 4; ++i) load_block(rows.at[i], tile, 0, 16 * i);
     }
     if constexpr (kDecode) load_block(values, places.own_tokens(at, Ring::v), 0, first);
-    // The four blocks are those of a left factor of the transpose, in another order.
+    // The four blocks are those of an A fragment of the transpose, in another order.
     load_matrices_transposed(
         keys, places.own_tokens(at, Ring::k).address(0, first, lane() & 15, (lane() >> 4) * 8));
     const uint32_t middle = keys[1];

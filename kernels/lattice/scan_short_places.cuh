@@ -1,5 +1,5 @@
-// Addresses for the ldmatrix and stmatrix accesses of the chain of scan_short.cuh, kept in registers. Without
-// them the compiler recomputes the addresses after every barrier.
+// Addresses for the ldmatrix and stmatrix accesses of the state warps of scan_short.cuh, kept in registers.
+// Without them the compiler recomputes the addresses after every barrier.
 #pragma once
 
 #include "lattice/scan_short_ring.cuh"

@@ -1,5 +1,5 @@
 // The ring of scan_short.cuh: the tokens of a chunk, the memory before it, and H, alpha and rho from the
-// chain. With Apart, each of the two blocks has a ring (scan_short_apart.cuh).
+// state warps. With Apart, each of the two blocks has a ring (scan_short_apart.cuh).
 #pragma once
 
 #include "lattice/vectors.cuh"
@@ -20,17 +20,18 @@ struct ShortScanRing {
   using S = Sizes<T, 16, 64, 64>;
   static constexpr bool kApart = Apart;
   static constexpr int kStages = Apart ? 10 : 14, kReaders = Apart ? 10 : 6, kLoaders = 2;
-  static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block of the chain
+  static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block of the state warps
   static constexpr int kThreads = (Apart ? 0 : S::kThreads) + 32 * (kReaders + kLoaders);
-  // Every stage has one loader. Readers are at most one turn of the ring apart, because a barrier has only
-  // one bit of phase. With Apart, sends may overtake each other, so a stage always has the same reader.
+  // Every stage has one producer warp. Output warps are at most one turn of the ring apart, because a barrier
+  // has only one bit of phase. With Apart, sends may overtake each other, so a stage always has the same
+  // output warp.
   static_assert(kStages % kLoaders == 0 && kStages % kChainLoaders == 0);
   static_assert(Apart ? kStages == kReaders : kStages >= kReaders);
 
   struct Numbers {
     ChunkTokens<16> tokens;
     float weights[20];         // put_weights()
-    float alpha[64], rho[64];  // end of the chunk, from the chain
+    float alpha[64], rho[64];  // end of the chunk, from the state warps
     __device__ float kept() const { return weights[16]; }
     __device__ float open() const { return weights[17]; }
     __device__ float sum() const { return weights[18]; }
@@ -67,16 +68,16 @@ struct ShortScanRing {
     return reinterpret_cast<Numbers*>(step_square() + S::M)[stage];
   }
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&numbers(kStages)); }
-  __device__ uint64_t* written() const { return full() + kStages; }  // the chain has stored S and H
+  __device__ uint64_t* written() const { return full() + kStages; }  // the state warps have stored S and H
   __device__ uint64_t* empty() const { return full() + 2 * kStages; }
-  // Apart: the readers have finished with S and H
+  // Apart: the output warps have finished with S and H
   __device__ uint64_t* taken() const { return full() + 3 * kStages; }
 
   // Sequence and head of the block, in shared memory to save registers.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + kBarriers * kStages); }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
-  // `reads` (Apart): this block has the readers.
+  // `reads` (Apart): this block has the output warps.
   __device__ void start(const ShortScan& p, bool reads) const {
     if (threadIdx.x == 0) {
       block() = carried(p.scan.shape, Apart ? 2 : 1);

@@ -1,4 +1,4 @@
-// The ring of reverse_short.cuh: inputs of a chunk, and the results of the chain.
+// The ring of reverse_short.cuh: inputs of a chunk, and the results of the state warps.
 #pragma once
 
 #include "lattice/vectors.cuh"
@@ -18,10 +18,10 @@ struct ShortRing {
   using S = Sizes<T, 16, 64, 64>;
   static constexpr int kStages = 8, kLoaders = 4, kColumns = 4, kMostShares = 2;
   static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kColumns);
-  // Every stage has one loader, and always belongs to the same share.
+  // Every stage has one producer warp, and always belongs to the same share.
   static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0);
-  // Column warps that take chunks in turn. They are at most one turn of the ring apart, because a barrier has
-  // only one bit of phase.
+  // Dkv warps that take chunks round-robin. They are at most one turn of the ring apart, because a barrier
+  // has only one bit of phase.
   __device__ static int columns(int shares) { return min(kColumns, kStages / shares); }
 
   struct Numbers {
@@ -53,7 +53,7 @@ struct ShortRing {
     return tile<typename S::Keys>(stage, 2 * S::Memory::kBytes + which * kTokens);
   }
   __device__ auto exchange() const { return tile<typename S::Values>(kStages, 0); }
-  // A tile for each column warp.
+  // A tile for each dkv warp.
   __device__ auto rounded(int worker) const {
     return tile<typename S::Keys>(kStages, S::Values::kBytes + worker * kTokens);
   }
@@ -63,8 +63,8 @@ struct ShortRing {
   __device__ Numbers& numbers(int stage) const { return reinterpret_cast<Numbers*>(beyond())[stage]; }
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(beyond() + kStages * kNumbers); }
   __device__ uint64_t* empty() const { return full() + kStages; }
-  __device__ uint64_t* done() const { return full() + 2 * kStages; }  // the chain has stored dX
-  // For each chain warp Delta'.dDelta', and m_C c of a resumed chunk.
+  __device__ uint64_t* done() const { return full() + 2 * kStages; }  // the state warps have stored dX
+  // For each state warp Delta'.dDelta', and m_C c of a resumed chunk.
   __device__ float* sums() const { return reinterpret_cast<float*>(full() + 3 * kStages); }
 
   // Sequence and head of the block, in shared memory to save registers.
@@ -84,8 +84,8 @@ struct ShortRing {
     __syncthreads();
   }
 
-  // Loads the chunks of a sequence from the last to the first; called by a loader warp. A chunk of another
-  // share is needed by the chain only.
+  // Loads the chunks of a sequence from the last to the first; called by a producer warp. A chunk of another
+  // share is needed by the state warps only.
   __device__ void load(const ShortReverse& p, int loader) const {
     const ChunkedSequence& of = block().of;
     const int head = block().head;

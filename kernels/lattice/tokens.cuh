@@ -166,7 +166,7 @@ enum class Run {
   backward
 };  // forward: y_t = sum over j <= t of E_tj x_j; backward: y_j = sum over t >= j of E_tj x_t
 
-// Right factor for tokens first..first+15: E, or its elementwise square.
+// B fragment for tokens first..first+15: E, or its elementwise square.
 struct Triangle {
   uint32_t hi[2][2], lo[2][2];
 };

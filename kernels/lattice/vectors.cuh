@@ -1,5 +1,5 @@
-// Building blocks of the scans. A warp has 16 vectors of the memory as rows; loader warps load the tokens of
-// the chunks into a ring.
+// Building blocks of the scans. A warp has 16 vectors of the memory as rows; producer warps load the tokens
+// of the chunks into a ring.
 #pragma once
 
 #include "lattice/launch.h"
@@ -10,8 +10,8 @@
 
 namespace girih::kernels::lattice {
 
-// Stages of the ring; a stage has one chunk. There are up to four loader warps, which take the chunks in
-// turn, so that several loads are in flight.
+// Stages of the ring; a stage has one chunk. There are up to four producer warps, which take the chunks
+// round-robin, so that several loads are in flight.
 constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
 
 // Called by a warp: stores sign gamma_t e^{L_C - L_t} of R tokens, then m_C, e^{L_C} of this call's tokens,
@@ -37,7 +37,7 @@ __device__ inline void put_weights(float* to, const RawTokens<R>& raw, const Pro
               decay_before(p.start, part));
 }
 
-// A stage is full when its loader's copies have arrived, and empty when all `Warps` have released it.
+// A stage is full when its producer warp's copies have arrived, and empty when all `Warps` have released it.
 template <int Warps, int Stages>
 __device__ inline void start_ring(uint64_t* full) {
   if (threadIdx.x < Stages) {
@@ -74,7 +74,7 @@ struct Ring {
   }
   __device__ uint64_t* empty() const { return full() + kStages; }
 
-  // Loads the chunks of a sequence in order; called by a loader warp.
+  // Loads the chunks of a sequence in order; called by a producer warp.
   __device__ void load(const LatticeScan& p, const ChunkedSequence& of, int head, int loader) const {
 #pragma unroll 1
     for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {

@@ -155,8 +155,8 @@ struct Within {
     }
   }
 
-  // W^T of tokens first..first+15: c = k or a - k times the token's weight, for the warp's vectors, as a left
-  // factor.
+  // W^T of tokens first..first+15: c = k or a - k times the token's weight, for the warp's vectors, as an A
+  // fragment.
   __device__ void make_w_block(uint32_t (&to)[4], int first, const float* weights) const {
     if (objective != LatticeObjective::encode) {
       load_weighed_transposed<T>(to, k, vectors(), first, weights + first);
@@ -339,7 +339,7 @@ __device__ inline void decayed_scores(const Within<S>& within, const typename S:
   });
 }
 
-// The same for one block of tokens, as a left factor; each warp computes all of it.
+// The same for one block of tokens, as an A fragment; each warp computes all of it.
 template <class S, bool Own, class X, class Y>
 __device__ inline void own_scores(uint32_t (&to)[4], const Within<S, Own>& within, const X& x, const Y& y) {
   using T = typename S::T;

@@ -36,7 +36,7 @@ struct TrellisScanReader {
     }
   };
 
-  // Adds the terms of the chunk's tokens to a read; xs and ys are the two kinds of tiles.
+  // Adds the terms of the chunk's tokens to y; xs and ys are the two kinds of tiles.
   __device__ void finish(Sums<N>& y, const Operand<K>& w, const Own& at, typename Space::TokenTile xs,
                          typename Space::TokenTile ys) const {
     finish_read<T>(
