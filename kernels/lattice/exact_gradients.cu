@@ -166,7 +166,7 @@ struct Backward {
     const float L_start = start_gates(here);
     int y = 0, s = 1, next = 2;
     // For the current token y and S are in shared memory. For the previous token one copy is in flight: y,
-    // or, if that token ends the previous chunk, whose y is the current S, the S of that chunk.
+    // or, if that token is the last of the previous chunk, whose y is the current S, the S of that chunk.
     const auto copy = [&](int to, int memory) {
       each_row<Sizes>([&](int j, int e) {
         copy_async(shared_address(own<Sizes>(slot(to), j, e)), own<Sizes>(work.memory(memory), j, e), true);

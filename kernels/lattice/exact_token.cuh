@@ -91,10 +91,9 @@ struct TokenNumbers {
 };
 
 // If a call resumes a chunk, S and the earlier steps Delta_0 are tangent to each other. In the chunk form (n
-// in csrc/ops/lattice/cpu.cpp) |x|^2 of a read therefore does not depend on s.Delta_0, which is 0. Here x is
-// computed directly, and |x|^2 has the term 2 (m - sigma) e^{L_t - L_0} s.Delta_0 with sigma = sum of E_tj
-// W_j a_j. Its gradient is subtracted: for each column a sum over the tokens of the chunk, times Delta_0 and
-// S:
+// in csrc/ops/lattice/cpu.cpp) |x|^2 therefore does not depend on s.Delta_0, which is 0. Here x is computed
+// directly, and |x|^2 has the term 2 (m - sigma) e^{L_t - L_0} s.Delta_0 with sigma = sum of E_tj W_j a_j.
+// Its gradient is subtracted: for each column a sum over the tokens of the chunk, times Delta_0 and S:
 //
 //     c_t = e^{L_t - L_0} (y.dy) / |x|^2     C_j = c_j + e^{g_{j+1}} C_{j+1}     sum += c_j m_j - W_j a_j C_j
 struct StartCross {

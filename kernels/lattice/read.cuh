@@ -12,7 +12,8 @@ struct ReadTiles {
   static constexpr int kBytes = Within<S>::kBytes + 2 * S::Keys::kBytes + S::Scores::kBytes;
 };
 
-// Resident blocks of a multiprocessor. A chunk of 16 tokens has many short waits, which other blocks hide.
+// Resident blocks of a multiprocessor. A chunk of 16 tokens has many short waits, which overlap with other
+// blocks.
 template <class S>
 constexpr int read_blocks() {
   return S::R == 16 && S::M == 64 && S::kPlain ? 6 : 1;

@@ -19,7 +19,7 @@
 
 namespace girih::kernels::lattice {
 
-constexpr int kSlab = 64;  // columns of D that are processed together in the gradients of the memory
+constexpr int kSlab = 64;  // width of a slab of D in the gradients of the memory
 
 template <class S>
 struct Reads {
@@ -73,7 +73,7 @@ struct Reads {
     __syncthreads();
   }
 
-  // Values of a warp for all tokens: vectors are rows, tokens are columns.
+  // Values of a warp for all tokens, [16 vectors, tokens].
   struct Kept {
     Sums<2> y[S::kBlocks], sigma[S::kBlocks];  // y becomes nu
     Sums<2> kappa[S::kBlocks], zeta[S::kBlocks], dW[S::kBlocks];
@@ -196,7 +196,7 @@ struct Reads {
   }
 
   // Replaces y by nu. Also computes the gradient of a row's decay where n is at its floor, kappa y^2 n, and
-  // for a resumed chunk the gradient of m where m is above its bound, (dB q~) m - kappa y^2 m^2.
+  // for a resumed chunk the gradient of m where m is above its minimum, (dB q~) m - kappa y^2 m^2.
   __device__ void end_reads(Kept& kept) const {
     const float shut = exp2_fast(kLeastKept);
 #pragma unroll

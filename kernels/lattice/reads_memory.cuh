@@ -1,4 +1,4 @@
-// Continues reads.cuh: the gradients of H and S from da, eta and dW, 64 columns of D at a time.
+// Continues reads.cuh: the gradients of H and S from da, eta and dW, for a slab of 64 of D at a time.
 //
 //     R = tril(eta W^T) E
 //     dH = P^T dO + (R + tril(R, -1)^T) H + e^{L} eta Delta^T + da S^T
@@ -16,7 +16,7 @@ namespace girih::kernels::lattice {
 template <class S>
 struct ReadsMemory {
   using T = typename S::T;
-  // A warp has 16 rows of dH and kWide columns of a slab.
+  // A warp has 16 rows of dH by kWide of a slab.
   static constexpr int kWide = kSlab * S::kBlocks / S::kWarps < 16 ? 16 : kSlab * S::kBlocks / S::kWarps;
   using Share = Sums<kWide / 8>;
 
@@ -47,7 +47,7 @@ struct ReadsMemory {
     __syncthreads();
   }
 
-  // sums += x^T y for the columns of x that are the warp's vectors.
+  // sums += x^T y for the vectors of the warp.
   template <int N, class X, class Y>
   __device__ void add_tokens(Sums<N>& sums, const X& x, const Y& y, int col,
                              const float* weights = nullptr) const {

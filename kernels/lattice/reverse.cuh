@@ -1,7 +1,7 @@
 // Reverse scan: the gradient dS of the memory chunk by chunk, from the end, one block for each sequence and
 // head. Rows of S^T are independent except in the last term:
 //
-//     dx = rho (dS' - s' (s'.dS')), x = s' / rho          s' = x rho: the memory after the chunk
+//     dx = rho (dS' - s' (s'.dS')), x = s' / rho          s' = x rho: the next memory
 //     c = s.dx          dX = dx - s c                     dX is stored for columns.cuh
 //     dS = (gradient of the chunk's reads) + alpha dx - (x - alpha s - e^{L_C} Delta) c
 //          + decode: dX (W E_C)^T K, encode: -V^T (gamma E_C (V dX))
@@ -188,7 +188,7 @@ class ReverseChain {
   const typename S::Values exchange;
   float* const sums;  // sums of each warp: Delta'.dDelta', and m_C c of a resumed chunk
   Sums<S::D / 8> dS;
-  After<S, Space::kHeld> after;  // S after the chunk
+  After<S, Space::kHeld> after;  // S of the next chunk
   float opens = 0.f;
 
  public:

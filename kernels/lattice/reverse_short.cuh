@@ -8,8 +8,8 @@
 // If multiprocessors would be idle, two blocks have the same sequence and head: both compute the whole state
 // recurrence, and each computes dk and dv of every other chunk.
 //
-// The critical path is from dS' to dS. Steps are tangent at s, so s.x = m_C, and with x = s' / rho two dot
-// products with dS' suffice:
+// The critical path is from dS' to dS. Steps are tangent at s, so s.x = m_C. Since x = s' / rho, two dot
+// products of dS' suffice:
 //
 //     p = s'.dS'          c = s.dx = rho (s.dS' - m_C rho p)
 //     dX = rho dS' - rho p s' - c s
@@ -43,7 +43,7 @@ class ShortChain {
   const int head, warp, first;
   const bool stores;  // whether this block stores the gradients of the initial state
   Sums<8> dS;
-  Factor after, s, reads;  // s' after the chunk, s, gradient of the reads
+  Factor after, s, reads;  // s' of the next chunk, s, gradient of the reads
 
  public:
   __device__ ShortChain(const LatticeReverse& p, const Ring& ring, int warp)
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.start(p);
-  // Warpgroups: the state warps and two others. Each starts with 168 registers a thread.
+  // Warpgroups: the state warps and two others. Each starts at 168 registers a thread.
   if (warp < kChain) {
     take_registers<208>();
     ShortChain<T>(p.reverse, ring, warp).run();

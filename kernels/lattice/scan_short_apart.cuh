@@ -2,8 +2,8 @@
 // and head. Each block has producer warps and a ring with the same layout. Block 0 has the state warps, block
 // 1 all output warps:
 //
-//     block 0    loads K, V (`full`); computes S and H of a chunk (`written`), which one warp sends to block 1
-//                and another warp stores for backward
+//     block 0    loads K, V (`full`); computes S and H of a chunk (`written`), which one warp sends to the
+//                other block and another warp stores for backward
 //     block 1    loads Q, K (`full`); S and H have arrived (`written`): computes o
 //
 // A stage of the state warps' block is empty when its S and H have arrived in the other block and are stored:

@@ -278,7 +278,7 @@ class ShortScanChain {
     pack<T>(w, a);
   }
 
-  // Computes rho from X. Where x_i is 0, restores s_i: there U is -alpha s_i.
+  // Computes rho from X. Where x_i is 0, restores s_i: then U is -alpha s_i.
   __device__ void measure(float (&end)[2], const Sums<8>& U, const float (&alpha)[2]) {
     float square[2], back[2];
     dots(square, X, X);

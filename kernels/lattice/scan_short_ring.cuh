@@ -22,7 +22,7 @@ struct ShortScanRing {
   static constexpr int kStages = Apart ? 10 : 14, kReaders = Apart ? 10 : 6, kLoaders = 2;
   static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block of the state warps
   static constexpr int kThreads = (Apart ? 0 : S::kThreads) + 32 * (kReaders + kLoaders);
-  // Every stage has one producer warp. Output warps are at most one turn of the ring apart, because a barrier
+  // Every stage has one producer warp. Output warps are at most one lap of the ring apart, because a barrier
   // has only one bit of phase. With Apart, sends may overtake each other, so a stage always has the same
   // output warp.
   static_assert(kStages % kLoaders == 0 && kStages % kChainLoaders == 0);

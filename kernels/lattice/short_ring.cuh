@@ -20,15 +20,15 @@ struct ShortRing {
   static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kColumns);
   // Every stage has one producer warp, and always belongs to the same share.
   static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0);
-  // Dkv warps that take chunks round-robin. They are at most one turn of the ring apart, because a barrier
-  // has only one bit of phase.
+  // Dkv warps that take chunks round-robin. They are at most one lap of the ring apart, because a barrier has
+  // only one bit of phase.
   __device__ static int columns(int shares) { return min(kColumns, kStages / shares); }
 
   struct Numbers {
     float alpha[64], rho[64];
     float weights[16], step[16], to_end[16];  // sign gamma e^{L_C - L_t}, sign gamma, e^{L_C - L_t}
     float kept, open, sum, unused;            // m_C, e^{L_C} of this call's tokens, L_C of the whole chunk
-    // columns.cuh: the sum that cancels at the end, and whether the vector is mostly steps
+    // columns.cuh: the cancelling sum at the end, and whether the vector is mostly steps
     float cancels[64], steps[64];
   };
   static constexpr int kSources = 6;  // S, its gradient, k, v, dk, dv

@@ -7,9 +7,9 @@
 //         at least (kappa eps)^2 r
 //     y = (m^2 + n)^{-1/2}                      m = e^{max(L, -30)}
 //
-// Each warp has 16 vectors. Matrices with a column for each vector are transposed: a^T, W^T and N^T have the
-// warp's 16 vectors as rows, and 16 tokens at a time as columns. So running sums over tokens stay in a warp.
-// H [tokens, D] is distributed in blocks of 16 rows and kWide columns.
+// Each warp has 16 of the s_i. Matrices with a column for each s_i are transposed: a^T, W^T and N^T have the
+// warp's 16 s_i as rows, and 16 tokens at a time as columns. So running sums over tokens stay in a warp. H
+// [tokens, D] is distributed in blocks of 16 rows and kWide columns.
 #pragma once
 
 #include <type_traits>
@@ -155,7 +155,7 @@ struct Within {
     }
   }
 
-  // W^T of tokens first..first+15: c = k or a - k times the token's weight, for the warp's vectors, as an A
+  // W^T of tokens first..first+15: c = k or a - k times the token's weight, for the warp's s_i, as an A
   // fragment.
   __device__ void make_w_block(uint32_t (&to)[4], int first, const float* weights) const {
     if (objective != LatticeObjective::encode) {
@@ -201,7 +201,7 @@ struct Within {
     });
   }
 
-  // |Delta_i|^2 of the warp's vectors.
+  // |Delta_i|^2 of the warp's s_i.
   __device__ void make_step_squares() const {
     if (!resumed) return;
 #pragma unroll 1
@@ -303,7 +303,7 @@ struct Within {
 };
 
 // Replaces q by q~ = q y, scaled by 1 / lift(), and computes q~ (m - sigma), for tokens first..first+15 and
-// the warp's vectors.
+// the warp's s_i.
 template <class W, class Keys>
 __device__ inline void make_queries(const W& within, const Keys& q, const Keys& along, const Sums<2>& y,
                                     const Sums<2>& sigma, int first) {
