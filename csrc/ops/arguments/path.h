@@ -1,6 +1,6 @@
-// Which code a call takes. Every operator that has kernels decides it in one function of sizes, dtypes and
-// options, in its problem.h: CUDA runs what it says, Meta and the CPU size by it what backward is given, and
-// girih.ops.explain tells it.
+// The path of a call: tensor cores, fp32 kernels or PyTorch's operators. The problem.h of each operator
+// chooses it from sizes, dtypes and options. CUDA runs this path, Meta and the CPU size the saved tensors by
+// it, and girih.ops.explain returns it.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace girih {
 
 struct Path {
   enum class Code { tensor_cores, exact, aten } code;
-  const char* why;  // why this one and no faster one
+  const char* why;  // the reason why no faster path is used
 
   bool operator==(Code other) const { return code == other; }
 };
@@ -31,7 +31,7 @@ constexpr const char* kNoSequence = "there is no sequence to read";
 constexpr const char* kSmallCard = "this card has too little shared memory for the kernels of these widths";
 constexpr const char* kMemoryBound = "one pass over memory: there is no product for the tensor cores";
 
-// What X_explain returns: the path on `device`.
+// The result of X_explain: the path on `device` and the reason.
 using Explanation = std::tuple<std::string, std::string>;
 
 inline Explanation explained(const Path& path, std::string_view device) {

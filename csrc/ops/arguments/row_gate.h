@@ -1,4 +1,4 @@
-// The gates of rows by name, and their numbers.
+// Gate activations by name, and their parameters per feature.
 #pragma once
 
 #include <string_view>
@@ -19,7 +19,7 @@ inline kernels::RowGate row_gate(const char* op, std::string_view name) {
   return RowGate::decay;
 }
 
-// Bias or rate; null where there is none.
+// The data of a bias or a rate [features]; nullptr if it is absent.
 inline const float* per_feature(const char* op, const OptionalTensor& tensor, const char* name,
                                 int64_t features, const Tensor& x) {
   if (!given(tensor)) return nullptr;

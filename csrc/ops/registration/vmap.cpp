@@ -1,5 +1,5 @@
-// torch.vmap, the same for every operator: the mapped dimension becomes part of the batch, since sequences of
-// a batch know nothing of each other.
+// torch.vmap of every operator: the mapped dimension becomes part of the batch, since the sequences of a
+// batch are independent.
 #include "../../torch_internals.h"
 #include "../arguments/check.h"
 #include "dispatch.h"
@@ -9,7 +9,7 @@ namespace {
 
 using c10::IValue;
 
-// How a tensor of these shapes joins the batch: by its first dimension, or not at all.
+// Whether the first dimension of the tensor is the batch.
 bool has_batch(const Operator& op, const TensorArgument& tensor) {
   const auto& pattern = tensor.patterns.front();
   if (pattern.leading) return true;
