@@ -1,7 +1,7 @@
-// What a decoding step of a model is made of beside its mixers' steps: products of a few rows. Not an
-// operator for users, who have torch.nn.functional.linear: it takes tensors as they are, and has neither
-// gradients nor other devices. `girih.nn.functional.step` and csrc/nn/step.cpp call it, and have the same in
-// PyTorch.
+// Products of a few rows in a decoding step, with the norm or activation before them and the gate after them.
+// Not a public operator (torch.nn.functional.linear is): it requires contiguous aligned tensors, and has no
+// gradients and no other device. `girih.nn.functional.step` and csrc/nn/step.cpp call it, and have the same
+// computation in PyTorch.
 #include <torch/library.h>
 
 #include "../arguments/kernel_arguments.h"

@@ -1,4 +1,4 @@
-// What gsa asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of gsa beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../arguments/path.h"
@@ -39,7 +39,7 @@ struct Problem {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
-  // The states before every chunk, of the kernels on the tensor cores.
+  // The shape of the states that the tensor-core kernels save, before every chunk; {0} on other paths.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     if (!save || path(q, g) != Path::Code::tensor_cores) return {0};

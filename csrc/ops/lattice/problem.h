@@ -1,4 +1,4 @@
-// What lattice asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of lattice beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../arguments/path.h"
@@ -6,9 +6,8 @@
 
 namespace girih::lattice {
 
-constexpr int64_t kWidest = 128;  // D and M of all kernels
-// On the tensor cores: of shorter chunks the memories that backward keeps would be many times the size of the
-// tokens.
+constexpr int64_t kWidest = 128;  // D and M of the kernels
+// Tensor cores: for shorter chunks the saved memories would need many times the memory of the tokens.
 constexpr int64_t kShortestChunk = 8;
 
 struct Problem {
@@ -57,9 +56,10 @@ struct Problem {
     return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);
   }
 
-  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the memory
-  // before every chunk, its columns the rows; of a chunk's end two numbers a column; and where the last
-  // chunks have come to. The exact ones keep the memory before every segment, in fp32.
+  // The saved tensors of forward; {0} each without kernels.
+  //   tensor cores: memories, the transposed memory before every chunk; ends, two numbers per column at the
+  //     end of every chunk; last and last_step, the final state
+  //   fp32 kernels: memories, the fp32 memory before every segment
   struct Kept {
     std::vector<c10::SymInt> memories, ends, last;
     at::ScalarType memories_type;
@@ -81,7 +81,7 @@ struct Problem {
     return kept;
   }
 
-  // Tokens of a segment: whole chunks.
+  // Tokens of a segment of the fp32 kernels: a multiple of the chunk.
   static constexpr int64_t exact_segment(int64_t chunk) { return kKeptChunk / chunk * chunk; }
 };
 

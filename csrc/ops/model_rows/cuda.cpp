@@ -1,5 +1,5 @@
-// What a language model computes row by row beside its mixers, by kernels; fused.h says what it is for and
-// has the gradients.
+// CUDA implementation of the row-wise functions of a language model: residual_norm, silu_norm, silu_product,
+// rotary, cross_entropy. See ../fused/fused.h for the equations and the gradients.
 #include <torch/library.h>
 
 #include "../arguments/contiguous.h"
@@ -240,11 +240,12 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // s = x + branch, or x itself, y [.., dim] in the type `rows`; without a weight its rows are of length 1
+  // s = x + branch, or x without a branch; y [.., dim] = RMS norm of s in the dtype `rows`; without a weight
+  // its rows have length 1
   m.def(
       "residual_norm(Tensor(a) x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
       " -> (Tensor(a) s, Tensor y)");
-  // Empty is what is not asked for.
+  // A gradient that is not requested is empty.
   m.def(
       "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor? weight, float eps, bool of_branch,"
       " bool of_weight) -> (Tensor ds, Tensor dbranch, Tensor dweight)");
@@ -256,10 +257,10 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def(
       "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
       " -> (Tensor dgate, Tensor dup, Tensor y)");
-  // q, k and v of x [B, T, heads of all, D], q and k turned by position * rate
+  // x [B, T, heads of q, k and v, D] -> q, k, v; q and k rotated by position * rate
   m.def("rotary(Tensor x, int query_heads, Tensor position, Tensor rate) -> (Tensor q, Tensor k, Tensor v)");
   m.def("rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor position, Tensor rate) -> Tensor");
-  // Of every row; logits become the gradient of their sum.
+  // The cross entropy of every row; the logits are overwritten by the gradient of the sum.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignored) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {

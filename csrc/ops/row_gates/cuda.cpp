@@ -1,5 +1,5 @@
-// What becomes of a layer's small products in training, gates and step sizes, by kernels; ../fused/fused.h
-// says what it is for and has the gradients.
+// CUDA implementation of gate activations (y = gate(x)) in training; see ../fused/fused.h for the equations
+// and the gradients.
 #include <torch/library.h>
 
 #include "../arguments/contiguous.h"
@@ -9,7 +9,7 @@
 namespace girih::row_gates {
 namespace {
 
-// x as rows that lie at one distance: columns of a wider product do.
+// x as [rows, columns] with one distance between rows; columns of a wider product are not copied.
 Tensor in_rows(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()), "girih: ", op, ": x is ", x.scalar_type(), " ",
               x.sizes(), "; expected float32, float16 or bfloat16 [..., columns]");
@@ -76,9 +76,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, std::st
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // y [..., columns] in fp32; bias, rate [columns]
+  // y [..., columns] in fp32; bias and rate [columns]
   m.def("row_gates(Tensor x, str gate, Tensor? bias, Tensor? rate, float scale) -> Tensor");
-  // sums [2, columns]: of bias and rate; empty where not asked for
+  // sums [2, columns]: gradients of bias and rate; empty without of_sums
   m.def(
       "row_gates_backward(Tensor dy, Tensor x, str gate, Tensor? bias, Tensor? rate, float scale,"
       " bool of_sums) -> (Tensor dx, Tensor sums)");
