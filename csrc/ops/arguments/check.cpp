@@ -218,7 +218,7 @@ class Call {
                 op_.name, ": ", name, " has shape ", cu->sym_sizes(), " but should be ", shapes,
                 " where B = ", B);
     GIRIH_CHECK(rows || equal(B, 1), op_.name, ": ", name,
-                " packs sequences into one row, so B should be 1 and is ", B);
+                " packs sequences into one row, so B should be 1 but is ", B);
     N = rows ? B : cu->sym_size(0) - 1;
   }
 
@@ -232,7 +232,7 @@ class Call {
     for (int64_t n = 0; n < all.numel(); ++n) {
       const auto at = all.const_data_ptr<int64_t>()[n];
       GIRIH_CHECK(at >= 0 && at < *length, op_.name, ": ", op_.tensors[i].name, " holds ", at,
-                  " but should be 0 to ", *length - 1, ", a place in a chunk of ", *length);
+                  " but should be 0 to ", *length - 1, ", a position in a chunk of ", *length);
     }
   }
 
@@ -254,7 +254,7 @@ class Call {
       if (i % in_row == 0) before = 0;
       const auto bound = all.const_data_ptr<int64_t>()[i];
       GIRIH_CHECK(bound >= before && bound <= most, op_.name, ": ", op_.packing, " holds ", bound, " after ",
-                  before, " but should not decrease, and be 0 to ", most);
+                  before, " but should not decrease and should be 0 to ", most);
       before = bound;
     }
   }
@@ -294,24 +294,23 @@ Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
 
 void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states) {
   GIRIH_CHECK(!first.defined() || (first.dim() > 1 && first.sym_size(1) == 1), op.name,
-              "_step takes one token: ", op.tensors[0].name, " must have T = 1 and has shape ",
+              "_step takes one token: ", op.tensors[0].name, " should have T = 1 but has shape ",
               first.sym_sizes());
   for (size_t i = 0; i < states.size(); ++i) {
     const auto& argument = op.tensors[op.data + i];
     const auto* state = states[i].tensor();
     GIRIH_CHECK(state != nullptr || argument.optional, op.name, "_step: ", argument.name,
-                " is None but is written in place: start() makes a state before its first token");
+                " is None but is written in place: make the state of a first token with start()");
     if (state == nullptr) continue;
-    GIRIH_CHECK(
-        at::has_internal_overlap(*state) != at::MemOverlap::Yes, op.name, "_step: ", argument.name,
-        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    GIRIH_CHECK(at::has_internal_overlap(*state) != at::MemOverlap::Yes, op.name, "_step: ", argument.name,
+                " is an expanded or negated view but is written in place: pass a copy");
     for (size_t j = 0; j < i; ++j) {
       const auto* other = states[j].tensor();
       if (other == nullptr || is_traced(*state) || is_traced(*other)) continue;
       const auto overlap = at::get_overlap_status(*state, *other);
       GIRIH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op.name,
                   "_step: ", argument.name, " shares memory with ", op.tensors[op.data + j].name,
-                  " but both are written in place: give each a tensor of its own");
+                  " but both are written in place: pass a copy of one of them");
     }
   }
 }

@@ -26,10 +26,11 @@ constexpr Path aten(const char* why) { return {Path::Code::aten, why}; }
 
 constexpr const char* kFloat64 = "float64 has no kernels";
 constexpr const char* kFloat32 = "float32 is computed in fp32, without tf32";
-constexpr const char* kSplitFloat32 = "products of fp32, each as three of tf32, sums in fp32";
-constexpr const char* kNoSequence = "there is no sequence to read";
-constexpr const char* kSmallCard = "this card has too little shared memory for the kernels of these widths";
-constexpr const char* kMemoryBound = "one pass over memory: there is no product for the tensor cores";
+constexpr const char* kSplitFloat32 = "each fp32 product is computed by three tf32 products, sums in fp32";
+constexpr const char* kNoSequence = "the call has no sequences";
+constexpr const char* kSmallCard =
+    "the shared memory of this device is too small for the kernels of these widths";
+constexpr const char* kMemoryBound = "memory-bound: no products for the tensor cores";
 
 // The result of X_explain: the path on `device` and the reason.
 using Explanation = std::tuple<std::string, std::string>;
@@ -37,7 +38,7 @@ using Explanation = std::tuple<std::string, std::string>;
 inline Explanation explained(const Path& path, std::string_view device) {
   GIRIH_CHECK(device == "cuda" || device == "cpu", "explain: device is '", device,
               "' but should be cuda or cpu");
-  if (device == "cpu") return {"aten", "the CPU runs every operator as a chain of PyTorch's"};
+  if (device == "cpu") return {"aten", "the CPU runs all operators by PyTorch's operators"};
   const char* names[] = {"tensor cores", "exact fp32", "aten"};
   return {names[int(path.code)], path.why};
 }

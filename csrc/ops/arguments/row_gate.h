@@ -26,7 +26,7 @@ inline const float* per_feature(const char* op, const OptionalTensor& tensor, co
   TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
                   tensor->size(0) == features && tensor->device() == x.device(),
               "girih: ", op, ": ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
-              tensor->device(), "; expected a dense float32 [", features, "] on ", x.device());
+              tensor->device(), "; expected a contiguous float32 [", features, "] on ", x.device());
   return tensor->const_data_ptr<float>();
 }
 

@@ -26,7 +26,7 @@ struct Problem {
     const bool wide = q.scalar_type() == at::kFloat;
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (wide && (D > kWidestFloat || V > kWidestFloat)) return aten("float32 keys or values wider than 128");
-    if (T > kLongest) return aten("rows that 32 bits do not count");
+    if (T > kLongest) return aten("more rows than 32-bit indices reach");
     return wide ? tensor_cores(kSplitFloat32) : tensor_cores();
   }
 };

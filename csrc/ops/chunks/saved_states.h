@@ -43,8 +43,9 @@ inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& 
 inline void check_kept(std::string_view op, std::string_view name, const Tensor& given,
                        const std::vector<c10::SymInt>& kept, at::ScalarType type) {
   GIRIH_CHECK(given.sym_sizes().equals(kept) && given.scalar_type() == type, op, "_backward: ", name,
-              " is what ", op, "_forward kept with save=True, of shape ", c10::SymIntArrayRef(kept),
-              " and dtype ", type, "; it has shape ", given.sym_sizes(), " and dtype ", given.scalar_type());
+              " has shape ", given.sym_sizes(), " and dtype ", given.scalar_type(), " but should have shape ",
+              c10::SymIntArrayRef(kept), " and dtype ", type, ", as ", op,
+              "_forward saves it with save=True");
 }
 
 }  // namespace girih

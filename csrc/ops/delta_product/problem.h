@@ -42,8 +42,9 @@ struct Problem {
     GIRIH_CHECK(between_chunks || !chunk, "delta_product: chunk is ", chunk.value_or(0),
                 " but should be None without between_chunks: it cannot change the result");
     GIRIH_CHECK(given(state_position) == (between_chunks.has_value() && given(state_s)),
-                "delta_product: state_position is ", given(state_position) ? "given" : "None",
-                " but should be given exactly when state_s and between_chunks are");
+                "delta_product: state_position is ",
+                given(state_position) ? "a tensor but should be None: " : "None but should be a tensor: ",
+                "it belongs to a state if and only if between_chunks is set");
     return p;
   }
 
@@ -54,21 +55,22 @@ struct Problem {
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (n > kKeptChunk) return aten("more than 64 steps a token");  // a block has 64 rows
     if (q.scalar_type() == at::kFloat) return exact(kSplitFloat32);
-    if (between_chunks) return exact("between_chunks is given");
+    if (between_chunks) return exact("between_chunks is set");
     if (n > kMostSteps) return exact("more than 16 steps a token");
     if (beta.dim() == 4) {
       if (given(g)) return exact("a beta for every channel with gates");
       if (l2norm_qk) return exact("a beta for every channel with l2norm_qk");
-      if (D > kWidestVector) return exact("a beta for every channel of more than 128");
+      if (D > kWidestVector) return exact("a beta for every channel and keys wider than 128");
     }
     return tensor_cores();
   }
   Path step_path(const Tensor& q, int64_t n, const Between& between_chunks) const {
     static_assert(kWidest == 256 && kStepMost == 8);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (between_chunks) return aten("between_chunks is given");
+    if (between_chunks) return aten("between_chunks is set");
     if (D > kWidest) return aten("keys wider than 256");
-    if (n > kStepMost || HQ > kStepMost * H) return aten("more than 8 steps a token or 8 queries a memory");
+    if (n > kStepMost || HQ > kStepMost * H)
+      return aten("more than 8 steps per token or 8 queries per memory");
     return exact(kMemoryBound);
   }
 

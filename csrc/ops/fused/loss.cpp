@@ -71,8 +71,8 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: it has no second derivative, which create_graph",
-                " asks for");
+    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: there is no second derivative; ",
+                "call backward without create_graph");
     const auto saved = ctx->get_saved_variables();
     // Multiplies in fp32 and rounds once: a sum over many tokens may exceed the range of 16 bits, and its
     // mean does not. A label out of range makes the loss nan, and then the gradients are nan too.

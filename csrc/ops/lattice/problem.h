@@ -29,14 +29,16 @@ struct Problem {
         "lattice: state is None but should be a LatticeState or the first memory S [H, D, M]: there is no "
         "zero start");
     GIRIH_CHECK(given(g) || !given(state_decay),
-                "lattice: state_decay is given but should be None when g is None");
+                "lattice: state_decay is a tensor but should be None when g is None");
     if (given(state_position)) {
-      GIRIH_CHECK(given(state_step),
-                  "lattice: state_step is None but should be the steps that the chunk has "
-                  "accumulated when state_position is given");
-      GIRIH_CHECK(!given(g) || given(state_decay),
-                  "lattice: state_decay is None but should be the sum of the chunk's "
-                  "gates so far when g and state_position are given");
+      GIRIH_CHECK(
+          given(state_step),
+          "lattice: state_step is None but should be a tensor, the sum of the steps of the chunk so far, "
+          "when state_position is a tensor");
+      GIRIH_CHECK(
+          !given(g) || given(state_decay),
+          "lattice: state_decay is None but should be a tensor, the sum of the gates of the chunk so far, "
+          "when g and state_position are tensors");
     }
     return {at["B"], at["T"], at["HQ"], at["H"], at["M"], at["D"], at["N"]};
   }
@@ -46,14 +48,14 @@ struct Problem {
     if (D > kWidest || M > kWidest) return aten("values or slots wider than 128");
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
     if (!normalize) return exact("normalize is False");
-    if (shrinkage > 0) return exact("there is a shrinkage");
+    if (shrinkage > 0) return exact("shrinkage is not 0");
     if (chunk < kShortestChunk) return exact("chunks of fewer than 8 tokens");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q, bool normalize, double shrinkage) {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (!normalize) return aten("normalize is False");
-    return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);
+    return shrinkage > 0 ? aten("shrinkage is not 0") : exact(kMemoryBound);
   }
 
   // The saved tensors of forward; {0} each without kernels.

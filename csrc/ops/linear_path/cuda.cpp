@@ -46,7 +46,7 @@ struct Rows {
                       x.device() == q_.device(),
                   "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(), " on ", x.device(),
                   "; expected ", q_.scalar_type(), " [", B, ", ", T, ", heads, ", D, "] on ", q_.device(),
-                  ", k and v alike");
+                  ", the same for k and v");
       check_rows(x, name);
       return in_token_rows(x);
     };
@@ -109,7 +109,8 @@ Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
   const auto own = x_.scalar_type();
   const auto of_half = [&](at::ScalarType a, at::ScalarType b) { return a == at::kHalf && b == at::kFloat; };
   TORCH_CHECK((type == own && own != at::kHalf) || of_half(own, type) || of_half(type, own), "girih: ", kOp,
-              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " of x of ", own);
+              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " for x of dtype ",
+              own);
   const c10::cuda::CUDAGuard device(x_.device());
   const auto x = in_token_rows(x_), total = at::empty(x_.sizes(), x_.options().dtype(type));
   const kernels::RunningSum p{x.size(0),

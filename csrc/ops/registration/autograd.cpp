@@ -165,7 +165,7 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
     if (!input.defined()) continue;
     refuse_forward_mode(op, "_step", name_of(op, i), input);
     GIRIH_CHECK(!at::GradMode::is_enabled() || !input.requires_grad(), op.name, "_step: ", op.tensors[i].name,
-                " requires a gradient but a step has none: call it under torch.no_grad(), or ", "girih.",
+                " requires a gradient but a step has none: call it under torch.no_grad(), or call ", "girih.",
                 op.name);
   }
   const at::AutoDispatchBelowAutograd below;
@@ -196,9 +196,8 @@ void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stac
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     const auto input = tensor_of(arguments[i]);
     if (!input.defined() || !input.is_neg()) continue;
-    GIRIH_CHECK(
-        i < op.data, op.name, "_step: ", op.tensors[i].name,
-        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    GIRIH_CHECK(i < op.data, op.name, "_step: ", op.tensors[i].name,
+                " is an expanded or negated view but is written in place: pass a copy");
     arguments[i] = input.resolve_neg();
   }
   handle.callBoxed(stack);

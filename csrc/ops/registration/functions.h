@@ -36,10 +36,9 @@ inline MaybeWord view(const std::optional<std::string>& word) {
 // sequences are not packed.
 inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
   GIRIH_CHECK(state.defined(), name,
-              "_step: state is absent but its tensors are written in place; "
-              "for a first token make it with start()");
+              "_step: state is absent but is written in place: make the state of a first token with start()");
   GIRIH_CHECK(!cu_seqlens.defined(), name,
-              "_step: cu_seqlens is given but one token a sequence is not packed");
+              "_step: cu_seqlens is a tensor but should be absent: a step reads one token per sequence");
 }
 
 // Expands a first memory [H, ...] to [N, H, ...]; a memory that already has N is returned unchanged.

@@ -27,9 +27,9 @@ kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate
   p.rows = x.size(0), p.columns = static_cast<int>(x.size(1));
   p.gate = row_gate(op, gate);
   TORCH_CHECK(p.gate != kernels::RowGate::none, "girih: ", op,
-              ": the gate is 'none', which is x itself; expected linear, sigmoid, logsigmoid or decay");
+              ": gate is 'none'; expected linear, sigmoid, logsigmoid or decay");
   TORCH_CHECK(given(rate) == (p.gate == kernels::RowGate::decay), "girih: ", op,
-              ": rate goes with decay, and with no other gate");
+              ": rate should be a tensor for the gate decay, and None for other gates");
   p.dtype = kernel_dtype(x);
   p.x = x.const_data_ptr();
   p.stride = x.size(0) == 1 ? x.size(1) : x.stride(0);

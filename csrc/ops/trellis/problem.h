@@ -35,11 +35,11 @@ struct Problem {
         "trellis: state is None but should be a TrellisState or the first memories A1 [H, M, D] and A2 "
         "[H, M, V]: there is no zero start");
     GIRIH_CHECK(given(state_first_k) == given(state_first_v),
-                "trellis: state_first_k and state_first_v come together; only ",
-                given(state_first_k) ? "state_first_k" : "state_first_v", " is given");
+                "trellis: ", given(state_first_k) ? "state_first_v" : "state_first_k",
+                " is None but should be a tensor: a state has both state_first_k and state_first_v");
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "trellis: state_first_k is None but should be the memory at the start of the chunk when "
-                "state_position is given");
+                "state_position is a tensor");
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["M"], at["N"]};
   }
 
@@ -50,7 +50,7 @@ struct Problem {
       return aten(values ? "slots, keys or values wider than 256" : "slots or keys wider than 256");
     }
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
-    if (weighted && softmax) return exact("phi_weight is given with phi='softmax'");
+    if (weighted && softmax) return exact("phi_weight with phi='softmax'");
     if (!wider_than(kWidest)) return tensor_cores();
     return exact(values ? "slots, keys or values wider than 128" : "slots or keys wider than 128");
   }

@@ -20,7 +20,7 @@ struct Problem : trellis::Problem {
                 "zero start");
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
-                "state_position is given");
+                "state_position is a tensor");
     return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
              phi == "softmax"}};
   }
