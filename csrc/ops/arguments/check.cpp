@@ -32,7 +32,7 @@ std::string range(Number least, Number most) {
   return below ? c10::str("at least ", least) : "a finite number";
 }
 
-// The bound of a range as an integer, saturated.
+// The bound of an integer option, saturated.
 int64_t whole(double bound) {
   constexpr auto most = std::numeric_limits<int64_t>::max();
   return std::abs(bound) < 0x1p63 ? int64_t(bound) : bound > 0 ? most : -most - 1;
@@ -83,7 +83,7 @@ class Call {
   }
 
   // Checks the values of integer tensors on the CPU. On a GPU a check would synchronise; there the kernels
-  // clamp the values, so that no access is out of bounds.
+  // clamp the values and access valid memory only.
   void contents() const {
     for (size_t i = 0; i < op_.tensors.size(); ++i) {
       if (op_.tensors[i].kind == Kind::position) position(int(i));
@@ -128,7 +128,7 @@ class Call {
     }
   }
 
-  // The pattern whose number of dimensions matches the tensor, or nullptr.
+  // The pattern with the number of dimensions of the tensor, or nullptr.
   static const Pattern* pattern_of(const TensorArgument& argument, const Tensor& tensor) {
     for (const auto& pattern : argument.patterns) {
       const auto own = int64_t(pattern.dimensions.size());

@@ -13,7 +13,7 @@ namespace girih {
 
 struct Path {
   enum class Code { tensor_cores, exact, aten } code;
-  const char* why;  // the reason why no faster path is used
+  const char* why;  // for explain: what excludes a faster path
 
   bool operator==(Code other) const { return code == other; }
 };

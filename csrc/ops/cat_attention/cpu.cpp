@@ -110,7 +110,7 @@ class Attention {
   Tensor outside;             // [K]: the chunk belongs to no sequence; defined if packed
 
  private:
-  Tensor later_;  // [C, C]: the key comes after the query
+  Tensor later_;  // [C, C]: the key follows the query
   Tensor first_;  // [K]: the first chunk of the sequence of the chunk; defined if packed
 };
 

@@ -58,7 +58,7 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto states = new_kept(kept.states, kept.states_type),
              prepared = new_kept(kept.prepared, kept.prepared_type),
              transitions = new_kept(kept.transitions, at::kFloat);
-  // A single token is a chunk of one row: its position determines whether it completes the chunk of the
+  // With T = 1 a chunk is one row: the position of the token determines whether it completes the chunk of the
   // model.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,

@@ -18,8 +18,8 @@ static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == ke
               kWidestVector == kernels::kDeltaVectorMaxWidth && kStepMost == kernels::kDeltaStepMost &&
               kCard == kernels::kCard);
 
-// The path of the problem, restricted by the shared memory of the device and by the number of sequences. The
-// saved tensors are sized by the problem alone, so a device with too little shared memory takes the ATen
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
+// The saved tensors are sized by the problem only, so a device with too little shared memory takes the ATen
 // form.
 Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, const OptionalTensor& g, int64_t n,
              bool l2norm_qk, const Between& between_chunks) {

@@ -128,7 +128,7 @@ class ExactCall {
   Tensor new_state() const {
     return at::empty({shape_.pieces.tokens.sequences, shape_.heads, shape_.D, shape_.V}, in_fp32());
   }
-  // beta [.., H] of a step has the same value for all channels.
+  // beta [.., H] of a step has one value for all channels.
   static kernels::In<4> by_channel(const Tensor& beta) {
     return input<4>(beta.dim() == 4 ? beta : beta.unsqueeze(-1));
   }

@@ -121,7 +121,7 @@ struct Problem {
 
   static bool packed(const OptionalTensor& cu_seqlens) { return given(cu_seqlens) && cu_seqlens->dim() == 1; }
 
-  // The number of chunks of `tokens` tokens of all sequences; for packed sequences an upper bound.
+  // The number of chunks of `tokens` tokens of all sequences; with cu_seqlens [N + 1] an upper bound.
   c10::SymInt pieces(const OptionalTensor& cu_seqlens, const c10::SymInt& tokens) const {
     return packed(cu_seqlens) ? T / tokens + N : B * ((T + tokens - 1) / tokens);
   }

@@ -126,7 +126,7 @@ struct Linears : Function<Linears> {
     }
     const auto groups = grouped(weights);
     const bool of_x = ctx->needs_input_grad(0);
-    // torch.compile fuses sums into their readers, and copies the target of in-place operators.
+    // torch.compile fuses sums into their readers, and clones the target of in-place operators.
     const bool is_traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
     TORCH_CHECK(!of_x || !once_more() || !written,
                 "girih: linears: a weight has been modified by an inplace operation since the forward");

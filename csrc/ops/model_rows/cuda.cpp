@@ -241,8 +241,8 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // s = x + branch, or x without a branch; y [.., dim] = RMS norm of s in the dtype `rows`; without a weight
-  // its rows have length 1
+  // s = x + branch, or x without a branch; y [.., dim] = RMSNorm(s) in the dtype `rows`; without a weight the
+  // rows of y have length 1
   m.def(
       "residual_norm(Tensor(a) x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
       " -> (Tensor(a) s, Tensor y)");

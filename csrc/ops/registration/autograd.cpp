@@ -107,7 +107,7 @@ const std::string& name_of(const Operator& op, size_t input) {
   return input < op.tensors.size() ? op.tensors[input].name : op.packing;
 }
 
-// Without this check the dispatcher would find no kernel for an absent first tensor or for another layout.
+// Without this check the dispatcher has no kernel for an absent first tensor or for another layout.
 void expect_dense(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
   GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", name_of(op, i),
               " is None but should be a tensor ", op.tensors[0].shapes);

@@ -22,7 +22,7 @@ enum class Kind {
 
 // "Tensor q" is required, "Tensor? g" is optional. `shapes` is the text of error messages; alternatives are
 // joined by " or ": "[B, T, H] or [B, T, H, D]". A size is a letter, a number, a product "T * n" or a
-// difference "W - 1". "[..., dim]" has the leading sizes of the first tensor.
+// difference "W - 1". In "[..., dim]" the dots are the sizes of the first tensor.
 struct TensorDeclaration {
   std::string declaration, shapes;
   std::optional<Kind> kind = {};  // default: data, or state for the tensors of a state

@@ -1,6 +1,6 @@
 // Short convolution, depthwise and causal:
 //   z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = act(z_t)
-// The state of a sequence has the W - 1 inputs before its first token; the new state has its last W - 1
+// The state of a sequence has the W - 1 inputs before its first token; the new state has the final W - 1
 // inputs. Backward computes z again:
 //   dz_t = dy_t act'(z_t)        dx_{t - (W-1) + j} += weight_j dz_t
 //   dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
@@ -43,7 +43,7 @@ class Inputs {
                      : all_.narrow(1, j, T_);
   }
 
-  // the last W - 1 inputs of every sequence, [N, W-1, channels]
+  // the final W - 1 inputs of every sequence, [N, W-1, channels]
   Tensor last() const {
     return bounded() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
                      : all_.narrow(1, T_, before_).clone();

@@ -180,7 +180,7 @@ class TensorCoreCall {
     const int64_t tile = kernels::trellis_tile(shape_);
     return at::empty({kernels::chunk_count(shape_.grid), shape_.heads, tile, tile}, q_.options());
   }
-  // Allocates `count` numbers per token and head.
+  // Allocates `count` scalars per token and head.
   Tensor parts(int64_t count) const {
     return at::empty({count, q_.size(0), q_.size(1), shape_.heads}, in_fp32());
   }

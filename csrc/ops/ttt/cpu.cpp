@@ -31,7 +31,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
         return std::make_unique<Passes>(inputs, complete, phi_, f_);
       },
       q.scalar_type());
-  // A step writes each state tensor in place, so each has its own memory.
+  // A step writes each state tensor in place, so each has separate memory.
   const auto own = [](const Tensor& memories) {
     return memories.squeeze(1).clone(at::MemoryFormat::Contiguous);
   };
