@@ -41,8 +41,8 @@ py::dict named(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "girih's language model in C++; `girih.models` has the one for Hugging Face.";
-  py::class_<State>(m, "State", "What the model's layers carry from one call to the next.").def(py::init<>());
+  m.doc() = "The language model of girih in C++; `girih.models` has the Hugging Face models.";
+  py::class_<State>(m, "State", "The state of the layers of a model between calls.").def(py::init<>());
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<LanguageModelImpl, std::shared_ptr<LanguageModelImpl>>(m, "LanguageModel")
       .def(py::init([](const std::string& json) {
@@ -52,7 +52,7 @@ PYBIND11_MODULE(_C, m) {
       .def_static(
           "from_pretrained",
           [](const std::string& folder) { return girih::nn::from_pretrained(folder).ptr(); },
-          py::arg("folder"), "The model that save_pretrained wrote to a folder.")
+          py::arg("folder"), "Loads the model of a folder that save_pretrained wrote.")
       .def("save_pretrained", &LanguageModelImpl::save_pretrained, py::arg("folder"))
       .def("forward", &forward, py::arg("input_ids"), py::arg("attention_mask") = py::none(),
            py::arg("state") = State(), py::arg("use_cache") = false, py::arg("cu_seqlens") = py::none(),
@@ -64,7 +64,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_chunk", &LanguageModelImpl::set_chunk, py::arg("chunk"))
       .def("named_parameters", [](const LanguageModelImpl& model) { return named(model.named_parameters()); })
       .def("named_buffers", [](const LanguageModelImpl& model) { return named(model.named_buffers()); });
-  py::class_<MixSchedule>(m, "MixSchedule", "The weight of a model's mixtures by the training step.")
+  py::class_<MixSchedule>(m, "MixSchedule", "The weight of the mixtures of a model by training step.")
       .def(py::init([](const std::string& schedule, std::optional<double> first, std::optional<double> final,
                        std::optional<int64_t> steps, std::optional<std::vector<double>> levels) {
              return MixSchedule(schedule, {first, final, steps, std::move(levels)});

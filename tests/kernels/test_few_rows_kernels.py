@@ -167,10 +167,10 @@ def test_what_it_refuses():
         "a weight has shape": {"weights": [wanted[0].weight, wanted[1].weight[:, :32]]},
         "a gate is 'tanh'": {"gates": ("none", "tanh")},
         "a bias is": {"biases": (None, x.new_zeros(8))},
-        "rate goes with": {"gates": ("none", "decay")},
+        "expected a rate for": {"gates": ("none", "decay")},
         "input is 'relu'": {"kind": "relu"},
-        "other goes with": {"kind": "rms_norm"},
-        "residual goes with": {"residual": x.new_zeros(2, 8)},
+        "other should be": {"kind": "rms_norm"},
+        "residual is a tensor": {"residual": x.new_zeros(2, 8)},
     }.items():
         with pytest.raises(RuntimeError, match=message):
             call(**arguments)

@@ -166,11 +166,11 @@ def test_what_they_refuse():
     for call, said in [
         (lambda: ops.row_gates(x.double(), "sigmoid", bias, None, 1.0), "x is Double"),
         (lambda: ops.row_gates(x, "tanh", bias, None, 1.0), "a gate is 'tanh'"),
-        (lambda: ops.row_gates(x, "none", None, None, 1.0), "the gate is 'none'"),
+        (lambda: ops.row_gates(x, "none", None, None, 1.0), ": gate is 'none'"),
         (lambda: ops.row_gates(x, "sigmoid", bias[:8], None, 1.0), r"bias is Float \[8\]"),
         (lambda: ops.row_gates(x, "sigmoid", bias.double(), None, 1.0), "bias is Double"),
-        (lambda: ops.row_gates(x, "decay", bias, None, 1.0), "rate goes with decay"),
-        (lambda: ops.row_gates(x, "sigmoid", bias, bias, 1.0), "rate goes with decay"),
+        (lambda: ops.row_gates(x, "decay", bias, None, 1.0), "rate should be a tensor for the gate decay"),
+        (lambda: ops.row_gates(x, "sigmoid", bias, bias, 1.0), "rate should be a tensor for the gate decay"),
         (
             lambda: ops.row_gates_backward(x[:2], x, "sigmoid", bias, None, 1.0, True),
             r"dy has shape \[2, 16\]",

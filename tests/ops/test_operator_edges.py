@@ -273,7 +273,7 @@ def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
     C = case.chunk if case.op == "cat_attention" else 1
     inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
     operator(inputs, **{case.packing: torch.tensor([0, 2, 3])})
-    with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds 4 .*, and be 0 to 3"):
+    with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds 4 .* should be 0 to 3"):
         operator(inputs, **{case.packing: torch.tensor([0, 2, 4])})
 
 

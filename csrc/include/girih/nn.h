@@ -1,5 +1,5 @@
-// The layers for LibTorch. Modules, parameters, shapes and initialisation are those of girih.nn in Python:
-// one state_dict serves both.
+// The layers for LibTorch. Modules, parameters, shapes and initialisation are those of girih.nn in Python;
+// state_dicts are interchangeable.
 //
 //   girih::nn::GatedSlotAttention layer(256, 4, girih::nn::GatedSlotAttentionOptions{.num_slots = 32});
 //   auto [y, state] = layer(x);
@@ -23,22 +23,22 @@ namespace girih::nn {
 
 using at::Tensor;
 
-struct Slots;  // what attention's steps read that belongs to no sequence
+struct Slots;  // buffers of the steps of attention that belong to no sequence
 
-// What a layer carries from one call to the next: its own tensors, and the states of the layers that it is
-// made of. A default-made one is the start of a sequence.
+// The state of a layer between calls: its own tensors, and the states of its sublayers. A default-constructed
+// state is the start of a sequence.
 struct State {
   std::vector<Tensor> tensors = {};  // undefined where absent
   std::vector<State> parts = {};
-  // Of attention: how many of the keys' slots are taken.
+  // Attention: the number of used slots of the keys.
   int64_t tokens = 0;
   std::shared_ptr<const Slots> slots = {};
 
   bool empty() const { return tensors.empty() && parts.empty(); }
-  // The same state with f applied to every tensor: to reorder a batch, to copy, to move.
+  // The state with f applied to every tensor: to reorder a batch, to copy, to move.
   State map(const std::function<Tensor(const Tensor&)>& f) const;
 
-  // From and to an operator's state, as ops::GSAState.
+  // Conversion from and to the state of an operator, such as ops::GSAState.
   template <class OpState>
   static State of(OpState state) {
     return std::apply([](auto&... tensor) { return State{{tensor...}}; }, state.tensors());
@@ -61,8 +61,9 @@ using Output = std::pair<Tensor, State>;
 
 // ---- what layers have in common ----------------------------------------------------------------
 
-// A module that knows which of its parameters weight decay must leave alone, and which of them, time scales
-// and memories, stay in fp32 when it goes to bf16 or fp16, as their rounding grows with the sequence.
+// A module with a list of parameters without weight decay, and a list of tensors (time scales and memories)
+// that stay in fp32 when the module is converted to bf16 or fp16, since their rounding error grows with the
+// sequence.
 class Module : public torch::nn::Module {
  public:
   const std::vector<Tensor>& undecayed() const { return undecayed_; }
@@ -79,24 +80,25 @@ class Module : public torch::nn::Module {
   std::vector<Tensor> undecayed_, fp32_;
 };
 
-// The parameters of a model for two groups of an optimizer: memories, gate biases and norms are not decayed.
+// The parameters of a model in two groups for an optimizer: memories, gate biases and norms have no weight
+// decay.
 struct WeightDecayGroups {
   std::vector<Tensor> decayed, undecayed;
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
-// LibTorch's AdamW, whose step is a few kernels instead of a dozen for every parameter, as Python's with
-// fused=True. What one class saves the other loads. A step of tensors that are not dense, or do not lie as
-// their weight does, is LibTorch's own.
+// AdamW of LibTorch with a step of a few kernels, like fused=True in Python, instead of a dozen per
+// parameter. State files are interchangeable with LibTorch's class. If tensors are not contiguous, or differ
+// in layout from their weight, LibTorch's step runs.
 class AdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;
   Tensor step(LossClosure closure = nullptr) override;
 };
 
-// While one lives, its thread's matrix products on this kind of device are in `dtype`, and girih's operators
-// read their data in it: weights stay as they are, gates and states in fp32. Python's torch.autocast, by
-// default in bf16.
+// While an object exists, matrix products of its thread on this device type run in `dtype`, and the operators
+// of girih cast their data to it; weights are unchanged, gates and states are fp32. Like torch.autocast in
+// Python; the default is bf16.
 class Autocast {
  public:
   [[nodiscard]] explicit Autocast(at::Device device, at::ScalarType dtype = at::kBFloat16,
@@ -111,9 +113,9 @@ class Autocast {
   bool was_enabled_;
 };
 
-// x W^T, W [features, width], and what becomes of r, its sums:
+// A linear product r = x W^T, W [features, width], and its gate:
 //   none        r + bias, in the dtype of x
-//   linear      r + bias                            in fp32 at least, as all that follow
+//   linear      r + bias                            in fp32 or fp64, as the following gates
 //   sigmoid     scale sigmoid(r + bias)
 //   logsigmoid  scale log(sigmoid(r + bias))
 //   decay       -exp(rate) softplus(r + bias)
@@ -125,29 +127,32 @@ struct Product {
   double scale = 1.0;
 };
 
-// What is made of rows x before their products: plain, x; rms_norm, the RMS norm of x with weight `other`;
-// silu_rms_norm, that of silu(x); silu_product, silu(x) * other, `other` of the shape of x.
+// The function of rows x before their products:
+//   plain          x
+//   rms_norm       RMSNorm(x) with weight `other`
+//   silu_rms_norm  RMSNorm(silu(x)) with weight `other`
+//   silu_product   silu(x) * other, `other` with the shape of x
 struct RowInput {
   std::string kind = "plain";
   Tensor other = {};
   double eps = 0.0;
 };
 
-// Every layer takes and returns [B, T, hidden_size]. attention_mask [B, T] is 0 at tokens that do nothing.
-// `state` is what an earlier call with use_cache returned; with use_cache again, one token without mask or
-// gradient writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and excludes a mask. The
-// returned state is empty without use_cache.
+// Every layer maps x [B, T, hidden_size] to the same shape. attention_mask [B, T] is 0 at tokens to ignore.
+// `state` is the state of an earlier call with use_cache; a call of one token with use_cache, without mask
+// and gradient, writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and cannot be combined
+// with a mask. The returned state is empty without use_cache.
 class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
                  bool use_cache = false, const Tensor& cu_seqlens = {});
-  // Whether one token after `state`, which is none of a start, runs on the device alone, with use_cache and
-  // without mask or gradient, in tensors that stay where `state` has them and say all of how far it has come:
-  // done again there, it reads the next token. If so `state` becomes what the host knows of it after the
-  // token, and `kind` gets what runs where that is not always the same; if not, neither means anything.
+  // Whether a step of one token after `state` (not a start, with use_cache, without mask and gradient) can be
+  // captured in a CUDA graph: it runs on the device only, in the tensors of `state`, and these tensors
+  // contain all that changes between tokens. If so, `state` becomes the host part of the state after the
+  // token, and `kind` gets the values that select the kernels, if these are not always the same. If not,
+  // `state` and `kind` are unspecified.
   virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
-  // A model calls this once for every layer in it, which may depend on where it is: `layer` of `num_layers`,
-  // from 0.
+  // A model calls set_depth once for each of its layers, from 0: for options that depend on the depth.
   virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
 
  protected:
@@ -157,8 +162,7 @@ class LayerImpl : public Module {
     bool use_cache;
     const Tensor& cu_seqlens;
 
-    // One token extends a past that the caller gives up, and no gradient is asked: the state is written in
-    // place.
+    // Whether the call is a step: one token after a state that may be overwritten, without gradient.
     bool steps(const Tensor& x) const;
     State part(size_t i) const {
       TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state: it has ", state.parts.size(),
@@ -169,37 +173,37 @@ class LayerImpl : public Module {
   virtual Output run(const Tensor& x, const Call& call) = 0;
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 
-  // A layer that is output(core(products of x)) says here what these are. A block then has its norm and its
-  // sum computed with them where a token is decoded, and `run` is by_products too.
+  // A layer of the form output(core(products of x)) returns its products here. A block then computes its norm
+  // and its residual sum with these products in decoding, and `run` is by_products too.
   virtual std::vector<Product> products() const { return {}; }
-  // What `output` takes, but for before_output, and the state.
+  // The input of `output` before before_output, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);
   virtual RowInput before_output() const { return {}; }
   virtual Product output() const { return {}; }
-  // The layer of what `input` makes of x, and the residual on top.
+  // output(core(products of input(x))) + residual.
   Output by_products(const Tensor& x, const Call& call, const RowInput& input = {},
                      const Tensor& residual = {});
-  // x + layer(what `input` makes of x).
+  // x + layer(input(x)).
   Output run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const;
 };
-using AnyLayer = std::shared_ptr<LayerImpl>;  // a GatedSlotAttention's is its ptr()
+using AnyLayer = std::shared_ptr<LayerImpl>;  // of a module holder such as GatedSlotAttention: ptr()
 
-// A layer that reads tokens in order and carries a state; `mix` is written without masks. Each row's valid
-// tokens move to its front and its bounds go to the operators, so that the rest belongs to no sequence: it
-// moves no state, no position in a chunk and no window of a convolution, wherever it stood. What comes out at
-// masked tokens means nothing.
+// A layer that reads tokens in order and has a state; `mix` is written without masks. With a mask, the valid
+// tokens of each row move to its front and the operators get the bounds of the rows, so that masked tokens
+// change no state, no position in a chunk and no window of a convolution. The outputs at masked tokens are
+// unspecified.
 class RecurrentLayerImpl : public LayerImpl {
  public:
   bool stepped(State& /*state*/, std::vector<int64_t>& /*kind*/) const override { return true; }
 
  protected:
   Output run(const Tensor& x, const Call& call) final;
-  // `run` on valid tokens; cu_seqlens may be [B, 2], the rows' bounds.
+  // `run` on valid tokens; cu_seqlens may be [B, 2], the bounds of the rows.
   virtual Output mix(const Tensor& x, const Call& call) = 0;
 };
 
-// x [B, T, H, D], D even, with the pairs (i, i + D/2) turned by position * theta^(-2i/D); position [T] or [B,
-// T].
+// Rotary embedding: rotates the pairs (i, i + D/2) of x [B, T, H, D], D even, by position * theta^(-2i/D);
+// position [T] or [B, T].
 Tensor rotary(const Tensor& x, const Tensor& position, double theta = 10000.0);
 
 // ---- small modules -----------------------------------------------------------------------------
@@ -209,14 +213,14 @@ class RMSNormImpl : public Module {
  public:
   explicit RMSNormImpl(int64_t dim, double eps = 1e-6);
   Tensor forward(const Tensor& x);
-  RowInput input() const { return {"rms_norm", weight, eps}; }  // the same, before products
+  RowInput input() const { return {"rms_norm", weight, eps}; }  // this norm as the input of products
 
   Tensor weight;
   double eps;
 };
 TORCH_MODULE(RMSNorm);
 
-// RMSNorm(x) * act(gate) in the dtype of x, act: silu, gelu or sigmoid.
+// RMSNorm(x) * act(gate) in the dtype of x; act: silu, gelu or sigmoid.
 class GatedRMSNormImpl : public RMSNormImpl {
  public:
   explicit GatedRMSNormImpl(int64_t dim, double eps = 1e-6, std::string activation = "silu");
@@ -231,21 +235,21 @@ class SwiGLUImpl : public Module {
  public:
   SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
   Tensor forward(const Tensor& x);
-  // residual + this of what `input` makes of x.
+  // residual + this(input(x)).
   Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& input);
 
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
 TORCH_MODULE(SwiGLU);
 
-// dt = softplus(x W + dt_bias), g = -exp(A_log) dt: [B, T, hidden_size] -> g, dt [B, T, num_heads], fp32 at
-// least.
+// dt = softplus(x W + dt_bias), g = -exp(A_log) dt: [B, T, hidden_size] -> g, dt [B, T, num_heads], in fp32
+// or fp64.
 class DecayGateImpl : public Module {
  public:
   DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step = 0.1);
   void reset_parameters();
   std::pair<Tensor, Tensor> forward(const Tensor& x);
-  Product product() const;  // g's
+  Product product() const;  // the product of g
 
   double largest_step;
   torch::nn::Linear proj{nullptr};
@@ -254,7 +258,7 @@ class DecayGateImpl : public Module {
 TORCH_MODULE(DecayGate);
 
 struct ShortConvOptions {
-  int64_t kernel_size = 4;  // 0: only the activation, no parameters, no state
+  int64_t kernel_size = 4;  // 0: activation only, without parameters and state
   std::optional<std::string> activation = "silu";
   bool bias = false;
 };
@@ -274,8 +278,8 @@ class ShortConvImpl : public RecurrentLayerImpl {
 TORCH_MODULE(ShortConv);
 
 // ---- mixers ------------------------------------------------------------------------------------
-// num_kv_heads, the number of memories, is num_heads unless given; head_dim is hidden_size / num_heads. Keys
-// have expand_k * head_dim channels, values expand_v * head_dim, both whole numbers.
+// num_kv_heads, the number of memories, defaults to num_heads; head_dim defaults to hidden_size / num_heads.
+// Keys have expand_k * head_dim channels, values expand_v * head_dim; both must be integers.
 
 struct GatedSlotAttentionOptions {
   int64_t num_slots = 64;
@@ -283,16 +287,17 @@ struct GatedSlotAttentionOptions {
   bool gated = true;                 // false: ABC
   bool data_dependent_decay = true;  // false: g is learned, the same for all tokens
   double gate_logit_normalizer = 8.0;
-  std::string feature = "softmax";  // of ops::GSAOptions
+  std::string feature = "softmax";  // as in ops::GSAOptions
   int64_t conv_size = 0;
   double norm_eps = 1e-6;
 };
 
-// M memory slots with one forget gate each, read by softmax attention (GSA; Zhang et al. 2024, eq. 9).
+// Gated slot attention (GSA; Zhang et al. 2024, eq. 9): M memory slots with one forget gate each, read by
+// softmax attention.
 //   g = logsigmoid(x W_f) / gate_logit_normalizer,  s = 1 - e^g
 //   Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
 //   y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
-// Without data_dependent_decay: decay_logits [memories, M] in place of x W_f.
+// Without data_dependent_decay, decay_logits [memories, M] replaces x W_f.
 class GatedSlotAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedSlotAttentionOptions options = {});
@@ -325,17 +330,18 @@ struct GatedLinearAttentionOptions {
   int64_t gate_low_rank = 16;
   double gate_logit_normalizer = 16.0;
   bool rotary = false;
-  double rope_theta = 10000.0;  // read with rotary alone
+  double rope_theta = 10000.0;  // used with rotary only
   int64_t conv_size = 0;
   double norm_eps = 1e-6;
 };
 
-// One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
+// Linear attention (Katharopoulos et al. 2020): one matrix memory per head, with an additive update and a
+// gate.
 //   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
-// gate none: linear attention, q and k through elu + 1; fixed: RetNet's decays; scalar: Mamba-2's decay, v
-// scaled by its step and a skip; vector: GLA, one decay a key channel.
-// rotary: q and k turned by `rotary` at each token's place in its sequence (RetNet); the state has the place
-// of the next token, [N].
+// gate: none, linear attention with q and k through elu + 1; fixed, the decays of RetNet; scalar, the decay
+// of Mamba-2, with v scaled by its step and a skip; vector, GLA, one decay per key channel.
+// rotary: q and k are rotated by `rotary` at the position of each token in its sequence (RetNet); the state
+// has the position of the next token, [N].
 class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});
@@ -344,9 +350,9 @@ class GatedLinearAttentionImpl : public RecurrentLayerImpl {
   GatedLinearAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr};
   ShortConv conv{nullptr};
-  DecayGate decay_scalar{nullptr};              // "decay" of gate = scalar
-  torch::nn::ModuleList decay_vector{nullptr};  // "decay" of gate = vector: a low rank, and
-  torch::nn::Linear gate_proj{nullptr};         // its second part
+  DecayGate decay_scalar{nullptr};              // "decay" if gate is scalar
+  torch::nn::ModuleList decay_vector{nullptr};  // "decay" if gate is vector: two products of low rank
+  torch::nn::Linear gate_proj{nullptr};         // the second product of "decay"
   Tensor skip;
   torch::nn::Linear g_proj{nullptr};
   GatedRMSNorm norm{nullptr};
@@ -370,8 +376,8 @@ struct Mamba2Options {
   double norm_eps = 1e-6;
 };
 
-// Mamba-2's mixer (Dao and Gu 2024): expand_v * num_heads heads of head_dim channels, which share B and C of
-// state_size channels.
+// The mixer of Mamba-2 (Dao and Gu 2024): expand_v * num_heads heads of head_dim channels, which share B and
+// C of state_size channels.
 //   x, B, C = silu(conv(u W)),   dt = softplus(u W_dt + dt_bias)
 //   S <- e^{-exp(A_log) dt} S + dt B x^T,   o = S^T C + skip x,   y = W_o RMSNorm(o * silu(u W_z))
 class Mamba2Impl : public RecurrentLayerImpl {
@@ -402,15 +408,15 @@ TORCH_MODULE(Mamba2);
 struct HGRN2Options {
   std::optional<int64_t> head_dim = {};
   double expand_k = 1.0, expand_v = 1.0;
-  double lower_bound = 0.0;  // of f, in [0, 1)
+  double lower_bound = 0.0;  // lower bound of f, in [0, 1)
   double norm_eps = 1e-6;
 };
 
-// A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024). Its keys' width is the state
+// HGRN2 (Qin et al. 2024): the keys are 1 - f, with f the forget gate. The width of the keys is the state
 // expansion.
 //   f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
 //   S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
-// A model gives layer i of L the bound i / L, where the paper's learned bounds begin.
+// A model sets the bound of layer i of L to i / L, the initial value of the learned bounds of the paper.
 class HGRN2Impl : public RecurrentLayerImpl {
  public:
   HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
@@ -436,19 +442,19 @@ class HGRN2Impl : public RecurrentLayerImpl {
 TORCH_MODULE(HGRN2);
 
 struct DeltaProductOptions {
-  int64_t n = 1;  // Householder steps a token
+  int64_t n = 1;  // Householder steps per token
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
   double expand_k = 1.0, expand_v = 1.0;
   bool gated = false;
   bool allow_neg_eigval = false;
   std::optional<std::string> between_chunks = {};  // gelu, tanh
-  std::optional<int64_t> chunk = {};               // read with between_chunks alone
+  std::optional<int64_t> chunk = {};               // used with between_chunks only
   int64_t conv_size = 4;
   double norm_eps = 1e-6;
 };
 
-// A matrix memory corrected n times a token, each time along one key. n = 1 is DeltaNet, with `gated` Gated
-// DeltaNet.
+// DeltaProduct: a matrix memory that is corrected n times per token, each time along one key. n = 1 is
+// DeltaNet, with `gated` Gated DeltaNet.
 //   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
 //   y = W_o (RMSNorm(o) * silu(x W_g))
 class DeltaProductImpl : public RecurrentLayerImpl {
@@ -481,9 +487,9 @@ struct TrellisOptions {
   int64_t num_slots = 64;
   std::optional<int64_t> head_dim = {};
   int64_t chunk = 16;
-  std::string phi = "ln_silu", f = "ln_silu";  // of ops::TrellisOptions
+  std::string phi = "ln_silu", f = "ln_silu";  // as in ops::TrellisOptions
   bool gated = true;
-  bool shared_qk = false;             // one projection for q and k, as Lattice has
+  bool shared_qk = false;             // one projection for q and k, as in Lattice
   bool normalize_kv = true;           // k and v are unit vectors
   std::string value_read = "linear";  // phi: o = phi(A_v^T f(A_k q))
   bool post_norm = true;              // false: y = W_o (o * gelu(x W_g))
@@ -491,9 +497,9 @@ struct TrellisOptions {
   double norm_eps = 1e-6;
 };
 
-// Two memories of M slots that learn to map keys and values onto one target (Trellis, eq. 8-14). A' is A at
-// the start of the chunk.
-//   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
+// Trellis (eq. 8-14): two memories of M slots that learn to map keys and values to one target. A' is A at the
+// start of the chunk.
+//   A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k with x = k, A_v with x = v
 //   o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 class TrellisImpl : public RecurrentLayerImpl {
  public:
@@ -501,7 +507,7 @@ class TrellisImpl : public RecurrentLayerImpl {
   void reset_parameters();
 
   TrellisOptions options;
-  torch::nn::Linear qk_proj{nullptr};  // with shared_qk, else
+  torch::nn::Linear qk_proj{nullptr};  // with shared_qk
   torch::nn::Linear q_proj{nullptr}, k_proj{nullptr};
   ShortConv q_conv{nullptr}, k_conv{nullptr};
   torch::nn::Linear v_proj{nullptr}, a_proj{nullptr}, gamma_proj{nullptr};
@@ -529,7 +535,7 @@ struct TTTLinearOptions {
   double norm_eps = 1e-6;
 };
 
-// A memory that learns, while it reads, to map keys to values (TTT-Linear, Sun et al. 2024). A' is A at the
+// TTT-Linear (Sun et al. 2024): a memory that learns to map keys to values while it reads. A' is A at the
 // start of the chunk, f' is f with A'; q and k are unit vectors.
 //   f(x) = x + w * LayerNorm(A x) + b,   A <- A - gamma d|f'(k) - v|^2 / 2 dA'
 //   o = f(q),   y = W_o (RMSNorm(o) * gelu(x W_g))
@@ -562,7 +568,7 @@ struct LatticeOptions {
   int64_t num_slots = 64;
   std::optional<int64_t> head_dim = {};
   int64_t chunk = 16;
-  std::string objective = "decode";  // of ops::LatticeOptions, as the next two
+  std::string objective = "decode";  // as in ops::LatticeOptions, like the next two
   bool normalize = true;
   double shrinkage = 0.0;
   bool gated = true;
@@ -571,10 +577,11 @@ struct LatticeOptions {
   double norm_eps = 1e-6;
 };
 
-// M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
+// Lattice (eq. 10-11, 15): M slots on the unit sphere; a slot moves only along directions that it does not
+// store yet.
 //   d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
 //   y = W_o (o * gelu(x W_g))
-// v is of unit length for objective encode, whose steps grow with |v|^2.
+// For objective encode v has unit length, since the steps grow with |v|^2.
 class LatticeImpl : public RecurrentLayerImpl {
  public:
   LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
@@ -605,13 +612,13 @@ struct AttentionOptions {
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
   double rope_theta = 10000.0;
   bool causal = true;
-  std::optional<int64_t> window = {};  // a query sees so many tokens, itself the last; causal alone
+  std::optional<int64_t> window = {};  // tokens that a query attends to, itself included; requires causal
 };
 
-// Softmax attention with rotary positions. The state {k, v, valid, place} has turned keys and values [N,
-// slots, heads, head_dim], of which the first `tokens` are there, which of them were valid, [N, slots],
-// undefined where all were, and `tokens` on the device, [N]. Without gradients there are slots for tokens
-// that come, and a single one is written there.
+// Softmax attention with rotary positions. The state is {k, v, valid, place}: keys (rotated) and values [N,
+// slots, heads, head_dim], of which the first `tokens` are used; valid [N, slots], undefined if all are
+// valid; place [N], `tokens` on the device. Without gradients there are free slots for later tokens, and a
+// step of one token is written in place.
 class AttentionImpl : public LayerImpl {
  public:
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
@@ -622,7 +629,7 @@ class AttentionImpl : public LayerImpl {
 
  protected:
   Output run(const Tensor& x, const Call& call) override;
-  // Refuses what is no packing of x, and packed sequences with a cache.
+  // Throws if cu_seqlens does not pack x, or if packed sequences are used with a cache.
   void check_packed(const Tensor& x, const Call& call) const;
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
@@ -631,7 +638,7 @@ class AttentionImpl : public LayerImpl {
  private:
   Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                  at::Device device) const;
-  // Refuses a state that is not this layer's after tokens of as many sequences as x has.
+  // Throws if `state` is not a state of this layer for the sequences of x.
   void expect_state(const State& state, const Tensor& x) const;
   Output step(const Tensor& qkv, State state) const;
   std::vector<int64_t> heads_;
@@ -640,40 +647,40 @@ class AttentionImpl : public LayerImpl {
 TORCH_MODULE(Attention);
 
 struct ChunkAttentionOptions {
-  int64_t chunk = 16;  // rows, the header among them
+  int64_t chunk = 16;  // rows of a chunk, the header included
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
   double rope_theta = 10000.0;
   bool running_positions = false;  // chunk k starts at position k, not at 0
 };
 
-// Where the rows of a call stand, and what their sequences keep. Without `first` each sequence begins here
-// and nothing is kept.
+// The positions of the rows of a call, and the sizes of its state. Without `first` each sequence begins with
+// this call and no state is stored.
 struct ChunkRows {
-  int64_t chunk;        // rows of a chunk, the header among them
-  Tensor first = {};    // [N]: the place of each one's first row; the start of a chunk if there are several
-  Tensor end = {};      // [N]: the place after the last row that stays
-  int64_t headers = 0;  // how many headers the sequences have at most after the call
-  // For a single row, computed once for all layers.
-  Tensor slot = {};  // [N]: where its key goes
-  Tensor see = {};   // [N, 1, 1, slots]: what is added to its scores, -inf at slots that it does not read
-  Tensor turn = {};  // [2, N, 1, 1, D]: x turn[0] + x.roll(D / 2) turn[1] is `rotary` at its position
+  int64_t chunk;        // rows of a chunk, the header included
+  Tensor first = {};    // [N]: the position of the first row; a chunk boundary if there are several rows
+  Tensor end = {};      // [N]: the position after the last row that is stored
+  int64_t headers = 0;  // largest number of headers of a sequence after the call
+  // A single row; computed once for all layers:
+  Tensor slot = {};  // [N]: the slot of its key
+  Tensor see = {};   // [N, 1, 1, slots]: added to its scores, -inf at masked slots
+  Tensor turn = {};  // [2, N, 1, 1, D]: rotary(x) = x turn[0] + x.roll(D / 2) turn[1]
 };
 
-// Attention of rows in chunks, row 0 of each its header (ops::cat_attention). As a layer it has no mask and
-// no state; cu_seqlens counts rows and cuts between chunks.
+// Attention of rows in chunks; row 0 of each chunk is its header (ops::cat_attention). As a layer it has no
+// mask and no state; cu_seqlens counts rows and has chunk boundaries only.
 class ChunkAttentionImpl : public LayerImpl {
  public:
   ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
 
-  // x [N, rows, hidden_size] -> y. kept: turned keys and values {k, v} [N, slots, heads, head_dim], chunk - 1
-  // slots for the rows that follow the current chunk's header, then one slot for each header; empty at the
-  // start. A single row writes them in place. input, residual: as of by_products.
+  // x [N, rows, hidden_size] -> y. kept: {k (rotated), v} [N, slots, heads, head_dim]: chunk - 1 slots for
+  // the rows after the header of the current chunk, then one slot per header; empty at the start. A single
+  // row writes its slot in place. input, residual: as in by_products.
   Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
                 const RowInput& input = {}, const Tensor& residual = {});
-  // Queries, keys and values of x [N, rows, hidden_size], queries and keys turned to their places.
+  // Queries, keys and values of x [N, rows, hidden_size]; queries and keys are rotated.
   std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
-  // One row of each sequence, at `place` [N], that reads keys k [N, slots, heads, head_dim] and writes its
-  // own there.
+  // The ChunkRows of one row per sequence at `place` [N], which reads the keys k [N, slots, heads, head_dim]
+  // and writes its own key there.
   ChunkRows prepare_row(int64_t chunk, const Tensor& place, const Tensor& k) const;
 
   ChunkAttentionOptions options;
@@ -692,11 +699,11 @@ class ChunkAttentionImpl : public LayerImpl {
 };
 TORCH_MODULE(ChunkAttention);
 
-// A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
-//   header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}],   chunk k: [header_k, x_{kC}, ...,
-//   x_{kC+C-1}]
-// options.chunk is C. The state has a slot for each header and for each token of one chunk; a token is one
-// row over them, and a finished chunk one product with W_c.
+// Compress and attend (CAT) as a layer: a chunk of C tokens is compressed to one header for all later chunks.
+//   header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
+//   rows of chunk k: [header_k, x_{kC}, ..., x_{kC+C-1}]
+// options.chunk is C. The state has one slot per header and one per token of one chunk. A step attends with
+// one row to them; a finished chunk is multiplied with W_c once.
 class CompressAttendImpl : public LayerImpl {
  public:
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
@@ -725,24 +732,24 @@ struct MixAttentionOptions {
   bool cross = false;
 };
 
-// The weight m of (1 - m) base + m mixed, with `cross` also + [(1 - m) base] * [m mixed] (MaG; TPTT eq. 7,
-// 8). m is the buffer `weight`, or with `learned` the sigmoid of the parameter `logit`.
+// The weight m of the mixture (1 - m) base + m mixed; with `cross` also + [(1 - m) base] * [m mixed] (MaG;
+// TPTT eq. 7, 8). m is the buffer `weight`, or with `learned` the sigmoid of the parameter `logit`.
 class MemoryAsGateImpl : public LayerImpl {
  public:
   explicit MemoryAsGateImpl(MixAttentionOptions options = {});
   void reset_parameters();
-  // Moves m, without waiting for the device. Throws c10::ValueError for a learned weight, and for one that is
-  // not from 0 to 1.
+  // Sets m without a synchronisation with the device. Throws c10::ValueError if the weight is learned or not
+  // from 0 to 1.
   void set_weight(double weight);
   Tensor current_weight() const;
-  // base and mixed have one shape, which is the mixture's.
+  // base, mixed and the result have the same shape.
   Tensor mixture(const Tensor& base, const Tensor& mixed) const;
 
   MixAttentionOptions options;
   Tensor logit, weight;
 };
 
-// y = (1 - m) base(x) + m mixer(x), as MemoryAsGate mixes them.
+// y = (1 - m) base(x) + m mixer(x), as in MemoryAsGate.
 class MixAttentionImpl : public MemoryAsGateImpl {
  public:
   MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
@@ -756,28 +763,28 @@ class MixAttentionImpl : public MemoryAsGateImpl {
 TORCH_MODULE(MixAttention);
 
 struct LinearPathOptions {
-  int64_t n = 2;                                   // steps a token, 1 to 4
-  std::string virtual_tokens = "derivative";       // rotary, both: read with n above 1 alone
+  int64_t n = 2;                                   // steps per token, 1 to 4
+  std::string virtual_tokens = "derivative";       // rotary, both; used with n > 1 only
   std::string gate = "k";                          // v, kv: the product of both gates
   std::string gate_per = "channel";                // head: the mean over channels
   std::string pool = "past";                       // window: the last three tokens
   std::optional<std::string> between_chunks = {};  // gelu, tanh
-  int64_t chunk = 64;                              // read with between_chunks alone
+  int64_t chunk = 64;                              // used with between_chunks only
   double norm_eps = 1e-6;
 };
 
-// DeltaProduct of an attention's q, k and v, without a projection of its own (LiZA; TPTT, section 3).
+// DeltaProduct of q, k and v of an attention layer, without further projections (LiZA; TPTT, section 3).
 //   beta = sigmoid(mean of k over the past),   q, k, v <- silu(.) / |silu(.)|                    eq. 5, 4
-//   k_0 = k, v_0 = v;   k_m, v_m: their m-th differences over tokens, or turned by 2 pi m / n    eq. 22, 23
+//   k_0 = k, v_0 = v;   k_m, v_m: their m-th differences over tokens, or rotated by 2 pi m / n   eq. 22, 23
 //   for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
 //   o = RMSNorm(S^T q)                                                                           eq. 6
-// x [B, T, (heads + 2 kv_heads) head_dim], q, k and v one after the other -> o [B, T, heads head_dim]. The
-// state {count} has how many tokens the pool has, [N], of pool = past; its parts are the pool, a sum of
-// tokens or the last two, the memory, and for each difference the row before.
+// x [B, T, (heads + 2 kv_heads) head_dim], q, k and v concatenated -> o [B, T, heads head_dim]. The state
+// {count} has the number of tokens of the pool, [N], if pool is past. Its parts are the pool (a sum of
+// tokens, or the last two tokens), the memory, and for each difference the previous row.
 class LinearPathImpl : public RecurrentLayerImpl {
  public:
   LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, LinearPathOptions options = {});
-  // Refuses a state that is not this path's after tokens of as many sequences as x has.
+  // Throws if `state` is not a state of this path for the sequences of x.
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const;
 
   LinearPathOptions options;
@@ -796,7 +803,7 @@ class LinearPathImpl : public RecurrentLayerImpl {
 };
 TORCH_MODULE(LinearPath);
 
-// A linear path, and the weight m that mixes it with the attention beside it. As a layer it is the path.
+// A linear path, and the weight m of its mixture with attention. As a layer it is the path.
 class LizaImpl : public MemoryAsGateImpl {
  public:
   LizaImpl(LinearPath path, MixAttentionOptions options = {});
@@ -809,10 +816,11 @@ class LizaImpl : public MemoryAsGateImpl {
 };
 TORCH_MODULE(Liza);
 
-// Attention, and a linear path beside it that reads the same q, k and v before rotary positions and shares
-// the output projection.
+// Attention with a linear path that reads the same q, k and v before rotary positions and shares the output
+// projection.
 //   y = (1 - m) W_o attention(q, k, v) + m W_o path(q, k, v)      TPTT eq. 7; with `cross`, eq. 8
-// At m = 0 it is attention, bit for bit. The state's parts are attention's, which grows, and the path's.
+// With m = 0 the result is bitwise that of attention. The parts of the state are those of attention, which
+// grows, and of the path.
 class InjectedAttentionImpl : public AttentionImpl {
  public:
   InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions attention = {},
@@ -828,17 +836,18 @@ class InjectedAttentionImpl : public AttentionImpl {
 };
 TORCH_MODULE(InjectedAttention);
 
-// Each schedule has the options that it reads; without one it takes the default.
+// Each schedule reads some of these options; an absent option has the default in the comment.
 struct MixScheduleOptions {
-  std::optional<double> first = {};                // of gradual: 0.01
-  std::optional<double> final = {};                // of constant and gradual: 0.5
-  std::optional<int64_t> steps = {};               // of gradual and cyclic: 100
-  std::optional<std::vector<double>> levels = {};  // of cyclic: 0, 0.5, 1
+  std::optional<double> first = {};                // gradual: 0.01
+  std::optional<double> final = {};                // constant, gradual: 0.5
+  std::optional<int64_t> steps = {};               // gradual, cyclic: 100
+  std::optional<std::vector<double>> levels = {};  // cyclic: 0, 0.5, 1
 };
 
-// The weight m of a model's mixtures by the number of the training step (TPTT, section 4).
-//   constant: `final`.  gradual: from `first` to `final` in a line over `steps` steps.  cyclic: the next of
-//   `levels` every `steps` steps, round and round.
+// The weight m of the mixtures of a model by training step (TPTT, section 4).
+//   constant  `final`
+//   gradual   linear from `first` to `final` over `steps` steps
+//   cyclic    the next of `levels` every `steps` steps, repeated
 // Throws c10::ValueError for an unknown schedule, an option that the schedule does not read, and a weight
 // that is not from 0 to 1.
 //
@@ -848,7 +857,8 @@ class MixSchedule {
  public:
   explicit MixSchedule(std::string schedule = "gradual", MixScheduleOptions options = {});
   double weight(int64_t step) const;
-  // Moves every mixture of the model. Throws c10::ValueError where there is none, and where one is learned.
+  // Sets the weight of every mixture of the model. Throws c10::ValueError if there is none, or if one is
+  // learned.
   void set_weights(const torch::nn::Module& model, int64_t step) const;
 
  private:
@@ -865,12 +875,12 @@ class BlockImpl : public LayerImpl {
   BlockImpl(AnyLayer mixer, int64_t hidden_size, std::optional<int64_t> intermediate_size,
             double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
-  // The block around mix(x, input, residual): what a mixer makes of what `input` makes of x, and the residual
-  // on top, which may be undefined.
+  // The block with mix(x, input, residual) as its mixer: mix returns mixer(input(x)) + residual; the residual
+  // may be undefined.
   Tensor around(const Tensor& x,
                 const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix);
-  // `forward` of x + branch, or of x, whose last sum is left to the norm that comes next and adds: the two
-  // parts of the result, and the state.
+  // The block for x + branch (branch may be undefined), without its last sum: the next norm adds both parts
+  // of the result.
   struct Parts {
     Tensor x, branch;
     State state;

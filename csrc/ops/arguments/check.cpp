@@ -1,3 +1,4 @@
+// Checks of the arguments of a call against the declaration of its operator.
 #include "check.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -14,15 +15,15 @@ bool is_floating(at::ScalarType type) {
 
 bool equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
-// In memory that can be looked at without a wait; what a trace says to be on the CPU is in none.
+// Whether the values can be read on the host without a synchronisation. Fake tensors have no storage.
 bool is_readable(const Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().device_type() == at::kCPU;
 }
 
-// Of symbolic sizes, and without memory.
+// Whether the tensor has symbolic sizes; such a tensor has no memory.
 bool is_traced(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
-// "1 to 64", "at least 1"; a bound without an end is a number that has one.
+// "1 to 64", "at least 1" or "a finite number".
 template <class Number>
 std::string range(Number least, Number most) {
   const bool below = least > std::numeric_limits<Number>::lowest(),
@@ -31,13 +32,13 @@ std::string range(Number least, Number most) {
   return below ? c10::str("at least ", least) : "a finite number";
 }
 
-// A bound of an integer.
+// The bound of an integer option, saturated.
 int64_t whole(double bound) {
   constexpr auto most = std::numeric_limits<int64_t>::max();
   return std::abs(bound) < 0x1p63 ? int64_t(bound) : bound > 0 ? most : -most - 1;
 }
 
-// One call, and the sizes found so far.
+// The arguments of one call, and the sizes that are already known.
 class Call {
  public:
   Call(const Operator& op, std::initializer_list<Argument> arguments)
@@ -81,8 +82,8 @@ class Call {
     heads();
   }
 
-  // On the CPU what integers hold is looked at too. Elsewhere that would be a wait for the device: there they
-  // are clamped, so that nothing is read outside of a tensor.
+  // Checks the values of integer tensors on the CPU. On a GPU a check would synchronise; there the kernels
+  // clamp the values and access valid memory only.
   void contents() const {
     for (size_t i = 0; i < op_.tensors.size(); ++i) {
       if (op_.tensors[i].kind == Kind::position) position(int(i));
@@ -127,7 +128,7 @@ class Call {
     }
   }
 
-  // The pattern with the tensor's number of dimensions, or none.
+  // The pattern with the number of dimensions of the tensor, or nullptr.
   static const Pattern* pattern_of(const TensorArgument& argument, const Tensor& tensor) {
     for (const auto& pattern : argument.patterns) {
       const auto own = int64_t(pattern.dimensions.size());
@@ -136,7 +137,7 @@ class Call {
     return nullptr;
   }
 
-  // The sizes that a pattern asks for; a letter that no tensor has had so far takes `tensor`'s own.
+  // The sizes that a pattern requires. A letter without a size takes the size of `tensor`.
   std::vector<c10::SymInt> expected(const Pattern& pattern, const Tensor& tensor) const {
     std::vector<c10::SymInt> all;
     const auto own = int64_t(pattern.dimensions.size());
@@ -159,7 +160,7 @@ class Call {
     return all;
   }
 
-  // Which tensor asks for the size of a pattern's dimension.
+  // The tensor from which the size of a dimension was read, for messages.
   std::string whose(const Pattern& pattern, int64_t d) const {
     if (d < 0) return c10::str(", as in ", first_name(), " ", first().sym_sizes());
     if (d >= int64_t(pattern.dimensions.size()) || pattern.dimensions[d].letter < 0) return "";
@@ -194,8 +195,8 @@ class Call {
     }
   }
 
-  // N: the sequences that cu [N + 1] packs into the one row; otherwise there is one in every row. cu_seqlens
-  // may also be [B, 2], the bounds of the one sequence in every row.
+  // Sets N, the number of sequences. cu [N + 1] packs N sequences into one row; without cu each row is one
+  // sequence. cu_seqlens may also be [B, 2], begin and end of the sequence of each row.
   void packing() {
     if (op_.packing.empty()) return;
     const auto &name = op_.packing, &first = op_.tensors[0].name;
@@ -217,11 +218,11 @@ class Call {
                 op_.name, ": ", name, " has shape ", cu->sym_sizes(), " but should be ", shapes,
                 " where B = ", B);
     GIRIH_CHECK(rows || equal(B, 1), op_.name, ": ", name,
-                " packs sequences into one row, so B should be 1 and is ", B);
+                " packs sequences into one row, so B should be 1 but is ", B);
     N = rows ? B : cu->sym_size(0) - 1;
   }
 
-  // Where a sequence stands in its chunk.
+  // Positions are 0 to chunk - 1.
   void position(int i) const {
     const auto* tensor = arguments_[i].tensor();
     const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
@@ -231,11 +232,12 @@ class Call {
     for (int64_t n = 0; n < all.numel(); ++n) {
       const auto at = all.const_data_ptr<int64_t>()[n];
       GIRIH_CHECK(at >= 0 && at < *length, op_.name, ": ", op_.tensors[i].name, " holds ", at,
-                  " but should be 0 to ", *length - 1, ", a place in a chunk of ", *length);
+                  " but should be 0 to ", *length - 1, ", a position in a chunk of ", *length);
     }
   }
 
-  // Where sequences begin and end, in tokens or, of cu_chunks, in chunks; rows of [B, 2] each on their own.
+  // cu does not decrease and is at most T (cu_seqlens) or the number of chunks (cu_chunks). Each row of [B,
+  // 2] is checked on its own.
   void bounds() const {
     const auto* cu = arguments_[op_.tensors.size()].tensor();
     if (cu == nullptr || !is_readable(*cu) || !is_readable(first())) return;
@@ -252,13 +254,13 @@ class Call {
       if (i % in_row == 0) before = 0;
       const auto bound = all.const_data_ptr<int64_t>()[i];
       GIRIH_CHECK(bound >= before && bound <= most, op_.name, ": ", op_.packing, " holds ", bound, " after ",
-                  before, " but should not decrease, and be 0 to ", most);
+                  before, " but should not decrease and should be 0 to ", most);
       before = bound;
     }
   }
 
-  // Queries come in groups, each with one memory head. Where keys have a letter of their own, HK, memories
-  // may come in groups too, each with one head of keys, and of queries.
+  // The heads of q are a multiple of those of the memory. If keys have a letter of their own (HK), the heads
+  // of the memory may also be a multiple of those of q and of k.
   void heads() const {
     const auto has = [&](const char* name) {
       return std::ranges::find(op_.letters, name, &Operator::Letter::name) != op_.letters.end();
@@ -277,7 +279,7 @@ class Call {
 
   const Operator& op_;
   const Argument* arguments_;
-  c10::SmallVector<int, 12> owner_;  // the tensor that a letter's size was read off, -1 for none
+  c10::SmallVector<int, 12> owner_;  // per letter: the tensor from which its size was read, or -1
 };
 
 }  // namespace
@@ -292,24 +294,23 @@ Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
 
 void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states) {
   GIRIH_CHECK(!first.defined() || (first.dim() > 1 && first.sym_size(1) == 1), op.name,
-              "_step takes one token: ", op.tensors[0].name, " must have T = 1 and has shape ",
+              "_step takes one token: ", op.tensors[0].name, " should have T = 1 but has shape ",
               first.sym_sizes());
   for (size_t i = 0; i < states.size(); ++i) {
     const auto& argument = op.tensors[op.data + i];
     const auto* state = states[i].tensor();
     GIRIH_CHECK(state != nullptr || argument.optional, op.name, "_step: ", argument.name,
-                " is None but is written in place: start() makes a state before its first token");
+                " is None but is written in place: make the state of a first token with start()");
     if (state == nullptr) continue;
-    GIRIH_CHECK(
-        at::has_internal_overlap(*state) != at::MemOverlap::Yes, op.name, "_step: ", argument.name,
-        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    GIRIH_CHECK(at::has_internal_overlap(*state) != at::MemOverlap::Yes, op.name, "_step: ", argument.name,
+                " is an expanded or negated view but is written in place: pass a copy");
     for (size_t j = 0; j < i; ++j) {
       const auto* other = states[j].tensor();
       if (other == nullptr || is_traced(*state) || is_traced(*other)) continue;
       const auto overlap = at::get_overlap_status(*state, *other);
       GIRIH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op.name,
                   "_step: ", argument.name, " shares memory with ", op.tensors[op.data + j].name,
-                  " but both are written in place: give each a tensor of its own");
+                  " but both are written in place: pass a copy of one of them");
     }
   }
 }

@@ -1,6 +1,6 @@
-// Which code a call takes. Every operator that has kernels decides it in one function of sizes, dtypes and
-// options, in its problem.h: CUDA runs what it says, Meta and the CPU size by it what backward is given, and
-// girih.ops.explain tells it.
+// The path of a call: tensor cores, fp32 kernels or PyTorch's operators. The problem.h of each operator
+// chooses it from sizes, dtypes and options. CUDA runs this path, Meta and the CPU size the saved tensors by
+// it, and girih.ops.explain returns it.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace girih {
 
 struct Path {
   enum class Code { tensor_cores, exact, aten } code;
-  const char* why;  // why this one and no faster one
+  const char* why;  // for explain: what excludes a faster path
 
   bool operator==(Code other) const { return code == other; }
 };
@@ -26,18 +26,19 @@ constexpr Path aten(const char* why) { return {Path::Code::aten, why}; }
 
 constexpr const char* kFloat64 = "float64 has no kernels";
 constexpr const char* kFloat32 = "float32 is computed in fp32, without tf32";
-constexpr const char* kSplitFloat32 = "products of fp32, each as three of tf32, sums in fp32";
-constexpr const char* kNoSequence = "there is no sequence to read";
-constexpr const char* kSmallCard = "this card has too little shared memory for the kernels of these widths";
-constexpr const char* kMemoryBound = "one pass over memory: there is no product for the tensor cores";
+constexpr const char* kSplitFloat32 = "each fp32 product is computed by three tf32 products, sums in fp32";
+constexpr const char* kNoSequence = "the call has no sequences";
+constexpr const char* kSmallCard =
+    "the shared memory of this device is too small for the kernels of these widths";
+constexpr const char* kMemoryBound = "memory-bound: no products for the tensor cores";
 
-// What X_explain returns: the path on `device`.
+// The result of X_explain: the path on `device` and the reason.
 using Explanation = std::tuple<std::string, std::string>;
 
 inline Explanation explained(const Path& path, std::string_view device) {
   GIRIH_CHECK(device == "cuda" || device == "cpu", "explain: device is '", device,
               "' but should be cuda or cpu");
-  if (device == "cpu") return {"aten", "the CPU runs every operator as a chain of PyTorch's"};
+  if (device == "cpu") return {"aten", "the CPU runs all operators by PyTorch's operators"};
   const char* names[] = {"tensor cores", "exact fp32", "aten"};
   return {names[int(path.code)], path.why};
 }

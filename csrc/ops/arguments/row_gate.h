@@ -1,4 +1,4 @@
-// The gates of rows by name, and their numbers.
+// Gate activations by name, and their parameters per feature.
 #pragma once
 
 #include <string_view>
@@ -19,14 +19,14 @@ inline kernels::RowGate row_gate(const char* op, std::string_view name) {
   return RowGate::decay;
 }
 
-// Bias or rate; null where there is none.
+// The data of a bias or a rate [features]; nullptr if it is absent.
 inline const float* per_feature(const char* op, const OptionalTensor& tensor, const char* name,
                                 int64_t features, const Tensor& x) {
   if (!given(tensor)) return nullptr;
   TORCH_CHECK(tensor->scalar_type() == at::kFloat && tensor->is_contiguous() && tensor->dim() == 1 &&
                   tensor->size(0) == features && tensor->device() == x.device(),
               "girih: ", op, ": ", name, " is ", tensor->scalar_type(), " ", tensor->sizes(), " on ",
-              tensor->device(), "; expected a dense float32 [", features, "] on ", x.device());
+              tensor->device(), "; expected a contiguous float32 [", features, "] on ", x.device());
   return tensor->const_data_ptr<float>();
 }
 

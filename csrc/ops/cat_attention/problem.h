@@ -1,5 +1,5 @@
-// The sizes of a call of cat_attention, and which kernels take it. Forward saves lse [B, T, HQ], fp32 or
-// fp64: the log-sum-exp of a row's scores; its output is kept too.
+// The sizes and the path of cat_attention. Forward saves the output and lse [B, T, HQ] (fp32 or fp64), the
+// log-sum-exp of the scores of a row.
 #pragma once
 
 #include "../arguments/path.h"
@@ -7,8 +7,8 @@
 
 namespace girih::cat_attention {
 
-constexpr int64_t kWidest = 256, kWidestFloat = 128;   // D and V of the kernels, of 16 bits and of fp32
-constexpr int64_t kLongest = (1u << 31) - (1u << 16);  // T of the kernels
+constexpr int64_t kWidest = 256, kWidestFloat = 128;   // D and V of the kernels: 16 bits, fp32
+constexpr int64_t kLongest = (1u << 31) - (1u << 16);  // largest T of the kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V;
@@ -26,7 +26,7 @@ struct Problem {
     const bool wide = q.scalar_type() == at::kFloat;
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
     if (wide && (D > kWidestFloat || V > kWidestFloat)) return aten("float32 keys or values wider than 128");
-    if (T > kLongest) return aten("rows that 32 bits do not count");
+    if (T > kLongest) return aten("more rows than 32-bit indices reach");
     return wide ? tensor_cores(kSplitFloat32) : tensor_cores();
   }
 };

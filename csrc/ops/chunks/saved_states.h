@@ -1,5 +1,4 @@
-// What the forward of an operator keeps for backward: the states before every chunk, or before every pair of
-// them, of the kernels that run on the tensor cores.
+// Saved tensors of the tensor-core kernels: the states before every chunk or before every pair of chunks.
 #pragma once
 
 #include <limits>
@@ -8,17 +7,17 @@
 
 namespace girih {
 
-constexpr int64_t kKeptChunk = 64;             // tokens of gsa's and gla's chunks
-constexpr int64_t kKeptPair = 2 * kKeptChunk;  // gla's with a gate a head, or none
+constexpr int64_t kKeptChunk = 64;             // tokens of a chunk of gsa and gla
+constexpr int64_t kKeptPair = 2 * kKeptChunk;  // gla with a gate per head or without gates
 
-// The sizes that have kernels on the tensor cores: columns of a state and rows of a memory, at most.
+// The largest sizes of the tensor-core kernels: columns of a state, rows of a memory.
 struct KernelSizes {
   int64_t columns, rows;
 };
-constexpr KernelSizes kByChannel{128, 512};  // a gate a column
+constexpr KernelSizes kByChannel{128, 512};  // a gate per column
 constexpr KernelSizes kByHead{256, std::numeric_limits<int64_t>::max()};
 
-// Chunks of `tokens` tokens, of all sequences; packed, room for as many as there can be.
+// The number of chunks of `tokens` tokens of all sequences; for packed sequences an upper bound.
 inline c10::SymInt kept_chunks(const Tensor& q, const c10::SymInt& sequences,
                                const OptionalTensor& cu_seqlens, int64_t tokens) {
   const auto B = q.sym_size(0), T = q.sym_size(1);
@@ -26,10 +25,10 @@ inline c10::SymInt kept_chunks(const Tensor& q, const c10::SymInt& sequences,
   return B * ((T + tokens - 1) / tokens);
 }
 
-// In packs of 8 elements.
+// Rounds up to a multiple of 8.
 inline c10::SymInt kept_width(const c10::SymInt& width) { return (width + 7) / 8 * 8; }
 
-// [chunks, H, rows, columns], with the rows of every memory and the columns in packs of 8.
+// [chunks, H, rows, columns]: the rows of all memories; widths are rounded up to multiples of 8.
 inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& sequences,
                                             const c10::SymInt& heads,
                                             std::initializer_list<c10::SymInt> memories,
@@ -40,12 +39,13 @@ inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& 
   return {kept_chunks(q, sequences, cu_seqlens, tokens), heads, rows, kept_width(columns)};
 }
 
-// `name`, given to a backward, is what its forward kept.
+// Checks that `name` of a backward call has the shape and the dtype that forward saved.
 inline void check_kept(std::string_view op, std::string_view name, const Tensor& given,
                        const std::vector<c10::SymInt>& kept, at::ScalarType type) {
   GIRIH_CHECK(given.sym_sizes().equals(kept) && given.scalar_type() == type, op, "_backward: ", name,
-              " is what ", op, "_forward kept with save=True, of shape ", c10::SymIntArrayRef(kept),
-              " and dtype ", type, "; it has shape ", given.sym_sizes(), " and dtype ", given.scalar_type());
+              " has shape ", given.sym_sizes(), " and dtype ", given.scalar_type(), " but should have shape ",
+              c10::SymIntArrayRef(kept), " and dtype ", type, ", as ", op,
+              "_forward saves it with save=True");
 }
 
 }  // namespace girih

@@ -1,4 +1,4 @@
-// What delta_product asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of delta_product beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,13 @@
 
 namespace girih::delta_product {
 
-constexpr int64_t kWidest = 256;                            // D and V of all kernels
-constexpr int64_t kMostSteps = 16, kPreparedBytes = 11648;  // on the tensor cores: n; a chunk of a head
-constexpr int64_t kWidestVector = 128;                      // D of those with a beta for every channel
-constexpr int64_t kStepMost = 8;  // of the kernel for one token: n, and query heads a memory head
-// Where sequences are cut into segments: a card's multiprocessors, chunks of the shortest segment, and how
-// many there are at least.
+constexpr int64_t kWidest = 256;  // D and V of the kernels
+constexpr int64_t kMostSteps = 16,
+                  kPreparedBytes = 11648;  // tensor cores: largest n; bytes per chunk and head
+constexpr int64_t kWidestVector = 128;     // D of the tensor-core kernels with one beta per channel
+constexpr int64_t kStepMost = 8;  // step kernel: largest n, and largest number of query heads per memory
+// Segments of a scan: multiprocessors of a device, chunks of the shortest segment, and the smallest number of
+// segments.
 constexpr int64_t kCard = 132, kLeastChunks = 16, kLeastSegments = 3;
 
 using Between = std::optional<std::string_view>;
@@ -41,8 +42,9 @@ struct Problem {
     GIRIH_CHECK(between_chunks || !chunk, "delta_product: chunk is ", chunk.value_or(0),
                 " but should be None without between_chunks: it cannot change the result");
     GIRIH_CHECK(given(state_position) == (between_chunks.has_value() && given(state_s)),
-                "delta_product: state_position is ", given(state_position) ? "given" : "None",
-                " but should be given exactly when state_s and between_chunks are");
+                "delta_product: state_position is ",
+                given(state_position) ? "a tensor but should be None: " : "None but should be a tensor: ",
+                "it belongs to a state if and only if between_chunks is set");
     return p;
   }
 
@@ -51,30 +53,33 @@ struct Problem {
     static_assert(kWidest == 256 && kMostSteps == 16 && kKeptChunk == 64 && kWidestVector == 128);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
-    if (n > kKeptChunk) return aten("more than 64 steps a token");  // their rows fit no block
+    if (n > kKeptChunk) return aten("more than 64 steps a token");  // a block has 64 rows
     if (q.scalar_type() == at::kFloat) return exact(kSplitFloat32);
-    if (between_chunks) return exact("between_chunks is given");
+    if (between_chunks) return exact("between_chunks is set");
     if (n > kMostSteps) return exact("more than 16 steps a token");
     if (beta.dim() == 4) {
       if (given(g)) return exact("a beta for every channel with gates");
       if (l2norm_qk) return exact("a beta for every channel with l2norm_qk");
-      if (D > kWidestVector) return exact("a beta for every channel of more than 128");
+      if (D > kWidestVector) return exact("a beta for every channel and keys wider than 128");
     }
     return tensor_cores();
   }
   Path step_path(const Tensor& q, int64_t n, const Between& between_chunks) const {
     static_assert(kWidest == 256 && kStepMost == 8);
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (between_chunks) return aten("between_chunks is given");
+    if (between_chunks) return aten("between_chunks is set");
     if (D > kWidest) return aten("keys wider than 256");
-    if (n > kStepMost || HQ > kStepMost * H) return aten("more than 8 steps a token or 8 queries a memory");
+    if (n > kStepMost || HQ > kStepMost * H)
+      return aten("more than 8 steps per token or 8 queries per memory");
     return exact(kMemoryBound);
   }
 
-  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the state
-  // before every chunk of 64 / n tokens, transposed, what they prepare of every chunk, in bytes, and where
-  // few heads cut sequences into segments these segments' transitions, in fp32; the exact ones the states in
-  // fp32, before every piece (exact_pieces), and u, the rows that the steps write.
+  // The saved tensors of forward; {0} each without kernels.
+  //   tensor cores: states, the transposed state before every chunk of 64 / n tokens; prepared, what
+  //     delta_prepare writes per chunk; transitions of the segments in fp32, if the sequences are cut into
+  //     segments
+  //   fp32 kernels: states, the fp32 state before every chunk (exact_pieces); prepared, u, the rows that the
+  //     steps write
   struct Saved {
     std::vector<c10::SymInt> states, prepared, transitions;
     at::ScalarType states_type, prepared_type;
@@ -102,8 +107,8 @@ struct Problem {
   }
 
  private:
-  // Segments of all sequences, as kernels/tile/segments.h cuts them: 0 where one would have too few. Without
-  // a branch on sizes, which a compiler would hold to.
+  // The number of segments of all sequences, as kernels/tile/segments.h computes it; 0 if the cut has too few
+  // segments. Without a branch on sizes: torch.compile would guard on it.
   c10::SymInt segments(const OptionalTensor& cu_seqlens, int64_t chunk) const {
     const auto up = [](const c10::SymInt& x, const c10::SymInt& by) { return (x + by - 1) / by; };
     const auto sequences = N.max(1), chunks = up(up(B * T, sequences), chunk);
@@ -116,13 +121,14 @@ struct Problem {
 
   static bool packed(const OptionalTensor& cu_seqlens) { return given(cu_seqlens) && cu_seqlens->dim() == 1; }
 
-  // Pieces of up to `tokens` tokens, of all sequences; packed, room for as many as there can be.
+  // The number of chunks of `tokens` tokens of all sequences; with cu_seqlens [N + 1] an upper bound.
   c10::SymInt pieces(const OptionalTensor& cu_seqlens, const c10::SymInt& tokens) const {
     return packed(cu_seqlens) ? T / tokens + N : B * ((T + tokens - 1) / tokens);
   }
 
-  // Those of the exact kernels. With a function between chunks they are pieces of chunks, a sequence may
-  // begin in the middle of one, and there is one more state, after its last.
+  // The number of states of the fp32 kernels. With between_chunks, every chunk of the model is cut into
+  // chunks of at most `tokens` tokens, a sequence may begin inside a chunk, and there is one more state,
+  // after the last chunk.
   c10::SymInt exact_pieces(const OptionalTensor& cu_seqlens, int64_t tokens,
                            std::optional<int64_t> chunk) const {
     if (!chunk) return pieces(cu_seqlens, tokens);

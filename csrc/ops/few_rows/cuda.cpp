@@ -1,7 +1,7 @@
-// What a decoding step of a model is made of beside its mixers' steps: products of a few rows. Not an
-// operator for users, who have torch.nn.functional.linear: it takes tensors as they are, and has neither
-// gradients nor other devices. `girih.nn.functional.step` and csrc/nn/step.cpp call it, and have the same in
-// PyTorch.
+// Products of a few rows in a decoding step, with the norm or activation before them and the gate after them.
+// Not a public operator (torch.nn.functional.linear is): it requires contiguous aligned tensors, and has no
+// gradients and no other device. `girih.nn.functional.step` and csrc/nn/step.cpp call it, and have the same
+// computation in PyTorch.
 #include <torch/library.h>
 
 #include "../arguments/kernel_arguments.h"
@@ -32,7 +32,7 @@ const void* aligned(const Tensor& tensor, const char* name, at::IntArrayRef size
   const auto* data = tensor.const_data_ptr();
   TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(data) % 16 == 0,
               "girih: few_rows: ", name, " has strides ", tensor.strides(),
-              "; expected a dense one aligned to 16 bytes");
+              "; expected a contiguous tensor aligned to 16 bytes");
   return data;
 }
 
@@ -63,7 +63,7 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
   p.input = input_of(input);
   p.eps = static_cast<float>(eps);
   TORCH_CHECK(given(other) == (p.input != RowInput::plain),
-              "girih: few_rows: other goes with every input but plain");
+              "girih: few_rows: other should be None for input plain, and a tensor for other inputs");
   if (p.input == RowInput::silu_product)
     p.other = aligned(*other, "other", x.sizes(), x);
   else if (given(other))
@@ -82,7 +82,8 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
     m.rate = per_feature("few_rows", rates[i], "a rate", features, x);
     TORCH_CHECK(
         (m.rate != nullptr) == (m.gate == RowGate::decay) && !(m.gate == RowGate::none && m.bias != nullptr),
-        "girih: few_rows: a rate goes with the gate decay alone, a bias with any but none");
+        "girih: few_rows: expected a rate for the gate decay and for no other gate, and no bias for the gate "
+        "none");
     m.scale = static_cast<float>(scales[i]);
     auto sizes = x.sizes().vec();
     sizes.back() = features;
@@ -91,8 +92,9 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
     m.y = results.back().mutable_data_ptr();
   }
   if (given(residual)) {
-    TORCH_CHECK(count == 1 && p.matrices[0].gate == RowGate::none,
-                "girih: few_rows: residual goes with one weight without a gate");
+    TORCH_CHECK(
+        count == 1 && p.matrices[0].gate == RowGate::none,
+        "girih: few_rows: residual is a tensor; expected None unless there is one weight with the gate none");
     p.residual = aligned(*residual, "residual", results[0].sizes(), x);
   }
   check_launch("few_rows", kernels::few_rows(p, c10::cuda::getCurrentCUDAStream()));

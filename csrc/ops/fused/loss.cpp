@@ -1,3 +1,4 @@
+// Cross entropy of a linear layer: forward computes the gradients of x and of the weight too.
 #include <torch/library.h>
 
 #include "call.h"
@@ -5,9 +6,10 @@
 namespace girih::fused {
 namespace {
 
-constexpr int64_t kRows = 64;  // a multiple, for products along them are slow at odd numbers
+constexpr int64_t kRows = 64;  // rows of a part are a multiple of this; products along other sizes are slow
 
-// The sum over rows, and its gradient of the logits, which may be written.
+// The sum over rows of the cross entropy, and its gradient with respect to the logits, which may be
+// overwritten.
 std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int64_t ignored,
                                         at::ScalarType wide) {
 #ifdef GIRIH_WITH_CUDA
@@ -25,11 +27,11 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
   return {loss, d.mul_(counted.unsqueeze(1)).to(logits.scalar_type())};
 }
 
-// sums += a b, in fp32 at least; on a GPU, and in fp16, whose range it may leave, without a rounding of the
-// product.
+// sums += a b in fp32 or fp64. On a GPU the product is not rounded; in fp16, whose range it may exceed, it is
+// computed in fp32.
 void add_product(Tensor& sums, const Tensor& a, const Tensor& b) {
   const auto wide = sums.scalar_type();
-  // A mode that watches operators may not know this one's arguments, as that of FLOPs does not.
+  // A dispatch mode, such as the FLOP counter, may not support the arguments of addmm_out with a dtype.
   const bool watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (a.is_cuda() && a.scalar_type() != wide && !watched) {
     at::addmm_out(sums, sums, a, b, wide);
@@ -49,7 +51,7 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     auto loss = at::zeros({}, x.options().dtype(wide));
     auto dx = of_x ? at::empty_like(x) : Tensor();
     auto dweight = of_weight ? at::zeros(weight.sizes(), weight.options().dtype(wide)) : Tensor();
-    Tensor own;  // the weights, rounded once for all parts
+    Tensor own;  // the weight in 16 bits, rounded once for all parts
     for (int64_t i = 0; i < x.size(0); i += rows) {
       const auto part = x.slice(0, i, i + rows);
       const auto [sum, d] =
@@ -69,11 +71,11 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: it has no second derivative, which create_graph",
-                " asks for");
+    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: there is no second derivative; ",
+                "call backward without create_graph");
     const auto saved = ctx->get_saved_variables();
-    // Rounded once, behind the product: a sum over many tokens may be beyond 16 bits, and its mean is not.
-    // Where a label is no class the loss is no number, and neither are they.
+    // Multiplies in fp32 and rounds once: a sum over many tokens may exceed the range of 16 bits, and its
+    // mean does not. A label out of range makes the loss nan, and then the gradients are nan too.
     const auto dloss = grads[0].where(saved[2].isnan().logical_not(), NAN);
     const auto made = [&](const Tensor& d, const char* of) {
       return d.defined() ? (d.to(dloss.scalar_type()) * dloss).to(ctx->saved_data[of].toScalarType()) : d;

@@ -1,4 +1,4 @@
-// What gsa asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of gsa beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../arguments/path.h"
@@ -14,13 +14,15 @@ struct Problem {
                        const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
                        std::optional<double> scale, std::string_view feature) {
     static const auto& op = describe("gsa");
-    GIRIH_CHECK(given(s) || given(g),
-                "gsa: s and g are both None; give s (slot weights), g (log gates), or both");
+    GIRIH_CHECK(
+        given(s) || given(g),
+        "gsa: s and g are both None but one should be a tensor: s (slot weights), g (log gates), or both");
     const auto at = girih::check(op, {q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature});
-    GIRIH_CHECK(given(state_k) == given(state_v), "gsa: state_k and state_v come together; only ",
-                given(state_k) ? "state_k" : "state_v", " is given");
+    GIRIH_CHECK(given(state_k) == given(state_v), "gsa: ", given(state_k) ? "state_v" : "state_k",
+                " is None but should be a tensor: a state has both state_k and state_v");
     GIRIH_CHECK(given(state_z) == (!given(g) && given(state_k)), "gsa: state_z is ",
-                given(state_z) ? "given" : "None", " but belongs to a state exactly when g is None (ABC)");
+                given(state_z) ? "a tensor but should be None: " : "None but should be a tensor: ",
+                "it belongs to a state if and only if g is None (ABC)");
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["M"], at["N"]};
   }
 
@@ -29,7 +31,8 @@ struct Problem {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
     if (!given(g)) {
-      return exact("g is None: ABC's gates are differences of running sums, more than 16-bit products keep");
+      return exact(
+          "g is None: the gates of ABC are differences of running sums, which 16 bits do not resolve");
     }
     if (M > kByChannel.columns) return exact("more than 128 slots");
     if (D > kByChannel.rows || V > kByChannel.rows) return exact("keys or values wider than 512");
@@ -39,7 +42,7 @@ struct Problem {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
-  // The states before every chunk, of the kernels on the tensor cores.
+  // The shape of the states that the tensor-core kernels save, before every chunk; {0} on other paths.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     if (!save || path(q, g) != Path::Code::tensor_cores) return {0};

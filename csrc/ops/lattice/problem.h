@@ -1,4 +1,4 @@
-// What lattice asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of lattice beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../arguments/path.h"
@@ -6,9 +6,8 @@
 
 namespace girih::lattice {
 
-constexpr int64_t kWidest = 128;  // D and M of all kernels
-// On the tensor cores: of shorter chunks the memories that backward keeps would be many times the size of the
-// tokens.
+constexpr int64_t kWidest = 128;  // D and M of the kernels
+// Tensor cores: for shorter chunks the saved memories would need many times the memory of the tokens.
 constexpr int64_t kShortestChunk = 8;
 
 struct Problem {
@@ -30,14 +29,16 @@ struct Problem {
         "lattice: state is None but should be a LatticeState or the first memory S [H, D, M]: there is no "
         "zero start");
     GIRIH_CHECK(given(g) || !given(state_decay),
-                "lattice: state_decay is given but should be None when g is None");
+                "lattice: state_decay is a tensor but should be None when g is None");
     if (given(state_position)) {
-      GIRIH_CHECK(given(state_step),
-                  "lattice: state_step is None but should be the steps that the chunk has "
-                  "accumulated when state_position is given");
-      GIRIH_CHECK(!given(g) || given(state_decay),
-                  "lattice: state_decay is None but should be the sum of the chunk's "
-                  "gates so far when g and state_position are given");
+      GIRIH_CHECK(
+          given(state_step),
+          "lattice: state_step is None but should be a tensor, the sum of the steps of the chunk so far, "
+          "when state_position is a tensor");
+      GIRIH_CHECK(
+          !given(g) || given(state_decay),
+          "lattice: state_decay is None but should be a tensor, the sum of the gates of the chunk so far, "
+          "when g and state_position are tensors");
     }
     return {at["B"], at["T"], at["HQ"], at["H"], at["M"], at["D"], at["N"]};
   }
@@ -47,19 +48,20 @@ struct Problem {
     if (D > kWidest || M > kWidest) return aten("values or slots wider than 128");
     if (q.scalar_type() == at::kFloat) return exact(kFloat32);
     if (!normalize) return exact("normalize is False");
-    if (shrinkage > 0) return exact("there is a shrinkage");
+    if (shrinkage > 0) return exact("shrinkage is not 0");
     if (chunk < kShortestChunk) return exact("chunks of fewer than 8 tokens");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q, bool normalize, double shrinkage) {
     if (q.scalar_type() == at::kDouble) return aten(kFloat64);
     if (!normalize) return aten("normalize is False");
-    return shrinkage > 0 ? aten("there is a shrinkage") : exact(kMemoryBound);
+    return shrinkage > 0 ? aten("shrinkage is not 0") : exact(kMemoryBound);
   }
 
-  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores keep the memory
-  // before every chunk, its columns the rows; of a chunk's end two numbers a column; and where the last
-  // chunks have come to. The exact ones keep the memory before every segment, in fp32.
+  // The saved tensors of forward; {0} each without kernels.
+  //   tensor cores: memories, the transposed memory before every chunk; ends, two numbers per column at the
+  //     end of every chunk; last and last_step, the final state
+  //   fp32 kernels: memories, the fp32 memory before every segment
   struct Kept {
     std::vector<c10::SymInt> memories, ends, last;
     at::ScalarType memories_type;
@@ -81,7 +83,7 @@ struct Problem {
     return kept;
   }
 
-  // Tokens of a segment: whole chunks.
+  // Tokens of a segment of the fp32 kernels: a multiple of the chunk.
   static constexpr int64_t exact_segment(int64_t chunk) { return kKeptChunk / chunk * chunk; }
 };
 

@@ -1,5 +1,5 @@
-// What girih.conversion computes of an attention's q, k and v before a memory. Not operators for users: they
-// serve python/girih/conversion/rows.py, which decides where and gives them gradients.
+// CUDA kernels of girih.conversion for q, k and v of an attention layer before a linear memory. Not public
+// operators: python/girih/conversion/rows.py calls them and implements their gradients.
 #include <torch/library.h>
 
 #include "../arguments/contiguous.h"
@@ -21,7 +21,7 @@ void check_rows(const Tensor& x, const char* name) {
               kernels::kLinearPathWidest, "] of less than 2^31 rows");
 }
 
-// x itself where a token's heads lie one after the other and packs where they should, else a copy.
+// x itself if the heads of a token are contiguous and rows are aligned for vector accesses, else a copy.
 Tensor in_token_rows(const Tensor& x) {
   const auto multiple = [&](int64_t stride, int64_t size) { return size <= 1 || stride % kPack == 0; };
   const auto begins = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (kPack * x.element_size()) == 0;
@@ -46,7 +46,7 @@ struct Rows {
                       x.device() == q_.device(),
                   "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(), " on ", x.device(),
                   "; expected ", q_.scalar_type(), " [", B, ", ", T, ", heads, ", D, "] on ", q_.device(),
-                  ", k and v alike");
+                  ", the same for k and v");
       check_rows(x, name);
       return in_token_rows(x);
     };
@@ -66,7 +66,7 @@ struct Rows {
   void fill(Problem& p) const {
     p.shape = shape, p.q = token_rows(q), p.k = token_rows(k), p.v = token_rows(v);
   }
-  // The sizes of k's rows, and v's.
+  // The sizes of the virtual rows of k and of v.
   std::vector<int64_t> of_kv() const { return {shape.batch, shape.tokens * shape.n, shape.heads, shape.D}; }
 };
 
@@ -102,13 +102,15 @@ Three virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, const Tens
   return {dq, dk, dv};
 }
 
-// The result is of this type, x's own, but of fp16 fp32, and of fp32 fp16 too.
+// The running sum of x in `type`: the dtype of x, except that fp16 has sums in fp32. For backward also fp32
+// -> fp16.
 Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
   check_rows(x_, "x");
   const auto own = x_.scalar_type();
   const auto of_half = [&](at::ScalarType a, at::ScalarType b) { return a == at::kHalf && b == at::kFloat; };
   TORCH_CHECK((type == own && own != at::kHalf) || of_half(own, type) || of_half(type, own), "girih: ", kOp,
-              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " of x of ", own);
+              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " for x of dtype ",
+              own);
   const c10::cuda::CUDAGuard device(x_.device());
   const auto x = in_token_rows(x_), total = at::empty(x_.sizes(), x_.options().dtype(type));
   const kernels::RunningSum p{x.size(0),

@@ -1,5 +1,5 @@
-// What a language model computes row by row beside its mixers, by kernels; fused.h says what it is for and
-// has the gradients.
+// CUDA implementation of the row-wise functions of a language model: residual_norm, silu_norm, silu_product,
+// rotary, cross_entropy. See ../fused/fused.h for the equations and the gradients.
 #include <torch/library.h>
 
 #include "../arguments/contiguous.h"
@@ -65,7 +65,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& d
                                                  const OptionalTensor& after_, const Tensor& s_,
                                                  const OptionalTensor& weight, double eps, bool of_branch,
                                                  bool of_weight, bool of_silu) {
-  TORCH_CHECK(given(weight) || !of_weight, "girih: ", op, ": there is no weight; expected of_weight = False");
+  TORCH_CHECK(given(weight) || !of_weight, "girih: ", op,
+              ": of_weight is True but weight is None; expected of_weight = False");
   const c10::cuda::CUDAGuard device(s_.device());
   kernels::ResidualNormBackward p{};
   p.shape = shape_of(op, s_, weight, dy_.scalar_type(), eps, of_silu);
@@ -148,8 +149,8 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
   const int64_t rows = logits.size(0);
   const auto remainder = reinterpret_cast<uintptr_t>(logits.const_data_ptr()) % kPackAlignment;
   TORCH_CHECK(logits.is_contiguous() && remainder == 0, "girih: cross_entropy_: logits have strides ",
-              logits.strides(), " and begin ", remainder, " bytes behind a multiple of ", kPackAlignment,
-              "; expected dense ones that begin there, for they are written");
+              logits.strides(), " and begin ", remainder, " bytes after a multiple of ", kPackAlignment,
+              "; expected contiguous logits that begin at a multiple, since they are written in place");
   const auto l = at::empty({rows}, logits.options().dtype(at::kFloat));
   kernels::CrossEntropy p{};
   p.rows = rows, p.classes = logits.size(1), p.dtype = kernel_dtype(logits);
@@ -157,7 +158,7 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
   TORCH_CHECK(labels.dim() == 1 && labels.size(0) == rows && labels.scalar_type() == at::kLong &&
                   labels.is_contiguous() && labels.device() == logits.device(),
               "girih: cross_entropy_: labels are ", labels.scalar_type(), " ", labels.sizes(), " on ",
-              labels.device(), "; expected dense int64 [", rows, "] on ", logits.device());
+              labels.device(), "; expected contiguous int64 [", rows, "] on ", logits.device());
   p.labels = labels.const_data_ptr<int64_t>();
   p.ignored = ignored;
   p.l = l.mutable_data_ptr<float>();
@@ -175,8 +176,8 @@ kernels::RotaryShape rotary_shape(const Tensor& like, at::IntArrayRef sizes, int
               "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ", kPair, " up to ",
               kernels::kRotaryWidest, "] of less than 2^31 tokens");
   TORCH_CHECK(0 <= query_heads && query_heads <= heads && (heads - query_heads) % 2 == 0,
-              "girih: rotary: query_heads is ", query_heads, "; expected the heads of x, ", heads,
-              ", less those of k and as many of v");
+              "girih: rotary: query_heads is ", query_heads, "; expected the number of heads of x, ", heads,
+              ", minus those of k and v, which are equal");
   const bool of_sequences = position.dim() == 2;
   TORCH_CHECK(position.scalar_type() == at::kLong && position.device() == like.device() &&
                   position.sizes() == (of_sequences ? at::IntArrayRef({B, T}) : at::IntArrayRef({T})),
@@ -185,7 +186,7 @@ kernels::RotaryShape rotary_shape(const Tensor& like, at::IntArrayRef sizes, int
   TORCH_CHECK(rate.scalar_type() == at::kFloat && rate.device() == like.device() &&
                   rate.sizes() == at::IntArrayRef({D / 2}) && rate.is_contiguous(),
               "girih: rotary: rate is ", rate.scalar_type(), " ", rate.sizes(), " on ", rate.device(),
-              "; expected dense Float [", D / 2, "] on ", like.device());
+              "; expected contiguous Float [", D / 2, "] on ", like.device());
   return {B,
           T,
           static_cast<int>(query_heads),
@@ -240,11 +241,12 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // s = x + branch, or x itself, y [.., dim] in the type `rows`; without a weight its rows are of length 1
+  // s = x + branch, or x without a branch; y [.., dim] = RMSNorm(s) in the dtype `rows`; without a weight the
+  // rows of y have length 1
   m.def(
       "residual_norm(Tensor(a) x, Tensor? branch, Tensor? weight, float eps, ScalarType rows)"
       " -> (Tensor(a) s, Tensor y)");
-  // Empty is what is not asked for.
+  // A gradient that is not requested is empty.
   m.def(
       "residual_norm_backward(Tensor dy, Tensor? after, Tensor s, Tensor? weight, float eps, bool of_branch,"
       " bool of_weight) -> (Tensor ds, Tensor dbranch, Tensor dweight)");
@@ -256,10 +258,10 @@ TORCH_LIBRARY_FRAGMENT(girih, m) {
   m.def(
       "silu_product_backward(Tensor dy, Tensor gate, Tensor up, bool of_product)"
       " -> (Tensor dgate, Tensor dup, Tensor y)");
-  // q, k and v of x [B, T, heads of all, D], q and k turned by position * rate
+  // x [B, T, heads of q, k and v, D] -> q, k, v; q and k rotated by position * rate
   m.def("rotary(Tensor x, int query_heads, Tensor position, Tensor rate) -> (Tensor q, Tensor k, Tensor v)");
   m.def("rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor position, Tensor rate) -> Tensor");
-  // Of every row; logits become the gradient of their sum.
+  // The cross entropy of every row; the logits are overwritten by the gradient of the sum.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignored) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {

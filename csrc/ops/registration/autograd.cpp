@@ -1,5 +1,5 @@
-// X under autograd, the same for every operator: X calls X_forward and leaves X_backward in the graph. Both
-// are registered operators, so a traced graph holds them as they are.
+// Autograd of every operator X: X calls X_forward and records a node that calls X_backward. Both are
+// registered operators, so a traced graph contains them as single calls.
 #include "../../torch_internals.h"
 #include "../arguments/check.h"
 #include "dispatch.h"
@@ -22,10 +22,11 @@ using c10::IValue;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Of a node: which operator, which of its outputs have a gradient (bit i: output i), and its options.
+// Key of the saved options of a node: (index of the operator, bit mask of the differentiable outputs,
+// options).
 constexpr const char* kCall = "call";
 
-// What a node of the graph runs.
+// The backward function of a node: calls X_backward.
 struct Backward {
   static constexpr bool is_traceable = false;
 
@@ -51,7 +52,8 @@ struct Backward {
   }
 };
 
-// Absent inputs and outputs have no edge; `inputs` are the arguments that are tensors, with those.
+// Runs X_forward and records a node. `inputs` are the tensor arguments; absent inputs and outputs have no
+// edge.
 Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValue> arguments) {
   variable_list defined;
   for (const auto& input : inputs) {
@@ -105,7 +107,7 @@ const std::string& name_of(const Operator& op, size_t input) {
   return input < op.tensors.size() ? op.tensors[input].name : op.packing;
 }
 
-// No first tensor, or one of another layout, would lead the dispatcher to where there is no operator.
+// Without this check the dispatcher has no kernel for an absent first tensor or for another layout.
 void expect_dense(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
   GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", name_of(op, i),
               " is None but should be a tensor ", op.tensors[0].shapes);
@@ -114,7 +116,7 @@ void expect_dense(const Operator& op, const char* form, size_t i, const at::Tens
               " is a sparse or nested tensor but should be a dense one");
 }
 
-// X_forward with nothing saved, of which its outputs stay. `stack`: X's arguments.
+// Runs X_forward with save=False and leaves the outputs of X on the stack. `stack` holds the arguments of X.
 void run_forward_alone(const Operator& op, Stack* stack) {
   const auto arguments = forms_of(op).forward.schema().arguments().size();
   stack->emplace_back(false);
@@ -145,7 +147,7 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
   run_forward_alone(op, stack);
 }
 
-// Without autograd (inference mode) X is X_forward.
+// X without autograd (inference mode).
 void not_differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = 0; i < op.inputs(); ++i) {
@@ -154,7 +156,7 @@ void not_differentiable(const Operator& op, const c10::OperatorHandle& handle, S
   run_forward_alone(op, stack);
 }
 
-// A step writes its state in place, so there is nothing to differentiate it by.
+// X_step under autograd: the state is written in place, so a step has no derivative.
 void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = 0; i < op.tensors.size(); ++i) {
@@ -163,15 +165,16 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
     if (!input.defined()) continue;
     refuse_forward_mode(op, "_step", name_of(op, i), input);
     GIRIH_CHECK(!at::GradMode::is_enabled() || !input.requires_grad(), op.name, "_step: ", op.tensors[i].name,
-                " requires a gradient but a step has none: call it under torch.no_grad(), or ", "girih.",
+                " requires a gradient but a step has none: call it under torch.no_grad(), or call ", "girih.",
                 op.name);
   }
   const at::AutoDispatchBelowAutograd below;
   handle.callBoxed(stack);
 }
 
-// What a step writes has a new version afterwards, as with PyTorch's own operators in place: a backward pass
-// that has saved it is an error then, not a wrong gradient. Tensors of inference mode have no version.
+// Increments the version of the state tensors after a step, as in-place operators of PyTorch do. A backward
+// pass that saved such a tensor then raises an error and does not return a wrong gradient. Inference tensors
+// have no version.
 void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   variable_list written;
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
@@ -186,15 +189,15 @@ void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack*
   for (const auto& state : written) state.unsafeGetTensorImpl()->bump_version();
 }
 
-// Views that are to be negated on reading: data are, a state cannot be written so.
+// X_step for tensors with the negative bit: data are resolved; a state with this bit cannot be written in
+// place.
 void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = stack->end() - ptrdiff_t(handle.schema().arguments().size());
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     const auto input = tensor_of(arguments[i]);
     if (!input.defined() || !input.is_neg()) continue;
-    GIRIH_CHECK(
-        i < op.data, op.name, "_step: ", op.tensors[i].name,
-        " is an expanded or negated view but is written in place: give a tensor with memory of its own");
+    GIRIH_CHECK(i < op.data, op.name, "_step: ", op.tensors[i].name,
+                " is an expanded or negated view but is written in place: pass a copy");
     arguments[i] = input.resolve_neg();
   }
   handle.callBoxed(stack);
@@ -211,7 +214,7 @@ TORCH_LIBRARY_IMPL(girih, Negative, m) {
 TORCH_LIBRARY_IMPL(girih, Autograd, m) {
   for (const auto& op : operators()) {
     register_boxed<&differentiable>(m, op.name, op);
-    // A second derivative is an error that names the operator, never a silent zero.
+    // A second derivative raises an error with the name of the operator.
     for (const char* suffix : {"_forward", "_backward"}) {
       m.impl((op.name + suffix).c_str(), torch::autograd::autogradNotImplementedFallback());
     }

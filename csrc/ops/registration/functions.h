@@ -1,5 +1,5 @@
-// What the functions of girih/ops.h share: typed calls of the registered operators. An undefined tensor
-// becomes None and back.
+// Shared by the functions of girih/ops.h: typed calls of the registered operators. An undefined tensor is
+// passed as None.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,7 +10,7 @@
 
 namespace girih::ops {
 
-// The registered operator `name` with its C++ signature. Keep the result in a static: the look-up takes a
+// The registered operator `name` with its C++ signature. Store the result in a static: the lookup takes a
 // lock.
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
@@ -32,23 +32,23 @@ inline MaybeWord view(const std::optional<std::string>& word) {
   return word ? MaybeWord(*word) : std::nullopt;
 }
 
-// A step writes a state's tensors, so it needs some, and one token for each of its sequences.
+// A step writes the tensors of the state in place: a state is required. It reads one token per sequence, so
+// sequences are not packed.
 inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
   GIRIH_CHECK(state.defined(), name,
-              "_step: state is absent but its tensors are written in place; "
-              "for a first token make it with start()");
+              "_step: state is absent but is written in place: make the state of a first token with start()");
   GIRIH_CHECK(!cu_seqlens.defined(), name,
-              "_step: cu_seqlens is given but one token a sequence is not packed");
+              "_step: cu_seqlens is a tensor but should be absent: a step reads one token per sequence");
 }
 
-// One first memory [H, ...] for each of N sequences; one that has N in front as it is.
+// Expands a first memory [H, ...] to [N, H, ...]; a memory that already has N is returned unchanged.
 inline OptionalTensor for_each_sequence(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
   if (!memory.defined() || memory.dim() != 3) return none_if_absent(memory);
   const auto N = cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
   return memory.expand({N, -1, -1, -1});
 }
 
-// The same in tensors of its own.
+// Expands a first memory to [batch, H, ...] and copies it.
 inline Tensor own(const Tensor& memory, int64_t batch) {
   return memory.detach().expand({batch, -1, -1, -1}).clone(at::MemoryFormat::Contiguous);
 }

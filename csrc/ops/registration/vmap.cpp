@@ -1,5 +1,5 @@
-// torch.vmap, the same for every operator: the mapped dimension becomes part of the batch, since sequences of
-// a batch know nothing of each other.
+// torch.vmap of every operator: the mapped dimension becomes part of the batch, since the sequences of a
+// batch are independent.
 #include "../../torch_internals.h"
 #include "../arguments/check.h"
 #include "dispatch.h"
@@ -9,7 +9,7 @@ namespace {
 
 using c10::IValue;
 
-// How a tensor of these shapes joins the batch: by its first dimension, or not at all.
+// Whether the first dimension of the tensor is the batch.
 bool has_batch(const Operator& op, const TensorArgument& tensor) {
   const auto& pattern = tensor.patterns.front();
   if (pattern.leading) return true;
@@ -36,12 +36,11 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
     auto tensor = tensor_of(arguments[i]);
     if (!tensor.defined()) continue;
     const bool packing = i == op.tensors.size();
-    GIRIH_CHECK(
-        !packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
-        " packs sequences into one row, which torch.vmap cannot put into a batch; call it without vmap");
+    GIRIH_CHECK(!packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
+                " packs sequences into one row, which torch.vmap cannot batch; call it without vmap");
     if (!packing && !has_batch(op, op.tensors[i])) {
       GIRIH_CHECK(!mapped[i], op.name, ": ", op.tensors[i].name,
-                  " is mapped by torch.vmap but is one for the whole batch; call it without vmap");
+                  " is mapped by torch.vmap but the whole batch shares it; call it without vmap");
       continue;
     }
     // [count, B, ...] -> [count * B, ...]

@@ -1,5 +1,5 @@
-// What becomes of a layer's small products in training, gates and step sizes, by kernels; ../fused/fused.h
-// says what it is for and has the gradients.
+// CUDA implementation of gate activations (y = gate(x)) in training; see ../fused/fused.h for the equations
+// and the gradients.
 #include <torch/library.h>
 
 #include "../arguments/contiguous.h"
@@ -9,7 +9,7 @@
 namespace girih::row_gates {
 namespace {
 
-// x as rows that lie at one distance: columns of a wider product do.
+// x as [rows, columns] with one distance between rows; columns of a wider product are not copied.
 Tensor in_rows(const char* op, const Tensor& x) {
   TORCH_CHECK(x.dim() >= 1 && is_of_kernels(x.scalar_type()), "girih: ", op, ": x is ", x.scalar_type(), " ",
               x.sizes(), "; expected float32, float16 or bfloat16 [..., columns]");
@@ -27,9 +27,9 @@ kernels::RowGates problem(const char* op, const Tensor& x, std::string_view gate
   p.rows = x.size(0), p.columns = static_cast<int>(x.size(1));
   p.gate = row_gate(op, gate);
   TORCH_CHECK(p.gate != kernels::RowGate::none, "girih: ", op,
-              ": the gate is 'none', which is x itself; expected linear, sigmoid, logsigmoid or decay");
+              ": gate is 'none'; expected linear, sigmoid, logsigmoid or decay");
   TORCH_CHECK(given(rate) == (p.gate == kernels::RowGate::decay), "girih: ", op,
-              ": rate goes with decay, and with no other gate");
+              ": rate should be a tensor for the gate decay, and None for other gates");
   p.dtype = kernel_dtype(x);
   p.x = x.const_data_ptr();
   p.stride = x.size(0) == 1 ? x.size(1) : x.stride(0);
@@ -76,9 +76,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, std::st
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(girih, m) {
-  // y [..., columns] in fp32; bias, rate [columns]
+  // y [..., columns] in fp32; bias and rate [columns]
   m.def("row_gates(Tensor x, str gate, Tensor? bias, Tensor? rate, float scale) -> Tensor");
-  // sums [2, columns]: of bias and rate; empty where not asked for
+  // sums [2, columns]: gradients of bias and rate; empty without of_sums
   m.def(
       "row_gates_backward(Tensor dy, Tensor x, str gate, Tensor? bias, Tensor? rate, float scale,"
       " bool of_sums) -> (Tensor dx, Tensor sums)");

@@ -1,11 +1,11 @@
-// What ttt asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of ttt beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../trellis/problem.h"
 
 namespace girih::ttt {
 
-// Trellis' with one memory. {0} is kept without kernels.
+// The problem of Trellis with one memory.
 struct Problem : trellis::Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,
@@ -20,7 +20,7 @@ struct Problem : trellis::Problem {
                 "zero start");
     GIRIH_CHECK(given(state_first_k) || !given(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
-                "state_position is given");
+                "state_position is a tensor");
     return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
              phi == "softmax"}};
   }
