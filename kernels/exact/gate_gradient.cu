@@ -1,4 +1,4 @@
-// The gradient of the gates. A block has one chunk, one head and 64 slots; four threads share a slot, each
+// The gradient of the gates. A block has one chunk, one head and 64 slots; a slot has four threads, each
 // with every fourth row of the states and 16 tokens.
 //
 // The gate of token t scales all earlier writes for reads from t on. With c = w - s ds and H G, the sum over

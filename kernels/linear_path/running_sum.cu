@@ -1,7 +1,7 @@
 // total at t = x at 0 + ... + x at t, or with from_end x at t + ... + x at T - 1
 //
-// A block has a few columns of a sequence, and each group of lanes has a run of tokens. A group sums its run,
-// gets the sum of the earlier runs, and reads its run again, from the cache, to write the running sums.
+// A block has a few columns of a sequence, and a group of lanes has a run of tokens. A group sums the run,
+// gets the sum of the earlier runs, and reads the run again, from the cache, to write the running sums.
 #include "linear_path/linear_path.h"
 #include "tile/grid.h"
 #include "tile/pack.h"

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   add_rows(of_rate, to + of.columns, of.columns, grid);
 }
 
-// Calls f(Tile) for the type and pack of p; an error if there is no such Tile.
+// Calls f(Tile) for the type and pack of p; an error for RowGate::none and for types without a Tile.
 template <typename F>
 cudaError_t with_tile(const RowGates& p, const F& f) {
   if (p.gate == RowGate::none) return cudaErrorInvalidValue;

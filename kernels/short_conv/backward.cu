@@ -148,7 +148,7 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
       }
     }
 
-    // Stores the dx that no later turn contributes to. In a whole turn none of them are among the last W - 1
+    // Stores the dx that no later turn contributes to. In a full turn none of them are among the last W - 1
     // tokens of the sequence.
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {

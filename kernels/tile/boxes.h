@@ -1,4 +1,4 @@
-// Copies of boxes of a tensor to shared memory by TMA (sm_90). One thread starts the copy of a box, and an
+// TMA (sm_90): copies of a box, a block of a tensor, to shared memory. One thread starts the copy, and an
 // mbarrier completes a phase when all bytes of the box have arrived.
 #pragma once
 

@@ -59,7 +59,7 @@ inline cudaError_t has_warpgroups(bool& has) {
   return is_compiled_for<Kernel, 90, 90>(has);
 }
 
-// The most bytes of shared memory that a block may use on the current device.
+// The limit of shared memory bytes of a block on the current device.
 inline cudaError_t shared_limit(int& bytes) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
