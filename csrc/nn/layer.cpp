@@ -1,4 +1,5 @@
-// What layers do: packing or a mask, masked tokens, states, parameters without weight decay.
+// The base classes of layers: dtypes, weight decay groups, masks and packed sequences, states, rotary
+// positions.
 #include "layer.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ torch::nn::Embedding embedding(int64_t count, int64_t width) {
   torch::nn::EmbeddingOptions options(count, width);
   if (!WithoutValues::on()) return torch::nn::Embedding(options);
   torch::nn::Embedding layer(options._weight(at::empty({count, width})));
-  layer->options._weight({});  // or a clone would have this very tensor
+  layer->options._weight({});  // a clone would share this tensor
   return layer;
 }
 
@@ -38,7 +39,7 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
 
 namespace {
 
-// Before `to`, which puts other data into these tensors, and after it.
+// Restores parameters to fp32 after `to` has rounded them: stores the tensors' data before `to`.
 struct Kept {
   std::vector<Tensor> tensors, before;
 
@@ -107,7 +108,7 @@ Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput&
 }
 
 Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const {
-  // A layer looks at masks and packed sequences by itself.
+  // core() does not read masks or packed sequences; forward() does.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
     return layer.by_products(x, call, input, x);
   auto [y, state] =

@@ -1,3 +1,4 @@
+// MemoryAsGate: (1 - m) base + m mixed, and MixAttention, two mixers combined by it.
 #include <algorithm>
 
 #include "layer.h"

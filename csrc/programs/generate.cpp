@@ -1,4 +1,4 @@
-// girih-generate FOLDER [PROMPT ...]: a language model goes on with texts, byte by byte, or with token ids.
+// girih-generate FOLDER [PROMPT ...]: continues texts with a language model, as bytes or as token ids.
 #include <ATen/Context.h>
 #include <girih/girih.h>
 
@@ -65,7 +65,7 @@ std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
 std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   if (of.prompts.empty() && of.lines) {
     for (std::string line; std::getline(std::cin, line);) {
-      if (!line.empty() && line.back() == '\r') line.pop_back();  // of files with "\r\n"
+      if (!line.empty() && line.back() == '\r') line.pop_back();  // line ends "\r\n"
       of.prompts.push_back(line);
     }
   } else if (of.prompts.empty()) {
@@ -80,7 +80,7 @@ std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   return all;
 }
 
-// A text on standard output, token by token.
+// Writes a text to standard output, token by token.
 class Writer {
  public:
   explicit Writer(bool ids) : ids_(ids) {}
@@ -124,7 +124,7 @@ int generate(Options of) {
   }
   const auto prompts = prompts_of(of, vocab_size);
 
-  // Padded on the left.
+  // Pad prompts on the left.
   size_t longest = 0;
   for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
   const auto batch = static_cast<int64_t>(prompts.size()), tokens = static_cast<int64_t>(longest);
@@ -142,7 +142,7 @@ int generate(Options of) {
     options.generator->set_current_seed(static_cast<uint64_t>(*of.seed));
   }
 
-  // One text appears as it is written, several one after the other.
+  // A single text is printed while it is generated; several texts are printed at the end.
   Writer writer(of.ids);
   const auto ends = nn::list_of(options.eos_token_id ? options.eos_token_id : model->config.eos_token_id);
   const auto is_end = [&](int64_t token) { return std::ranges::find(ends, token) != ends.end(); };
