@@ -129,8 +129,7 @@ void AttentionImpl::expect_state(const State& state, const Tensor& x) const {
   TORCH_CHECK_VALUE(k.defined() && k.dim() == 4, "state: attention has keys [N, slots, heads, head_dim]");
   const auto N = x.size(0), slots = k.size(1);
   TORCH_CHECK_VALUE(state.tokens <= slots && (state.tokens > 0 || state.slots || slots == 0),
-                    "state: attention's has ", slots, " slots and says in `tokens` how many are taken; got ",
-                    state.tokens);
+                    "state.tokens is ", state.tokens, "; expected 0 to ", slots, ", the slots of the keys");
   check_part("k", k, {N, slots, heads_[1], head_dim_});
   check_part("v", v, {N, slots, heads_[2], head_dim_}, k.scalar_type());
   if (valid.defined()) check_part("valid", valid, {N, slots}, at::kBool);

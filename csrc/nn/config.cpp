@@ -241,7 +241,7 @@ bool is_misspelt(const std::string& word) {
 
 void check_spelling(const json& values) {
   for (const auto& [word, value] : values.items())
-    TORCH_CHECK_VALUE(!is_misspelt(word), word, " is no field of a configuration; expected ",
+    TORCH_CHECK_VALUE(!is_misspelt(word), word, " is not a field of a configuration; did you mean ",
                       nearest_field(word), "?");
 }
 
@@ -259,10 +259,10 @@ Injection read_injection(const json& entry) {
   TORCH_CHECK_VALUE(entry.is_object() && entry.contains("how"), "girih holds ", shown(entry),
                     "; expected what girih.inject saved");
   TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", shown(entry["how"]),
-                    "; expected inject: replaced attention is read by Python alone");
+                    "; expected inject: only Python reads replaced attention");
   const auto mixer = entry.value("mixer", json("delta_product"));
   TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer),
-                    "; expected delta_product: other paths are read by Python alone");
+                    "; expected delta_product: only Python reads other paths");
   const auto window = entry.value("max_self_attn_length", json());
   TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", shown(window),
                     "; expected null: girih's own attention keeps all keys");
@@ -306,8 +306,8 @@ json parse_options(const std::string& options) {
     TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "options: ", quoted_word(option),
                       " is not name=value");
     const auto name = option.substr(0, equals), text = option.substr(equals + 1);
-    TORCH_CHECK_VALUE(is_field(name), name, " is no field of a configuration; expected ", nearest_field(name),
-                      "?");
+    TORCH_CHECK_VALUE(is_field(name), name, " is not a field of a configuration; did you mean ",
+                      nearest_field(name), "?");
     TORCH_CHECK_VALUE(!values.contains(name), name, " is given twice");
     auto value = json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (value.is_discarded())
@@ -328,7 +328,7 @@ Config complete(const Config& config) {
                     " layers; expected num_hidden_layers, ", c.num_hidden_layers);
   check_names(c);
   TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
-                    "]; expected none: it is for the whole CAT model, mixer 'cat', to choose from");
+                    "]; expected none: only the CAT model, mixer 'cat', has a choice of chunks");
   if (!c.num_kv_heads) c.num_kv_heads = c.num_heads;
   TORCH_CHECK_VALUE(c.num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
                     "; expected a divisor of num_heads ", c.num_heads);

@@ -63,12 +63,13 @@ std::function<void()> Decoder::recorded(const State& after, const Tensor& logits
   try {
     return recorder_->record([this, before = state_, after, logits] {
       auto [x, now] = model_.model->forward(ids_, {}, before, /*use_cache=*/true);
-      TORCH_CHECK(as_expected(before, after, now), "a step has made a state of other tensors");
+      TORCH_CHECK(as_expected(before, after, now),
+                  "a captured step returned other tensors than those of the state");
       logits.copy_(model_.head(x.select(1, -1)));
     });
   } catch (const std::exception& error) {  // work that cannot be captured; nothing was executed
     const auto* known = dynamic_cast<const c10::Error*>(&error);
-    TORCH_WARN("a token cannot be a CUDA graph and runs as ever: ",
+    TORCH_WARN("a decoding step cannot be captured as a CUDA graph and runs eagerly: ",
                known != nullptr ? known->what_without_backtrace() : error.what());
     return {};
   }

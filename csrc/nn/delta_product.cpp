@@ -9,8 +9,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
     : options(completed("delta_product", hidden_size, num_heads, given)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
-  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is not given; expected it beside ",
-                    "between_chunks");
+  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is missing; between_chunks requires it");
   TORCH_CHECK_VALUE(options.between_chunks || !given.chunk, "chunk is ", given.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};

@@ -162,7 +162,7 @@ LanguageModel inject(const LanguageModel& model, const Injection& injection) {
 void LanguageModelImpl::set_chunk(int64_t chunk) {
   auto* cat = dynamic_cast<CatModelImpl*>(model.get());
   TORCH_CHECK_VALUE(cat != nullptr, "chunk is ", chunk,
-                    "; expected none: it is for the whole CAT model to choose");
+                    "; expected none: only the CAT model has a choice of chunks");
   cat->set_chunk(chunk);
 }
 

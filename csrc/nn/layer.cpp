@@ -97,7 +97,8 @@ Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, 
 }
 
 Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "core: a layer that has products has one");
+  TORCH_CHECK_NOT_IMPLEMENTED(false,
+                              "core: not implemented; a layer that overrides products overrides core too");
 }
 
 Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& input,
@@ -131,7 +132,7 @@ void check_mask(const Tensor& x, const Tensor& attention_mask) {
 
 void check_state(const State& state, size_t tensors, size_t parts) {
   TORCH_CHECK_VALUE(state.empty() || (state.tensors.size() == tensors && state.parts.size() == parts),
-                    "state: it has ", state.tensors.size(), " tensors and ", state.parts.size(),
+                    "state has ", state.tensors.size(), " tensors and ", state.parts.size(),
                     " parts; expected ", tensors, " and ", parts, ", as this layer returns it");
 }
 
@@ -141,7 +142,7 @@ int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens) {
 
 void check_batch(const Tensor& part, int64_t sequences) {
   TORCH_CHECK_VALUE(part.defined() && part.dim() > 0, "state: a tensor is missing");
-  TORCH_CHECK_VALUE(part.size(0) == sequences, "state is of ", part.size(0), " sequences; expected one of ",
+  TORCH_CHECK_VALUE(part.size(0) == sequences, "state has ", part.size(0), " sequences; expected ",
                     sequences);
 }
 

@@ -66,10 +66,12 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
   const auto sums = at::promote_types(x.scalar_type(), at::kFloat);
   const auto expect_part = [&](const char* name, const State& part, size_t tensors) {
     check_state(part, tensors, 0);
-    TORCH_CHECK_VALUE(!part.empty(), "state: ", name, " is missing, which this layer returns");
+    TORCH_CHECK_VALUE(!part.empty(), "state: ", name,
+                      " is missing; expected the state that this layer returns");
   };
   const auto expect_absent = [](const char* name, const Tensor& part) {
-    TORCH_CHECK_VALUE(!part.defined(), "state: ", name, " is there, which this layer does not return");
+    TORCH_CHECK_VALUE(!part.defined(), "state: ", name,
+                      " is defined; expected the state that this layer returns, without it");
   };
   const auto &pool = state.parts[0], &memory = state.parts[1];
   expect_part("pool", pool, 1);
@@ -220,7 +222,7 @@ Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const C
   if (!call.state.empty()) {  // check before attention writes its state
     TORCH_CHECK_VALUE(
         call.state.parts[0].empty() == call.state.parts[1].empty(),
-        "state: attention or the path beside it has none; expected both, as this layer returns it");
+        "state: one of attention's state and the linear path's state is empty; expected both or neither");
     girih->path->expect_state(call.state.parts[1], projected[0]);
   }
   const auto [a, attention] =

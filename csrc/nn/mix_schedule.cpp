@@ -58,7 +58,8 @@ void MixSchedule::set_weights(const torch::nn::Module& model, int64_t step) cons
                     "injections or the mixer mag in its configuration");
   // Check all mixtures before the first weight changes.
   for (const auto* mixture : mixtures)
-    TORCH_CHECK_VALUE(!mixture->options.learned, "weight: this mixture learns it, a schedule cannot move it");
+    TORCH_CHECK_VALUE(!mixture->options.learned,
+                      "weight is learned by this mixture; a schedule cannot set it");
   for (auto* mixture : mixtures) mixture->set_weight(m);
 }
 

@@ -139,8 +139,8 @@ double least_parameters(const Config& c) {
 void expect_parameters(const Config& config, double most, const char* why) {
   const auto count = least_parameters(config);
   TORCH_CHECK_VALUE(count <= most,
-                    "vocab_size, hidden_size, num_hidden_layers and what hangs on them ask for at least ",
-                    count, " parameters; expected at most the ", most, " that ", why);
+                    "the sizes (vocab_size, hidden_size, num_hidden_layers, ...) give at least ", count,
+                    " parameters; expected at most the ", most, " that ", why);
 }
 
 void expect_memory(const Config& config, int64_t element_size) {
@@ -148,7 +148,7 @@ void expect_memory(const Config& config, int64_t element_size) {
   getrlimit(RLIMIT_AS, &allowed);
   const double there =
       std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
-  expect_parameters(config, there / double(element_size), "fit into the memory that there is");
+  expect_parameters(config, there / double(element_size), "fit into this machine's memory");
 }
 
 HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {

@@ -17,7 +17,7 @@ using std::filesystem::path;
 
 std::string text_of(const path& file) {
   std::error_code error;
-  if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is no file");
+  if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is not a file");
   std::ifstream in(file, std::ios::binary);
   if (!in) throw std::runtime_error(file.string() + ": cannot be opened");
   return {std::istreambuf_iterator<char>(in), {}};
@@ -38,7 +38,7 @@ void check_model_type(const path& file) {
   const auto type = values.is_object() ? values.value("model_type", json("girih")) : json("girih");
   TORCH_CHECK_VALUE(type == "girih", file.string(), ": model_type is ",
                     type.is_string() ? quoted(type.get<std::string>()) : "no string",
-                    "; expected girih: other models, converted ones too, are read by Python alone");
+                    "; expected girih: only Python reads other models, converted models included");
 }
 
 // The configuration, with the special tokens of generation_config.json, which Python's generate reads.

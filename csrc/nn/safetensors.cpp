@@ -78,7 +78,7 @@ std::string quoted(const std::string& name) {
 
 SafetensorsFile::SafetensorsFile(path name) : file_(std::move(name)) {
   std::error_code error;
-  if (!is_regular_file(file_, error)) refuse(file_, "is no file");
+  if (!is_regular_file(file_, error)) refuse(file_, "is not a file");
   const uint64_t size = file_size(file_, error);
   std::ifstream in(file_, std::ios::binary);
   if (error || !in) refuse(file_, "cannot be opened");
@@ -107,8 +107,7 @@ SafetensorsFile::SafetensorsFile(path name) : file_(std::move(name)) {
     if (!offsets || offsets->size() != 2) refuse_entry("should have data_offsets, where it begins and ends");
     const auto [begin, end] = std::pair((*offsets)[0], (*offsets)[1]);
     if (begin > end || end > size - data) refuse_entry("lies outside of the file");
-    if (bytes_of(*shape, dtype->second) != end - begin)
-      refuse_entry("has other bytes than its shape asks for");
+    if (bytes_of(*shape, dtype->second) != end - begin) refuse_entry("does not have the bytes of its shape");
     places.emplace_back(begin, end);
     entries_.emplace(name, Entry{dtype->second, {shape->begin(), shape->end()}, data + begin, data + end});
   }

@@ -38,7 +38,8 @@ int answer(CLI::App& app, int argc, char** argv, const Work& work) {
 inline at::Device device_of(const std::string& name) {
   if (name.empty()) return torch::cuda::is_available() ? at::kCUDA : at::kCPU;
   TORCH_CHECK_VALUE(name == "cpu" || name == "cuda", "--device is ", name, "; expected cpu or cuda");
-  TORCH_CHECK_VALUE(name == "cpu" || torch::cuda::is_available(), "--device is cuda; there is none here");
+  TORCH_CHECK_VALUE(name == "cpu" || torch::cuda::is_available(),
+                    "--device is cuda, but no GPU is available");
   return name;
 }
 

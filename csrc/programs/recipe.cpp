@@ -44,7 +44,7 @@ Recipe recipe_of(const std::string& size) {
   const auto all = nlohmann::json::parse(kRecipes);
   std::string known;
   for (const auto& [name, recipe] : all.items()) known += (known.empty() ? "" : ", ") + name;
-  TORCH_CHECK_VALUE(all.contains(size), "size ", size, ": unknown, there are ", known);
+  TORCH_CHECK_VALUE(all.contains(size), "size ", size, ": unknown; expected one of ", known);
   const auto& of = all.at(size);
   return {of.at("parameters"), of.at("layers"), of.at("heads"), of.at("head_dim"),      of.at("slots"),
           of.at("context"),    of.at("batch"),  of.at("steps"), of.at("learning_rate"), of.at("held_out")};

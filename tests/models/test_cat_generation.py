@@ -468,9 +468,7 @@ def test_chunks_that_do_not_fit_are_refused(chunks, message):
 
 
 def test_chunks_are_for_the_whole_model():
-    with pytest.raises(
-        ValueError, match="chunks is \\[4, 8\\]; expected none: it is for the whole CAT model"
-    ):
+    with pytest.raises(ValueError, match="chunks is \\[4, 8\\]; expected none: only the CAT model"):
         made(mixer=["cat", "cat"], chunks=[4, 8])
 
 
@@ -510,5 +508,5 @@ def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
     with pytest.raises(ValueError) as refused:
         cpp.set_chunk(5)
     assert str(refused.value) == str(python.value)
-    with pytest.raises(ValueError, match="chunk is 4; expected none: it is for the whole CAT model"):
+    with pytest.raises(ValueError, match="chunk is 4; expected none: only the CAT model"):
         _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)

@@ -31,7 +31,7 @@ class Like(NamedTuple):
 def check_batch(part: Tensor, sequences: int) -> None:
     """Refuses a state of another number of sequences; part: a tensor of it, `[N, ...]`."""
     if part.dim() > 0 and part.shape[0] != sequences:
-        raise ValueError(f"state is of {part.shape[0]} sequences; expected one of {sequences}")
+        raise ValueError(f"state has {part.shape[0]} sequences; expected {sequences}")
 
 
 def check_state(state: Any, like: Any, name: str = "state") -> None:

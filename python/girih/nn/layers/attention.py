@@ -173,9 +173,7 @@ class Attention(SequenceLayer):
         check_state(state.k, Like(kept), "state.k")
         check_state(state.v, Like(kept, state.k.dtype), "state.v")
         if not 0 <= state.tokens <= slots:
-            raise ValueError(
-                f"state.tokens is {state.tokens}; expected 0 to {slots}, as state.k has room for"
-            )
+            raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:
             check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
         if state.place is not None:

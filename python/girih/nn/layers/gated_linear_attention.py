@@ -135,7 +135,7 @@ class GatedLinearAttention(RecurrentLayer):
     ) -> tuple[Tensor, Any]:
         if state is not None and len(state) != 2 + self.rotary:
             raise ValueError(
-                f"state: it has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
+                f"state has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
             )
         conv, memory, *length = state or (None, None)
         qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)

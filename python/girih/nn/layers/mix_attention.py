@@ -86,7 +86,7 @@ class MemoryAsGate(Layer):
     def set_weight(self, weight: float) -> None:
         """Moves m, without waiting for the device."""
         if self.learned:
-            raise ValueError("weight: this mixture learns it, a schedule cannot move it")
+            raise ValueError("weight is learned by this mixture; a schedule cannot set it")
         if not is_weight(weight):
             raise ValueError(f"weight is {weight!r}; expected a number from 0 to 1")
         self.weight.fill_(weight)

@@ -35,8 +35,8 @@ class SequenceLayer(Layer):
         if len(args) > 1:
             names = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
             raise ValueError(
-                f"{type(self).__name__}: {names} beside {len(args)} arguments without a name; expected "
-                "hidden_states alone without one"
+                f"{type(self).__name__}: {names} beside {len(args)} positional arguments; expected "
+                "hidden_states as the only one"
             )
         if args:
             kwargs["hidden_states"] = args[0]
