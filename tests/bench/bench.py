@@ -32,7 +32,8 @@ def chosen(ops, names):
     for op in ops or []:
         if op not in SHAPES:
             refuse(
-                f"op {op}: unknown; expected one of {', '.join(SHAPES)}, model, accelerate, generation, converted"
+                f"op {op}: unknown; expected one of {', '.join(SHAPES)}, model, accelerate, generation, "
+                "converted"
             )
     shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
     for name in names or []:

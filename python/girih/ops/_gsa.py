@@ -28,7 +28,7 @@ class GSAState(NamedTuple):
         dtype=torch.float32,
         device=None,
     ) -> "GSAState":
-        """The state before the first token, in tensors of its own, as ``gsa_step`` and a CUDA graph need."""
+        """A new state before the first token, for ``gsa_step`` and CUDA graphs."""
         like = {"dtype": dtype, "device": device}
         return cls(
             torch.zeros(batch, heads, D, M, **like),
@@ -49,7 +49,7 @@ def gsa(
     state: GSAState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, GSAState]:
-    """Gated slot attention (Zhang et al. 2024), and without ``g`` its ungated form ABC (Peng et al. 2021).
+    """Gated slot attention (Zhang et al. 2024); without ``g`` the ungated ABC (Peng et al. 2021).
 
     ::
 
@@ -57,7 +57,7 @@ def gsa(
         Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        o_t = Hv_t^T p_t
 
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, s and g ``[B, T, H, M]``; o
-    ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all
+    ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalized over all
     tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none,
     silu, relu or relu2.
 

@@ -10,8 +10,8 @@ from girih.ops._state import for_each, is_memory, own, parts, written
 
 class TTTState(NamedTuple):
     """The memory of :func:`ttt`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``;
-    ``position`` int64 ``[N]``, how many tokens of the chunk are read. A sequence without tokens has its state
-    back as it was given.
+    ``position`` int64 ``[N]``, the number of tokens of the chunk so far. The state of a sequence without
+    tokens does not change.
     """
 
     first_k: Tensor
@@ -20,7 +20,7 @@ class TTTState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first_k: Tensor, *, device=None) -> "TTTState":
-        """The state before the first token, in its own tensors, from a first memory (shared or ``N``)."""
+        """A new state before the first token, from a first memory ``[H, M, D]`` or ``[N, H, M, D]``."""
         k = own("TTTState", "first_k", first_k, batch, device)
         return cls(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=k.device))
 
@@ -39,21 +39,21 @@ def ttt(
     state: TTTState | Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, TTTState]:
-    """TTT: a memory learns by gradient descent to map keys onto targets, and queries read it.
+    """TTT: a memory learns by gradient descent to map keys to targets, and queries read it.
 
-    It is the first of the two passes of :func:`trellis`. With ``A'`` the memory at the start of the chunk and
-    ``w`` the weight of phi, ones by default::
+    This is the first of the two passes of :func:`trellis`. With ``A'`` the memory at the start of the chunk
+    and ``w`` the weight of phi, ones by default::
 
         u_t = J_phi(A' k_t)^T (w * (w * phi(A' k_t) - a_t))        A_t = e^{g_t} A_{t-1} - gamma_t u_t k_t^T
         o_t = f(A_t q_t)
 
-    TTT-Linear (Sun et al. 2024, eq. 4 to 8) has ``a = v - k`` less the norm's bias, ``phi="layer_norm"``
-    and mini-batches of ``chunk`` tokens; its output is ``q + w * f(A q)`` and that bias, with a layer norm as
-    ``f``. The loss is half the squared distance: a factor 2 is in ``gamma``. Shapes: q ``[B, T, HQ, D]``,
-    k ``[B, T, H, D]``, a ``[B, T, H, M]``, gamma and g ``[B, T, H]``, phi_weight ``[H, M]``;
-    o ``[B, T, HQ, M]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are identity, silu,
-    l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state`` is a
-    :class:`TTTState` or the first memory ``[H, M, D]``, ``N`` in front or not.
+    TTT-Linear (Sun et al. 2024, eq. 4 to 8): ``a = v - k - bias`` with the bias of the norm,
+    ``phi="layer_norm"``, mini-batches of ``chunk`` tokens, and the output ``q + w * f(A q) + bias`` with
+    ``f="layer_norm"``. The loss is half the squared distance: ``gamma`` includes the paper's factor 2.
+    Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, a ``[B, T, H, M]``, gamma and g ``[B, T, H]``, phi_weight
+    ``[H, M]``; o ``[B, T, HQ, M]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are identity,
+    silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state`` is a
+    :class:`TTTState` or the first memory ``[H, M, D]`` or ``[N, H, M, D]``.
 
     >>> q = k = v = torch.randn(2, 100, 4, 64)
     >>> o, state = ttt(q, k, v - k, torch.rand(2, 100, 4) / 16, chunk=16, state=torch.randn(4, 64, 64))

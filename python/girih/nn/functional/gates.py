@@ -1,4 +1,4 @@
-"""What becomes of a layer's small products: gates and step sizes, on a GPU in one pass each way."""
+"""Activations of gates and step sizes. On a GPU, one kernel each for forward and backward."""
 
 import torch
 import torch.nn.functional as F
@@ -8,22 +8,22 @@ from girih.nn.functional.fused import has_kernel
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Gates and step sizes are activated in fp32, or in fp64 when they come in fp64."""
+    """x in fp32, or in fp64 when x is fp64: the dtype in which gates and step sizes are activated."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def gated(
     r: Tensor, gate: str, bias: Tensor | None = None, rate: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Of a product r `[..., features]`:
+    """The activation of a linear product r `[..., features]`, in fp32 or fp64 except for none:
 
-        none        r, in its dtype
-        linear      r + bias                            in fp32 at least, as all that follow
+        none        r, in the dtype of r
+        linear      r + bias
         sigmoid     scale sigmoid(r + bias)
         logsigmoid  scale log(sigmoid(r + bias))
         decay       -exp(rate) softplus(r + bias)
 
-    bias, rate: `[features]`, in fp32 at least.
+    bias, rate: `[features]`, fp32 or fp64.
     """
     if gate == "none" or (gate == "linear" and bias is None):
         return r if gate == "none" else at_least_fp32(r)

@@ -1,5 +1,5 @@
-"""Linear layers that read the same x, in training together: on a GPU, and where a compiler takes the operator
-apart. Fewer launches, fewer sums of gradients, those of weights without a rounding."""
+"""Several linear layers of the same x as one operator, in training on a GPU or under torch.compile, which
+decomposes it: fewer launches, one sum of the gradients of x, gradients of weights rounded once."""
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,10 @@ from girih.nn.functional.fused import autocast_dtype, has_kernel, is_compiled, i
 
 
 def takes(x: Tensor, weights: list[Tensor | None]) -> bool:
-    """x in the dtype of the products, by weights alone."""
+    """Whether the operator supports x and the weights: x has the dtype of the products; None: not a plain
+    weight."""
     return (
-        isinstance(x, Tensor)  # and no tracer's
+        isinstance(x, Tensor)  # not a proxy of torch.fx
         and torch.is_grad_enabled()
         and x.dim() > 1
         and all(weight is not None for weight in weights)
@@ -21,7 +22,7 @@ def takes(x: Tensor, weights: list[Tensor | None]) -> bool:
 
 
 def together(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
-    """What each of these linear layers makes of x."""
+    """The outputs of all these linear layers for x."""
     weights = [linear.weight if is_product(linear) else None for linear in linears]
     if takes(x, weights):
         return torch.ops.girih.linears(x, weights)

@@ -1,4 +1,4 @@
-"""Softmax attention with rotary positions: the baseline, the base of a mixture, and CAT's building block."""
+"""Softmax attention with rotary positions and a key-value cache."""
 
 import weakref
 from collections.abc import Sequence
@@ -23,31 +23,31 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 def with_spare(tokens: int) -> int:
-    """Slots for so many tokens and those that come. All of them are read, so not many; where they are full
-    the keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
-    number, tens of milliseconds long."""
+    """Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time;
+    a full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan
+    for each size, which takes tens of milliseconds."""
     return -(-(tokens + max(64, tokens // 8)) // 256) * 256
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """What a step needs to know of slots, made once. None of it belongs to a sequence.
+    """Tables that a step reads, one entry for each slot of the key-value cache; shared by all sequences.
 
-    turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
-    see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
+    turn: `[slots, 2, head_dim]`; rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
+    see: `[2 slots - 1]`; see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf.
     """
 
     turn: Tensor
     see: Tensor
 
 
-register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
+register_dataclass(Slots, "girih.nn.attention.Slots")  # exported programs may return it
 _slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
 
 
 def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
-    """For `[N, slots, heads, head_dim]`; the same for all layers and caches of one stream, as `turn` is as
-    large as one sequence's keys and values of one head."""
+    """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
+    `turn` is as large as the keys and values of one head of a sequence."""
     slots, head_dim = kept.shape[1], kept.shape[-1]
     shared = by_itself(kept)
     if shared:
@@ -67,10 +67,10 @@ def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
 
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query row `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]`, of q's shape.
+    """Attention of one query q `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]` -> `[N, 1, heads, D]`.
 
-    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so no
-    key is repeated for them.
+    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so
+    keys are not repeated.
     """
     o = F.scaled_dot_product_attention(
         q[:, 0].unflatten(1, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
@@ -79,10 +79,11 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class AttentionState(NamedTuple):
-    """Turned keys and values `[N, slots, heads, head_dim]`, of which the first `tokens` are there.
+    """Rotated keys and values `[N, slots, heads, head_dim]`; the first `tokens` slots are used.
 
-    valid: `[N, slots]`, false at masked tokens; None: there are none.  place: `[N]`, `tokens` on the device.
-    slots: what a step reads of them; without gradients, else None.
+    valid: `[N, slots]`, false at masked tokens; None: no token is masked.  place: `[N]`, `tokens` on the
+        device.
+    slots: the tables of a step; None if the state was returned with gradients enabled.
     """
 
     k: Tensor
@@ -108,7 +109,7 @@ class AttentionState(NamedTuple):
 
 
 def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
-    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a new tensor of at least so many slots."""
+    """A new tensor with at least `slots` slots: the first `tokens` slots of kept, then x `[N, T, ...]`."""
     end = tokens + x.shape[1]
     if slots <= end:
         return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
@@ -124,11 +125,11 @@ class Attention(SequenceLayer):
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
-    x, y `[B, T, hidden_size]`. The state is the key-value cache; with use_cache and without gradients it has
-    slots for tokens that come, and a single one is written there.
+    x, y `[B, T, hidden_size]`. The state is the key-value cache. With use_cache and without gradients it has
+    spare slots, and a step writes its token there in place.
 
-    window: a query sees the last so many tokens, itself among them (sliding-window attention); causal alone.
-        The state still keeps all of them.
+    window: tokens that a query attends to, itself included (sliding-window attention); only with causal. The
+        state has the keys of all tokens.
 
     >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -165,7 +166,7 @@ class Attention(SequenceLayer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def check_state(self, state: AttentionState, x: Tensor) -> None:
-        """Refuses a state that is not this layer's after tokens of as many sequences as x has."""
+        """Raises unless this layer can have returned the state for the sequences of x."""
         if not isinstance(state, AttentionState):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
@@ -182,9 +183,11 @@ class Attention(SequenceLayer):
     def visible(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
     ) -> Tensor | None:
-        """Which keys a query sees, `[T, past + T]` or `[B, 1, T, past + T]`; None: all, or all up to itself.
+        """The mask of attention, true where a query attends to a key: `[T, past + T]` or
+        `[B, 1, T, past + T]`.
 
-        A query always sees its own token, so that a masked one has something to attend to.
+        None: no mask beside causality. A query always attends to its own token, so that the softmax of a
+        masked query is defined.
         """
         is_cut = self.window is not None and self.window < past + T
         if valid is None and cu_seqlens is None and not is_cut and (past == 0 or T == 1 or not self.causal):
@@ -246,7 +249,7 @@ class Attention(SequenceLayer):
         kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
         k, v = (part[:, : past + T] for part in kept)
         see = self.visible(past, T, valid, cu_seqlens, x.device)
-        if q.numel() == 0:  # no token has no output; on CUDA, in 16 bits, PyTorch's attention returns None
+        if q.numel() == 0:  # without tokens PyTorch's attention returns None (CUDA, 16-bit types)
             o = q
         else:
             o = F.scaled_dot_product_attention(
@@ -265,8 +268,9 @@ class Attention(SequenceLayer):
         return o, AttentionState(*kept, valid, past + T, place, slots)
 
     def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
-        """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
-        tensors; nothing on the device depends on how many tokens the host knows of."""
+        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the
+        state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
+        can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
             state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
@@ -281,10 +285,10 @@ class Attention(SequenceLayer):
         if valid is not None:
             see = see.where(valid, -torch.inf)
         if now is not None:
-            see = see.index_fill_(1, place, 0.0)  # a masked token sees itself, for something to attend to
+            see = see.index_fill_(1, place, 0.0)  # a masked token attends to itself
         o = attend_row(q, state.k, state.v, see[:, None, None])
         state.place.add_(1)
-        # Not by _replace, of which torch.compile makes an empty tuple.
+        # _replace fails under torch.compile, which returns an empty tuple.
         return o.flatten(2), AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
 
 

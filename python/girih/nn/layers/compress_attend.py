@@ -1,4 +1,4 @@
-"""CAT: attention to compressed past chunks and to the own chunk, as a layer."""
+"""CAT as a layer: attention to compressed earlier chunks and to the current chunk."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 class CompressAttendState(NamedTuple):
-    """K headers and one chunk: `x [N, C, hidden_size]` the inputs of the chunk that goes on, `header
-    [N, hidden_size]` its header, keys and values of its tokens and of all headers, and how far they reach."""
+    """`x [N, C, hidden_size]`: inputs of the current chunk. `header [N, hidden_size]`: its header. kv: keys
+    and values of its tokens and of all headers. reached: lengths of the sequences."""
 
     x: Tensor
     header: Tensor
@@ -27,7 +27,7 @@ class CompressAttendState(NamedTuple):
     reached: Reached
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
-        """One graph for each number of chunks that a step compresses."""
+        """The kind of a step is the number of chunks that it compresses."""
         C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
         if self.kv.k.shape[1] <= C + most(reached.known) // C:
             return None
@@ -35,16 +35,16 @@ class CompressAttendState(NamedTuple):
 
 
 class CompressAttend(SequenceLayer):
-    """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
+    """Compress and attend (CAT) as a layer: later chunks attend to a chunk of C tokens by one header.
 
         header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
         chunk k:  [header_k, x_{kC}, ..., x_{kC+C-1}]
 
-    A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
-    sequences are laid on whole chunks of their own first. The state has a slot for each header and for each
-    token of one chunk, 1/C of a Transformer's; a token is one row over them, and a finished chunk one product
-    with W_c. `torch.export` takes a dynamic T from C on with `prefer_deferred_runtime_asserts_over_guards=
-    True`, as C divides T or not.
+    A token attends to headers 0..k and to its chunk up to itself. x, y `[B, T, hidden_size]`. Padded and
+    packed sequences are first placed in whole chunks. The state has a slot for each header and for each token
+    of one chunk, 1/C of a Transformer's cache. A decoding step attends to these slots, and compresses a
+    complete chunk by one product with W_c. `torch.export` with a dynamic T of at least C needs
+    `prefer_deferred_runtime_asserts_over_guards=True`, because C may or may not divide T.
 
     >>> layer = CompressAttend(64, num_heads=2, chunk=4)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -129,22 +129,22 @@ class CompressAttend(SequenceLayer):
             C = self.chunk + 1
             n = table.reached.tokens
             end = n // self.chunk * C + n % self.chunk + 1
-            # Every sequence's rows have slots, those after its last token too.
+            # All rows of the table have slots, including rows after a sequence's last token.
             room = table.chunks + (most(state.reached.known) // self.chunk if past else 0)
             rows = ChunkRows(C, table.begun * C, end, room, state.kv if past else None)
         y, kv = self.attend(headers, tokens, rows, None)
         y = table.gather(y)
-        if attention_mask is not None:  # there may be no valid token before a masked one
+        if attention_mask is not None:  # a masked token may have no valid token before it
             y = y.masked_fill(~attention_mask.bool()[..., None], 0)
         if not use_cache:
             return y, None
         return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.reached)
 
     def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
-        """tokens `[B, K, C, hidden_size]` -> each chunk's header, `[B, K, hidden_size]`: `first` (where it is
-        `where [K]`, by default the first chunk), then what the chunk before has become."""
-        # The last chunk is nobody's past; left out before, its being alone would show in a shape and
-        # torch.export take no dynamic T.
+        """tokens `[B, K, C, hidden_size]` -> header of each chunk, `[B, K, hidden_size]`: `first` where
+        `where [K]` is true (default: at chunk 0), else the compression of the preceding chunk."""
+        # The compression of the last chunk is dropped. Without computing it, K = 1 would be a special case of
+        # the shapes, and torch.export would not accept a dynamic T.
         headers = F.pad(projections(self, ["compress"], tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
         if where is None:
             where = torch.arange(tokens.shape[1], device=tokens.device) == 0
@@ -153,14 +153,15 @@ class CompressAttend(SequenceLayer):
     def attend(
         self, headers: Tensor, tokens: Tensor, state: ChunkRows | None, cu_chunks: Tensor | None
     ) -> tuple[Tensor, KeyValues | None]:
-        """headers `[B, K, hidden_size]` and their chunks' tokens -> the tokens' outputs `[B, K, C, ...]`."""
+        """headers `[B, K, hidden_size]` and tokens `[B, K, C, ...]` -> outputs of the tokens,
+        `[B, K, C, ...]`."""
         rows = torch.cat((headers[:, :, None], tokens), 2)
         cu_rows = None if cu_chunks is None else cu_chunks * (self.chunk + 1)
         y, kv = self.attention(rows.flatten(1, 2), None, state, state is not None, cu_rows)
         return y.view_as(rows)[:, :, 1:], kv
 
     def step(self, x: Tensor, state: CompressAttendState) -> tuple[Tensor, CompressAttendState]:
-        """One token `[N, 1, hidden_size]` of each sequence; writes the state's tensors."""
+        """One token x `[N, 1, hidden_size]` of each sequence; writes the state's tensors in place."""
         C, n, known = self.chunk, state.reached.tokens, state.reached.known + 1
         kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
         sequence = torch.arange(x.shape[0], device=x.device)
@@ -169,7 +170,7 @@ class CompressAttend(SequenceLayer):
         n.add_(1)
         reached = Reached(n, known)
         if (compressions := reached.find_compressions(C)) is not None:
-            # The next chunk's header: this token does not see it.
+            # The header of the next chunk. The current token does not attend to it.
             these = compressions.sequences
             header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
             state.header[these] = compressions.select(header, state.header[these])

@@ -19,13 +19,13 @@ from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 
 class HGRN2(RecurrentLayer):
-    """A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024).
+    """A memory with forget gates f and keys 1 - f (HGRN2; Qin et al. 2024).
 
         f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
         S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
 
-    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. A
-    model gives layer i of L the `lower_bound` i / L, where the paper's learned bounds begin. x, y
+    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. In a
+    model layer i of L has the `lower_bound` i / L, the initial value of the paper's learned bounds. x, y
     `[B, T, hidden_size]`.
 
     >>> layer = HGRN2(64, num_heads=2)
@@ -86,7 +86,7 @@ class HGRN2(RecurrentLayer):
     ) -> tuple[Tensor, LayerState | None]:
         q, f, v = split_heads(projected[0], self.heads, self.key_dim, self.value_dim)
         logits, bound = at_least_fp32(f), self.lower_bound
-        # log f; without a bound sigmoid(logits) may be too small for its logarithm.
+        # g = log f. sigmoid(logits) may underflow: without a bound use logsigmoid.
         g = torch.log(bound + (1 - bound) * logits.sigmoid()) if bound else F.logsigmoid(logits)
         k = ((1 - bound) * torch.sigmoid(-logits)).to(v.dtype)  # 1 - f
         o, memory = self.scan(

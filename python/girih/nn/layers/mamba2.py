@@ -28,8 +28,8 @@ class Mamba2(RecurrentLayer):
         S <- e^{-exp(A_log) dt} S + dt B x^T,   o = S^T C + skip x
         y = W_o RMSNorm(o * silu(u W_z))
 
-    x has `expand_v * num_heads` heads of `head_dim` channels, with a decay each; all share B and C of
-    `state_size` channels. u, y `[B, T, hidden_size]`.
+    x has `expand_v * num_heads` heads of `head_dim` channels with one decay for each head; all heads share B
+    and C of `state_size` channels. u, y `[B, T, hidden_size]`.
 
     >>> layer = Mamba2(64, num_heads=2, state_size=16)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -76,8 +76,7 @@ class Mamba2(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates exp(A_log) spread evenly from 1 to 16; steps softplus(dt_bias) from 0.001 to 0.1, in the
-        logarithm."""
+        """Rates exp(A_log) are uniform in [1, 16], steps softplus(dt_bias) log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(1.0, 16.0).log_()
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -127,7 +126,7 @@ class Mamba2(RecurrentLayer):
 
 
 _FIELDS = ("head_dim", "expand_v", "state_size", "conv_size", "norm_eps")
-# On attention's projections, of which B, C and x of a head are k, q and v: the decay, the step and the skip.
+# On attention's projections k, q and v are B, C and x of each head; decay, step and skip are added.
 _ON_ATTENTION = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
 register(
     "mamba2",

@@ -1,4 +1,4 @@
-"""The projections that a layer makes of its x."""
+"""The linear projections of a layer's input, and their gates."""
 
 from collections.abc import Mapping
 
@@ -20,10 +20,11 @@ def projections(
     decay: nn.Module | None = None,
     gates: Mapping[str, tuple[str, float]] | None = None,
 ) -> list[Tensor]:
-    """What a layer's projections of these names make of x: all features, as heads were counted beforehand;
-    and g of a DecayGate.
+    """The outputs of a layer's projections `names` for x, then g of the DecayGate `decay`.
 
-    gates: by name, the gate that a projection goes through and its scale (`gates.gated`).
+    gates: gate and scale (`gates.gated`) of a projection, by name.
+
+    Raises unless every projection returns all of its features: the numbers of heads are fixed.
     """
     gates = gates or {}
     modules = [getattr(layer, name) for name in names]
@@ -32,7 +33,7 @@ def projections(
     made = list(torch.ops.girih.linears(x, weights)) if together else [module(x) for module in modules]
     for i, (name, module) in enumerate(zip(names, modules, strict=True)):
         check_features(layer, name, made[i])
-        bias = module.bias if together else None  # a module has added its own
+        bias = module.bias if together else None  # a called module has added its bias
         if name in gates or bias is not None:
             gate, scale = gates.get(name, ("linear", 1.0))
             made[i] = gated(made[i], gate, bias, scale=scale)
@@ -47,7 +48,7 @@ def projections(
 def split_heads(
     qkv: Tensor, heads: tuple[int, int, int], key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, `[..., heads, width]` each, of qkv `[..., channels]`."""
+    """qkv `[..., channels]` -> q, k and v, each `[..., heads, width]`."""
     widths = (key_dim, key_dim, value_dim)
     parts = qkv.split([n * width for n, width in zip(heads, widths, strict=True)], -1)
     q, k, v = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, heads, strict=True))
@@ -55,7 +56,7 @@ def split_heads(
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """That of its product, where the module is as it was made."""
+    """The weight of a module that is a linear product without hooks or adapters; None for other modules."""
     if type(module) is GateLinear and is_called_plainly(module):
         return module.weight
     if type(module) is DecayGate and is_called_plainly(module):

@@ -1,4 +1,4 @@
-"""The short convolution in front of a mixer."""
+"""The short convolution before a mixer."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ WIDEST = ops.describe()["short_conv"]["sizes"]["W"]["most"]
 
 
 def convolution_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
-    """state in the dtype in which x is convolved: one call may be under autocast and another one not."""
+    """state in the dtype in which x is convolved; calls with and without autocast differ in it."""
     dtype = autocast_dtype(x) or x.dtype
     if state is None or state.x.dtype == dtype or not state.x.is_floating_point():
         return state
