@@ -118,7 +118,7 @@ void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
   check_packing(x, call.cu_seqlens);
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-      "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
+      "cu_seqlens: attention has no cache for packed sequences; call it with use_cache = false");
 }
 
 void AttentionImpl::expect_state(const State& state, const Tensor& x) const {

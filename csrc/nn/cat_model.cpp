@@ -79,7 +79,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   check_mask(ids, call.attention_mask);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
   check_state(call.state, 4, layers->size());
   if (past) check_batch(call.state.tensors[0], ids.size(0));

@@ -16,7 +16,7 @@ State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State&
   const auto sequence = at::arange(N, rows.first.options()).unsqueeze(-1);
   const auto chunk =
       at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange((T + C - 1) / C, sequence.options());
-  // Rows of the current chunk after its header. A chunk that has just begun has none: indices are clamped.
+  // Rows of the current chunk after its header. A new chunk has none: indices are clamped.
   const auto own =
       ((at::floor_divide(rows.end, C) * C - rows.first).unsqueeze(-1) + at::arange(1, C, sequence.options()))
           .clamp_max(T - 1);
@@ -176,7 +176,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   check_packing(x, call.cu_seqlens);
   check_mask(x, call.attention_mask);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const auto C = options.chunk;
   State kept;
   if (call.cu_seqlens.defined()) {

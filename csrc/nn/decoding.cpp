@@ -67,7 +67,7 @@ std::function<void()> Decoder::recorded(const State& after, const Tensor& logits
                   "a captured step returned other tensors than those of the state");
       logits.copy_(model_.head(x.select(1, -1)));
     });
-  } catch (const std::exception& error) {  // work that cannot be captured; nothing was executed
+  } catch (const std::exception& error) {  // work that cannot be captured; the device ran nothing
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     TORCH_WARN("a decoding step cannot be captured as a CUDA graph and runs eagerly: ",
                known != nullptr ? known->what_without_backtrace() : error.what());

@@ -11,7 +11,7 @@
 
 namespace girih::nn {
 
-// Allowed values of a field: numbers from least to most, or one of `words`.
+// The values that a field may have: numbers from least to most, or one of `words`.
 struct Allowed {
   double least = 0, most = 0;
   std::vector<std::string> words = {};

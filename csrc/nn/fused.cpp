@@ -131,7 +131,7 @@ std::vector<Tensor> together(const Tensor& x, const std::vector<Product>& wanted
     results = girih::fused::linears(x, weights);
   } else {
     for (const auto& product : wanted) {
-      const bool added = product.gate == "none";  // a gate's bias is added in fp32
+      const bool added = product.gate == "none";  // `gated` adds the bias of a gate in fp32
       results.push_back(at::linear(x, product.weight, ops::none_if_absent(added ? product.bias : Tensor())));
     }
   }

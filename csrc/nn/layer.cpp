@@ -39,7 +39,7 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
 
 namespace {
 
-// Restores parameters to fp32 after `to` has rounded them: stores the tensors' data before `to`.
+// Stores the data of fp32 tensors, and restores them to fp32 after `to` has rounded them.
 struct Kept {
   std::vector<Tensor> tensors, before;
 

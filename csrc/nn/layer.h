@@ -88,8 +88,8 @@ void check_mixture(const MixAttentionOptions& options);
 std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
 
 // Position of each token of x [B, T, ...] in its sequence, [B, T], and length of each sequence after x, [N].
-// before: lengths of the sequences before x, int64 [N]; undefined: 0. cu_seqlens: [N + 1], or bounds of rows
-// [B, 2], or undefined.
+// before: lengths of the sequences at the start of x, int64 [N]; undefined: 0. cu_seqlens: [N + 1], or bounds
+// of rows [B, 2], or undefined.
 std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens);
 
 // Rotary frequencies theta^(-2i/D), [D/2].

@@ -31,7 +31,7 @@ const std::string& name_of(at::ScalarType type) {
   throw std::runtime_error(file.string() + ": " + why);
 }
 
-// The header as JSON; discarded if the text is not JSON or names a tensor twice.
+// The header as JSON; discarded if the text is not JSON or has a duplicate name.
 json parsed(const std::string& text) {
   std::set<std::string> names;
   bool twice = false;

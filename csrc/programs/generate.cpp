@@ -65,7 +65,7 @@ std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
 std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   if (of.prompts.empty() && of.lines) {
     for (std::string line; std::getline(std::cin, line);) {
-      if (!line.empty() && line.back() == '\r') line.pop_back();  // line ends "\r\n"
+      if (!line.empty() && line.back() == '\r') line.pop_back();  // line endings "\r\n"
       of.prompts.push_back(line);
     }
   } else if (of.prompts.empty()) {

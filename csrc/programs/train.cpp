@@ -1,7 +1,7 @@
 // girih-train CORPUS: trains a byte-level language model as `make train` does, without Python.
 //
-// A run has one folder. It can be stopped at any time (Ctrl-C); the same command continues it. The folder
-// has:
+// A run has one folder and can be interrupted at any time (Ctrl-C); the same command continues it. The
+// folder has:
 //   arguments.json   the arguments; a command with other arguments is refused
 //   checkpoints/     removed when the run is finished
 //   model/           the model, for from_pretrained in C++ and Python

@@ -217,7 +217,7 @@ def test_packed_sequences_have_no_cache_where_there_are_keys(mixer):
     if mixer != ["gsa", "cat"]:
         calls.append({"state": model.forward(ids, use_cache=True)[1]})
     for call in calls:
-        with pytest.raises(ValueError, match="keeps no cache of packed sequences"):
+        with pytest.raises(ValueError, match="has no cache for packed sequences"):
             model.forward(ids, cu_seqlens=bounds, **call)
 
 

@@ -22,9 +22,9 @@ struct Shared {
   std::shared_ptr<at::cuda::CUDAGraph> keeper{};  // a graph that keeps the pool alive
 };
 
-// Begins a capture. A generator under capture serves no other stream, and no stream at all after a failed
-// capture. A step draws no random numbers, so a copy of the device's generator is captured instead. The lock
-// excludes threads that draw numbers.
+// Begins a capture. A generator under capture serves no other stream, and no stream at all if the capture
+// fails. A step draws no random values, so a copy of the device's generator is captured instead. The lock
+// excludes threads that draw random values.
 void begin(at::cuda::CUDAGraph& graph, const Shared& shared) {
   auto numbers = at::cuda::detail::getDefaultCUDAGenerator(shared.stream.device_index());
   const std::lock_guard<std::mutex> lock(numbers.mutex());

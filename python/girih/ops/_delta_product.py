@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import outputs, parts, written
+from girih.ops._state import call_operator, unpack_state, unpack_step_state
 
 
 class DeltaProductState(NamedTuple):
@@ -93,10 +93,10 @@ def delta_product(
     >>> o.shape, state.s.shape
     (torch.Size([2, 50, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
-    return outputs(
+    return call_operator(
         "delta_product",
         DeltaProductState,
-        (q, k, v, beta, g, *parts("delta_product", DeltaProductState, state), cu_seqlens),
+        (q, k, v, beta, g, *unpack_state("delta_product", DeltaProductState, state), cu_seqlens),
         n=_steps_per_token(q, k, n),
         scale=scale,
         l2norm_qk=l2norm_qk,
@@ -126,7 +126,7 @@ def delta_product_step(
         v,
         beta,
         g,
-        *written("delta_product_step", DeltaProductState, state),
+        *unpack_step_state("delta_product_step", DeltaProductState, state),
         n=_steps_per_token(q, k, n),
         scale=scale,
         l2norm_qk=l2norm_qk,

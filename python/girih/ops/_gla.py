@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import unpack_state, unpack_step_state
 
 
 class GLAState(NamedTuple):
@@ -49,7 +49,9 @@ def gla(
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]))
     >>> o, state = gla(q, k, v, g, state=state)  # the next 100 tokens
     """
-    o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
+    o, *after = torch.ops.girih.gla(
+        q, k, v, g, *unpack_state("gla", GLAState, state), cu_seqlens, scale=scale
+    )
     return o, GLAState(*after)
 
 
@@ -57,4 +59,4 @@ def gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, scale: float | None = None, state: GLAState
 ) -> Tensor:
     """One token of :func:`gla`; ``state`` is written in place."""
-    return torch.ops.girih.gla_step(q, k, v, g, *written("gla_step", GLAState, state), scale=scale)
+    return torch.ops.girih.gla_step(q, k, v, g, *unpack_step_state("gla_step", GLAState, state), scale=scale)

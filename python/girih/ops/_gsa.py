@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import outputs, parts, written
+from girih.ops._state import call_operator, unpack_state, unpack_step_state
 
 
 class GSAState(NamedTuple):
@@ -69,8 +69,8 @@ def gsa(
     >>> gsa_step(*(x[:, -1:] for x in (q, k, v)), g=g[:, -1:], state=state).shape
     torch.Size([2, 1, 4, 64])
     """
-    inputs = (q, k, v, s, g, *parts("gsa", GSAState, state), cu_seqlens)
-    return outputs("gsa", GSAState, inputs, scale=scale, feature=feature)
+    inputs = (q, k, v, s, g, *unpack_state("gsa", GSAState, state), cu_seqlens)
+    return call_operator("gsa", GSAState, inputs, scale=scale, feature=feature)
 
 
 def gsa_step(
@@ -85,5 +85,5 @@ def gsa_step(
     state: GSAState,
 ) -> Tensor:
     """One token of :func:`gsa`; ``state`` is written in place."""
-    state = written("gsa_step", GSAState, state)
+    state = unpack_step_state("gsa_step", GSAState, state)
     return torch.ops.girih.gsa_step(q, k, v, s, g, *state, scale=scale, feature=feature)

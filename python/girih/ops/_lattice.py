@@ -5,7 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, outputs, own, parts, written
+from girih.ops._state import (
+    call_operator,
+    copy_memory,
+    expand_memory,
+    is_memory,
+    unpack_state,
+    unpack_step_state,
+)
 
 
 class LatticeState(NamedTuple):
@@ -22,7 +29,7 @@ class LatticeState(NamedTuple):
     @classmethod
     def start(cls, batch: int, first: Tensor, *, gated: bool = False, device=None) -> "LatticeState":
         """A new state before the first token, from a first memory ``[H, D, M]`` or ``[N, H, D, M]``."""
-        first = own("LatticeState", "first", first, batch, device)
+        first = copy_memory("LatticeState", "first", first, batch, device)
         decay = first.new_zeros(first.shape[:2]) if gated else None
         position = torch.zeros(batch, dtype=torch.int64, device=first.device)
         return cls(first, torch.zeros_like(first), decay, position)
@@ -65,9 +72,9 @@ def lattice(
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 32]), tensor([4, 4]))
     """
     if is_memory(state):
-        state = LatticeState(for_each(state, q, cu_seqlens))
-    before = parts("lattice", LatticeState, state, start="the first memory S [H, D, M]")
-    return outputs(
+        state = LatticeState(expand_memory(state, q, cu_seqlens))
+    before = unpack_state("lattice", LatticeState, state, start="the first memory S [H, D, M]")
+    return call_operator(
         "lattice",
         LatticeState,
         (q, k, v, gamma, g, *before, cu_seqlens),
@@ -98,7 +105,7 @@ def lattice_step(
         v,
         gamma,
         g,
-        *written("lattice_step", LatticeState, state),
+        *unpack_step_state("lattice_step", LatticeState, state),
         chunk=chunk,
         objective=objective,
         normalize=normalize,

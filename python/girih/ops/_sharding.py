@@ -32,7 +32,7 @@ def letters(shapes: str, tensor: Any) -> list[str]:
     return [""] * tensor.ndim  # an empty saved tensor
 
 
-def cuts(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[str, ...]]:
+def list_shardings(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[str, ...]]:
     """Sets of letters along which all tensors can be sharded together."""
     if "B" in sizes and not packed and sizes["B"] % devices == 0:
         yield BATCH
@@ -44,16 +44,18 @@ def cuts(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[st
         yield HEADS
 
 
-def on_meta(spec: Any) -> Any:
+def to_meta(spec: Any) -> Any:
     """A meta tensor of the global shape of a DTensor spec."""
     return None if spec is None else torch.empty(spec.shape, dtype=spec.tensor_meta.dtype, device="meta")
 
 
-def placed(shapes: str, tensor: Any, cut: Sequence[str], otherwise: Placement) -> Placement | None:
+def choose_placement(
+    shapes: str, tensor: Any, shard_letters: Sequence[str], default: Placement
+) -> Placement | None:
     if tensor is None:
         return None
-    dims = [dim for dim, letter in enumerate(letters(shapes, tensor)) if letter in cut]
-    return Shard(dims[0]) if dims else otherwise
+    dims = [dim for dim, letter in enumerate(letters(shapes, tensor)) if letter in shard_letters]
+    return Shard(dims[0]) if dims else default
 
 
 def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strategy]:
@@ -63,10 +65,12 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
     outputs = [op["output"]["shapes"]] + [t["shapes"] for t in op["tensors"] if t["state"]]
     saved = [kept["shapes"] for kept in op["saved"]]
 
-    given = specs[len(outputs) :] if form == "_backward" else specs  # the inputs, then the saved tensors
-    data = given[: len(inputs)]
+    input_specs = (
+        specs[len(outputs) :] if form == "_backward" else specs
+    )  # the inputs, then the saved tensors
+    data = input_specs[: len(inputs)]
     options.pop("save", None)
-    results = getattr(torch.ops.girih, f"{name}_forward")(*map(on_meta, data), **options, save=True)
+    results = getattr(torch.ops.girih, f"{name}_forward")(*map(to_meta, data), **options, save=True)
     results = results if isinstance(results, tuple) else (results,)
     if form == "_backward":
         arguments = list(zip(outputs + inputs + saved, specs, strict=True))
@@ -90,12 +94,12 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
     # shard.
     missing = Partial() if form == "_backward" else Replicate()
     mesh = next(spec.mesh for spec in specs if spec is not None)
-    for cut in ((), *cuts(sizes, packed, mesh.size())):
-        otherwise = missing if cut else Replicate()
+    for shard_letters in ((), *list_shardings(sizes, packed, mesh.size())):
+        default = missing if shard_letters else Replicate()
         found.append(
             (
-                [placed(shapes, x, cut, otherwise) for shapes, x in returned],
-                [placed(shapes, x, cut, Replicate()) for shapes, x in arguments],
+                [choose_placement(shapes, x, shard_letters, default) for shapes, x in returned],
+                [choose_placement(shapes, x, shard_letters, Replicate()) for shapes, x in arguments],
             )
         )
     return found

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import unpack_state, unpack_step_state
 
 
 class ShortConvState(NamedTuple):
@@ -46,7 +46,7 @@ def short_conv(
     >>> y.shape, state.x.shape
     (torch.Size([1, 100, 256]), torch.Size([2, 3, 256]))
     """
-    before = parts("short_conv", ShortConvState, state)
+    before = unpack_state("short_conv", ShortConvState, state)
     y, *after = torch.ops.girih.short_conv(x, weight, bias, *before, cu_seqlens, activation=activation)
     return y, ShortConvState(*after)
 
@@ -60,5 +60,5 @@ def short_conv_step(
     state: ShortConvState,
 ) -> Tensor:
     """One token of :func:`short_conv`; ``state`` is written in place."""
-    state = written("short_conv_step", ShortConvState, state)
+    state = unpack_step_state("short_conv_step", ShortConvState, state)
     return torch.ops.girih.short_conv_step(x, weight, bias, *state, activation=activation)

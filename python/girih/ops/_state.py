@@ -9,7 +9,7 @@ from torch import Tensor
 from girih.ops._describe import describe
 
 
-def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
+def unpack_state(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
     """The tensors of a state of type kind; for None, Nones. start: for the error, the alternative to a
     state."""
     if state is None:
@@ -21,7 +21,7 @@ def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tenso
     return state
 
 
-def outputs(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
+def call_operator(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
     """Calls `torch.ops.girih.<name>`. Returns the output and the new state as a kind.
 
     torch.jit.trace does not support optional outputs. Operators with an optional output have a variant
@@ -30,21 +30,21 @@ def outputs(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tenso
     if torch.jit.is_tracing():
         o, *after = getattr(torch.ops.girih, f"{name}_list")(*inputs, **options)
         if len(after) < len(kind._fields):
-            after.insert(optional_tensor(name), None)
+            after.insert(optional_index(name), None)
     else:
         o, *after = getattr(torch.ops.girih, name)(*inputs, **options)
     return o, kind(*after)
 
 
 @functools.cache
-def optional_tensor(name: str) -> int:
+def optional_index(name: str) -> int:
     """Index of the optional tensor in an operator's state."""
     state = [tensor for tensor in describe()[name]["tensors"] if tensor["state"]]
     (found,) = [i for i, tensor in enumerate(state) if tensor["optional"]]
     return found
 
 
-def written(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
+def unpack_step_state(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
     """The tensors of a state that a step writes; raises unless state is a kind."""
     if not isinstance(state, kind):
         raise ValueError(
@@ -59,7 +59,7 @@ def is_memory(memory: Any) -> bool:
     return isinstance(memory, Tensor) and memory.dim() in (3, 4)
 
 
-def for_each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def expand_memory(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """A first memory `[H, ...]` or `[N, H, ...]` -> `[N, H, ...]`."""
     if memory.dim() == 4 or not isinstance(q, Tensor):  # the operator raises if q is no tensor
         return memory
@@ -67,7 +67,9 @@ def for_each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return memory.expand(max(cu_seqlens.shape[0] - 1, 0) if packed else q.shape[0], *memory.shape)
 
 
-def own(state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None) -> Tensor:
+def copy_memory(
+    state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None
+) -> Tensor:
     """A first memory `[H, ...]` or `[batch, H, ...]` -> a copy `[batch, H, ...]`."""
     if not is_memory(memory) or (memory.dim() == 4 and memory.shape[0] not in (1, batch)):
         found = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, own, parts, written
+from girih.ops._state import copy_memory, expand_memory, is_memory, unpack_state, unpack_step_state
 
 
 class TrellisState(NamedTuple):
@@ -23,8 +23,8 @@ class TrellisState(NamedTuple):
     @classmethod
     def start(cls, batch: int, first_k: Tensor, first_v: Tensor, *, device=None) -> "TrellisState":
         """A new state before the first token, from first memories ``[H, ...]`` or ``[N, H, ...]``."""
-        k = own("TrellisState", "first_k", first_k, batch, device)
-        v = own("TrellisState", "first_v", first_v, batch, device)
+        k = copy_memory("TrellisState", "first_k", first_k, batch, device)
+        v = copy_memory("TrellisState", "first_v", first_v, batch, device)
         position = torch.zeros(batch, dtype=torch.int64, device=k.device)
         return cls(k, k.clone(), v, v.clone(), position)
 
@@ -68,9 +68,11 @@ def trellis(
     """
     memories = isinstance(state, tuple) and len(state) == 2 and all(is_memory(memory) for memory in state)
     if memories:
-        A1, A2 = (for_each(memory, q, cu_seqlens) for memory in state)
+        A1, A2 = (expand_memory(memory, q, cu_seqlens) for memory in state)
         state = TrellisState(None, A1, None, A2, None)
-    before = parts("trellis", TrellisState, state, start="the first memories (A1 [H, M, D], A2 [H, M, V])")
+    before = unpack_state(
+        "trellis", TrellisState, state, start="the first memories (A1 [H, M, D], A2 [H, M, V])"
+    )
     o, *after = torch.ops.girih.trellis(q, k, v, a, gamma, g, *before, cu_seqlens, chunk=chunk, phi=phi, f=f)
     return o, TrellisState(*after)
 
@@ -89,5 +91,5 @@ def trellis_step(
     state: TrellisState,
 ) -> Tensor:
     """One token of :func:`trellis`; ``state`` is written in place."""
-    state = written("trellis_step", TrellisState, state)
+    state = unpack_step_state("trellis_step", TrellisState, state)
     return torch.ops.girih.trellis_step(q, k, v, a, gamma, g, *state, chunk=chunk, phi=phi, f=f)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, own, parts, written
+from girih.ops._state import copy_memory, expand_memory, is_memory, unpack_state, unpack_step_state
 
 
 class TTTState(NamedTuple):
@@ -21,7 +21,7 @@ class TTTState(NamedTuple):
     @classmethod
     def start(cls, batch: int, first_k: Tensor, *, device=None) -> "TTTState":
         """A new state before the first token, from a first memory ``[H, M, D]`` or ``[N, H, M, D]``."""
-        k = own("TTTState", "first_k", first_k, batch, device)
+        k = copy_memory("TTTState", "first_k", first_k, batch, device)
         return cls(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=k.device))
 
 
@@ -61,8 +61,8 @@ def ttt(
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]), tensor([4, 4]))
     """
     if is_memory(state):
-        state = TTTState(None, for_each(state, q, cu_seqlens), None)
-    before = parts("ttt", TTTState, state, start="the first memory A [H, M, D]")
+        state = TTTState(None, expand_memory(state, q, cu_seqlens), None)
+    before = unpack_state("ttt", TTTState, state, start="the first memory A [H, M, D]")
     inputs = (q, k, a, gamma, g, phi_weight, *before, cu_seqlens)
     o, *after = torch.ops.girih.ttt(*inputs, chunk=chunk, phi=phi, f=f)
     return o, TTTState(*after)
@@ -82,5 +82,5 @@ def ttt_step(
     state: TTTState,
 ) -> Tensor:
     """One token of :func:`ttt`; ``state`` is written in place."""
-    state = written("ttt_step", TTTState, state)
+    state = unpack_step_state("ttt_step", TTTState, state)
     return torch.ops.girih.ttt_step(q, k, a, gamma, g, phi_weight, *state, chunk=chunk, phi=phi, f=f)

@@ -23,7 +23,7 @@ class ChunkTable(NamedTuple):
     index: Tensor
     cu_chunks: Tensor
 
-    def spread(self, x: Tensor, chunk: int) -> Tensor:
+    def scatter(self, x: Tensor, chunk: int) -> Tensor:
         """x `[1, T, ...]` -> `[1, chunks, chunk, ...]`; rows without a token are zero."""
         chunks = self.first.shape[0]
         table = x.new_zeros(chunks * chunk + 1, *x.shape[2:]).index_copy(0, self.row, x.flatten(0, 1))
@@ -78,14 +78,14 @@ class Reached(NamedTuple):
     """Number of tokens of each of N sequences.
 
     tokens: `[N]` int64 on the device, for computations.
-    known: the same for the host, which chooses kernels and sizes: an int for equal lengths, else `[N]` on the
-        CPU.
+    host_tokens: the same for the host, which chooses kernels and sizes: an int for equal lengths, else `[N]`
+        on the CPU.
     """
 
     tokens: Tensor
-    known: int | Tensor
+    host_tokens: int | Tensor
 
-    on_host = ("known",)
+    on_host = ("host_tokens",)
 
     def count_compressions(self, chunk: int) -> int:
         """Number of chunks that the last step compresses.
@@ -94,9 +94,9 @@ class Reached(NamedTuple):
         N: a CUDA graph has fixed sizes, and the extra rows are computed and discarded.
         """
         N = len(self.tokens)
-        if not isinstance(self.known, Tensor):
-            return 0 if self.known % chunk else N
-        count, least = int((self.known.cpu().numpy() % chunk == 0).sum()), 1
+        if not isinstance(self.host_tokens, Tensor):
+            return 0 if self.host_tokens % chunk else N
+        count, least = int((self.host_tokens.cpu().numpy() % chunk == 0).sum()), 1
         while least < count:
             least *= 2
         return min(least, N) if count else 0
@@ -104,25 +104,25 @@ class Reached(NamedTuple):
     def step_kind(self, chunk: int) -> tuple[int, bool]:
         """The kind of the last step: `count_compressions`, and whether the step tests which chunks are
         complete."""
-        return self.count_compressions(chunk), isinstance(self.known, Tensor)
+        return self.count_compressions(chunk), isinstance(self.host_tokens, Tensor)
 
     def find_compressions(self, chunk: int) -> Compressions | None:
         """The chunks of `count_compressions`, found on the device; None: no chunk is complete."""
         count = self.count_compressions(chunk)
         if count == 0:
             return None
-        if not isinstance(self.known, Tensor):
+        if not isinstance(self.host_tokens, Tensor):
             return Compressions(slice(None), None)
         row = self.tokens % chunk
         sequences = row.topk(count, largest=False).indices
         return Compressions(sequences, row[sequences] == 0)
 
 
-def most(known: int | Tensor) -> int:
+def max_tokens(host_tokens: int | Tensor) -> int:
     """The largest number of tokens that any sequence has."""
-    if not isinstance(known, Tensor):
-        return known
-    return int(known.cpu().numpy().max()) if len(known) else 0
+    if not isinstance(host_tokens, Tensor):
+        return host_tokens
+    return int(host_tokens.cpu().numpy().max()) if len(host_tokens) else 0
 
 
 class Continuation:
@@ -130,42 +130,42 @@ class Continuation:
 
     The first chunk of a row is the sequence's incomplete chunk, with its earlier tokens. past: lengths before
     the call; None at the start of the sequences. attention_mask `[N, T]`: masked tokens are moved behind the
-    valid tokens, which do not attend to them. keep: whether the sequences continue after this call. Then the
-    host reads the lengths, and waits for the device if there is a mask.
+    valid tokens, which do not attend to them. use_cache: whether the sequences continue after this call. Then
+    the host reads the lengths, and waits for the device if there is a mask.
 
-    begun: `[N]`, index of the table's first chunk in the sequence.  chunks: chunks of the table; the next
-    token's chunk is one of them.  reached: lengths after the call, with `keep`.
+    first_chunk: `[N]`, index of the table's first chunk in the sequence.  chunks: chunks of the table; the
+    next token's chunk is one of them.  seq_lengths: lengths after the call, with `use_cache`.
     """
 
     def __init__(
-        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, keep: bool
+        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, use_cache: bool
     ):
         N, self.T = x.shape[:2]
-        if torch.jit.is_tracing():  # sizes are tensors, but a tensor `known` would mean different lengths
+        if torch.jit.is_tracing():  # sizes are tensors, but a tensor `host_tokens` means different lengths
             self.T = int(self.T)
-        self.chunk, self.order, self.row, self.reached = chunk, None, None, None
+        self.chunk, self.order, self.row, self.seq_lengths = chunk, None, None, None
         start = x.new_zeros(N, dtype=torch.long) if past is None else past.tokens
-        known = 0 if past is None else past.known
+        host_tokens = 0 if past is None else past.host_tokens
         new, count = self.T, self.T
         if attention_mask is not None:
             self.order, place, count = valid_first(attention_mask.bool())
             self.row = place.minimum(count[:, None] - 1)
-            new = count.cpu() if keep else self.T
-        after = known + new
+            new = count.cpu() if use_cache else self.T
+        after = host_tokens + new
         if isinstance(after, Tensor) and len(after) and bool((after == after[0]).all()):
             after = int(after[0])
-        self.phase = None
+        self.position = None
         if past is not None:
-            self.phase = start % chunk
+            self.position = start % chunk
             row = torch.arange(self.T, device=x.device) if self.row is None else self.row
-            self.row = row + self.phase[:, None]
-        self.begun = start // chunk
-        self.chunks = most(known % chunk + new) // chunk + 1
-        if keep:
-            self.reached = Reached(start + count, after)
-            self.passed = self.reached.tokens // chunk - self.begun
+            self.row = row + self.position[:, None]
+        self.first_chunk = start // chunk
+        self.chunks = max_tokens(host_tokens % chunk + new) // chunk + 1
+        if use_cache:
+            self.seq_lengths = Reached(start + count, after)
+            self.current_chunk = self.seq_lengths.tokens // chunk - self.first_chunk
 
-    def spread(self, x: Tensor, before: Tensor | None) -> Tensor:
+    def scatter(self, x: Tensor, before: Tensor | None) -> Tensor:
         """x `[N, T, ...]`, placed after the tokens `before [N, chunk, ...]` of the incomplete chunk ->
         `[N, chunks, chunk, ...]`. Rows after the last token are unspecified.
         """
@@ -173,10 +173,10 @@ class Continuation:
         if self.order is not None:
             x = x.take_along_dim(self.order.view(*self.order.shape, *[1] * rest), 1)
         rows = self.chunks * self.chunk
-        if self.phase is None:
+        if self.position is None:
             return F.pad(x, [0, 0] * rest + [0, rows - self.T]).unflatten(1, (self.chunks, self.chunk))
-        at, phase = torch.arange(rows, device=x.device), self.phase[:, None]
-        at = at.where(at < phase, self.chunk + at - phase).clamp(max=self.chunk + self.T - 1)
+        at, position = torch.arange(rows, device=x.device), self.position[:, None]
+        at = at.where(at < position, self.chunk + at - position).clamp(max=self.chunk + self.T - 1)
         both = torch.cat((before.to(x.dtype), x), 1)
         return both.take_along_dim(at.view(*at.shape, *[1] * rest), 1).unflatten(1, (self.chunks, self.chunk))
 
@@ -191,4 +191,4 @@ class Continuation:
 
     def last(self, table: Tensor) -> Tensor:
         """table `[N, chunks, ...]` -> `[N, ...]`: the entry of the chunk that the next token belongs to."""
-        return table[torch.arange(table.shape[0], device=table.device), self.passed]
+        return table[torch.arange(table.shape[0], device=table.device), self.current_chunk]

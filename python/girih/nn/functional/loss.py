@@ -8,28 +8,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih._torch_internals import is_watched
-from girih.nn.functional.fused import PACK, autocast_device, has_kernel
+from girih.nn.functional.fused import PACK, autocast_device, has_fused_kernel
 
-LOGITS = 2**26  # logits of a part: 256 MiB in fp32, and as much for their gradient without a kernel
-ROWS = 64  # the rows of a part are a multiple of this: products over odd numbers of rows are slow
+MAX_LOGITS = 2**26  # logits of a part: 256 MiB in fp32, and as much for their gradient without a kernel
+ROW_MULTIPLE = 64  # the rows of a part are a multiple of this: products over odd numbers of rows are slow
 
 
 def cross_entropy(logits: Tensor, label: Tensor, ignored: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """The sum of cross entropies over rows, and its gradient with respect to the logits."""
     counted = label != ignored
-    at = label.masked_fill(~counted, 0)[:, None]
+    index = label.masked_fill(~counted, 0)[:, None]
     log_p = logits.to(wide).log_softmax(-1)
-    loss = -log_p.gather(1, at)[:, 0].masked_fill(~counted, 0).sum()
+    loss = -log_p.gather(1, index)[:, 0].masked_fill(~counted, 0).sum()
     d = log_p.exp_()
-    d.scatter_add_(1, at, torch.full_like(at, -1, dtype=d.dtype))
+    d.scatter_add_(1, index, torch.full_like(index, -1, dtype=d.dtype))
     return loss, d.mul_(counted[:, None]).to(logits.dtype)
 
 
-def with_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """sums + a b, in the dtype of sums, fp32 or fp64. On a GPU, and for fp16, whose range the product may
     exceed, the product is not rounded."""
     # Some dispatch modes, as PyTorch's FLOP counter, do not support these arguments of addmm.
-    if has_kernel(a, b, dense=False) and a.dtype != sums.dtype and not is_watched():
+    if has_fused_kernel(a, b, needs_contiguous=False) and a.dtype != sums.dtype and not is_watched():
         return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     return sums + (
         a.to(sums.dtype) @ b.to(sums.dtype) if a.dtype == torch.float16 else (a @ b).to(sums.dtype)
@@ -42,29 +42,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> Tensor:
-        rows = max(1, LOGITS // weight.shape[0] // ROWS) * ROWS
-        wanted_x, wanted_weight = ctx.needs_input_grad[:2]
+        rows = max(1, MAX_LOGITS // weight.shape[0] // ROW_MULTIPLE) * ROW_MULTIPLE
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(x.dtype, torch.float32)
-        dx = torch.empty_like(x) if wanted_x else None
-        dweight = weight.new_zeros(weight.shape, dtype=wide) if wanted_weight else None
-        loss, own = x.new_zeros((), dtype=wide), None
+        dx = torch.empty_like(x) if needs_dx else None
+        dweight = weight.new_zeros(weight.shape, dtype=wide) if needs_dweight else None
+        loss, cast_weight = x.new_zeros((), dtype=wide), None
         for i in range(0, x.shape[0], rows):
             part, label = x[i : i + rows], labels[i : i + rows]
             logits = d = None  # release the tensors of the last part first
             logits = F.linear(part, weight)
             # Not in place: torch.compile drops all gradients of a function that writes its result in place.
-            if logits.shape[-1] % PACK == 0 and has_kernel(logits):
+            if logits.shape[-1] % PACK == 0 and has_fused_kernel(logits):
                 loss = loss + torch.ops.girih.cross_entropy_(logits, label.long().contiguous(), ignored).sum()
                 d = logits
             else:
                 loss_of_part, d = cross_entropy(logits, label, ignored, wide)
                 loss = loss + loss_of_part
             with torch.autocast(autocast_device(x), enabled=False):
-                if wanted_x:
-                    own = weight.to(d.dtype) if own is None else own  # cast once for all parts
-                    dx[i : i + rows] = d @ own
-                if wanted_weight:
-                    dweight = with_product(dweight, d.t(), part.to(d.dtype))
+                if needs_dx:
+                    cast_weight = (
+                        weight.to(d.dtype) if cast_weight is None else cast_weight
+                    )  # cast once for all parts
+                    dx[i : i + rows] = d @ cast_weight
+                if needs_dweight:
+                    dweight = add_product(dweight, d.t(), part.to(d.dtype))
         ctx.save_for_backward(dx, dweight, loss)
         ctx.dtypes = x.dtype, weight.dtype
         return loss

@@ -21,19 +21,21 @@ def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A stable permutation `[B, T]` that moves the valid tokens of each row to the front, the inverse
     permutation `[B, T]`, and the number of valid tokens `[B]`."""
     count = valid.sum(1)
-    place = torch.where(valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1)
-    token = torch.arange(valid.shape[1], device=valid.device).expand_as(place)
-    return torch.empty_like(place).scatter_(1, place, token), place, count
+    inverse_order = torch.where(
+        valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1
+    )
+    token = torch.arange(valid.shape[1], device=valid.device).expand_as(inverse_order)
+    return torch.empty_like(inverse_order).scatter_(1, inverse_order, token), inverse_order, count
 
 
-def joined_masks(past: Tensor | None, now: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
-    """Concatenates the mask `past` of `tokens` tokens and the mask `now` of x `[B, T, ...]`:
+def joined_masks(past: Tensor | None, current: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
+    """Concatenates the mask `past` of `tokens` tokens and the mask `current` of x `[B, T, ...]`:
     `[B, tokens + T]`. A mask None counts as ones; the result is None if both are."""
-    if past is None and now is None:
+    if past is None and current is None:
         return None
-    every = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
+    ones = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
     return torch.cat(
-        [m if mask is None else mask.bool() for m, mask in zip(every, (past, now), strict=True)], 1
+        [m if mask is None else mask.bool() for m, mask in zip(ones, (past, current), strict=True)], 1
     )
 
 

@@ -24,8 +24,8 @@ class Like(NamedTuple):
     dtype: torch.dtype | None = None
 
     def fits(self, part: Tensor) -> bool:
-        is_right = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
-        return is_right and part.shape == self.shape
+        has_dtype = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
+        return has_dtype and part.shape == self.shape
 
 
 def check_batch(part: Tensor, sequences: int) -> None:
@@ -91,10 +91,10 @@ def map_state(f: Callable[[Tensor], Tensor], state: Any, device_only: bool = Fal
         return f(state)
     if not isinstance(state, tuple):
         return state
-    left = getattr(state, "on_host", ()) if device_only else ()
+    host_fields = getattr(state, "on_host", ()) if device_only else ()
     names = getattr(state, "_fields", range(len(state)))
     parts = [
-        part if name in left else map_state(f, part, device_only)
+        part if name in host_fields else map_state(f, part, device_only)
         for name, part in zip(names, state, strict=True)
     ]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)

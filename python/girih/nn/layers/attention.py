@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from girih._torch_internals import register_dataclass
 from girih.nn.functional.fields import heads_of
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, joined_masks
 from girih.nn.functional.packing import check_packing
-from girih.nn.functional.rotary import rotary_factors, rotate_row, turned
+from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.state import Like, by_itself, check_state
 from girih.nn.functional.step import Product
 from girih.nn.layers.mixers import register_layer
@@ -45,18 +45,18 @@ register_dataclass(Slots, "girih.nn.attention.Slots")  # exported programs may r
 _slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
 
 
-def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
+def make_slots(cached: Tensor, theta: float, window: int | None) -> Slots:
     """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
     `turn` is as large as the keys and values of one head of a sequence."""
-    slots, head_dim = kept.shape[1], kept.shape[-1]
-    shared = by_itself(kept)
+    slots, head_dim = cached.shape[1], cached.shape[-1]
+    shared = by_itself(cached)
     if shared:
-        stream = torch.cuda.current_stream(kept.device) if kept.is_cuda else None
-        key = slots, head_dim, theta, window, kept.dtype, kept.device, stream
+        stream = torch.cuda.current_stream(cached.device) if cached.is_cuda else None
+        key = slots, head_dim, theta, window, cached.dtype, cached.device, stream
         if (found := _slots.get(key)) is not None:
             return found
-    turn = rotary_factors(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
-    see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
+    turn = rotary_factors(torch.arange(slots, device=cached.device), head_dim, theta, cached.dtype)
+    see = torch.zeros(2 * slots - 1, dtype=cached.dtype, device=cached.device)
     see[slots:] = -torch.inf
     if window is not None and window < slots:
         see[: slots - window] = -torch.inf
@@ -99,25 +99,25 @@ class AttentionState(NamedTuple):
         return (), self._replace(tokens=self.tokens + 1)
 
     def with_slots(self, slots: int, theta: float, window: int | None) -> "AttentionState":
-        def roomy(kept: Tensor, value: bool) -> Tensor:
-            return F.pad(kept, (0, 0) * (kept.dim() - 2) + (0, slots - kept.shape[1]), value=value)
+        def padded(cached: Tensor, value: bool) -> Tensor:
+            return F.pad(cached, (0, 0) * (cached.dim() - 2) + (0, slots - cached.shape[1]), value=value)
 
-        k, v = roomy(self.k, False), roomy(self.v, False)
-        valid = None if self.valid is None else roomy(self.valid, True)
+        k, v = padded(self.k, False), padded(self.v, False)
+        valid = None if self.valid is None else padded(self.valid, True)
         place = torch.full((k.shape[0],), self.tokens, device=k.device)
-        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta, window))
+        return AttentionState(k, v, valid, self.tokens, place, make_slots(k, theta, window))
 
 
-def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
-    """A new tensor with at least `slots` slots: the first `tokens` slots of kept, then x `[N, T, ...]`."""
+def append_tokens(cached: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
+    """A new tensor with at least `slots` slots: the first `tokens` slots of cached, then x `[N, T, ...]`."""
     end = tokens + x.shape[1]
     if slots <= end:
-        return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
-    roomy = x.new_zeros(x.shape[0], slots, *x.shape[2:])
-    if kept is not None:
-        roomy[:, :tokens] = kept[:, :tokens]
-    roomy[:, tokens:end] = x
-    return roomy
+        return x if cached is None else torch.cat((cached[:, :tokens], x), 1)
+    padded = x.new_zeros(x.shape[0], slots, *x.shape[2:])
+    if cached is not None:
+        padded[:, :tokens] = cached[:, :tokens]
+    padded[:, tokens:end] = x
+    return padded
 
 
 class Attention(SequenceLayer):
@@ -170,9 +170,9 @@ class Attention(SequenceLayer):
         if not isinstance(state, AttentionState):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
-        kept = (x.shape[0], slots, self.heads[1], self.head_dim)
-        check_state(state.k, Like(kept), "state.k")
-        check_state(state.v, Like(kept, state.k.dtype), "state.v")
+        shape = (x.shape[0], slots, self.heads[1], self.head_dim)
+        check_state(state.k, Like(shape), "state.k")
+        check_state(state.v, Like(shape, state.k.dtype), "state.v")
         if not 0 <= state.tokens <= slots:
             raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:
@@ -180,7 +180,7 @@ class Attention(SequenceLayer):
         if state.place is not None:
             check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
 
-    def visible(
+    def make_mask(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
     ) -> Tensor | None:
         """The mask of attention, true where a query attends to a key: `[T, past + T]` or
@@ -189,13 +189,18 @@ class Attention(SequenceLayer):
         None: no mask beside causality. A query always attends to its own token, so that the softmax of a
         masked query is defined.
         """
-        is_cut = self.window is not None and self.window < past + T
-        if valid is None and cu_seqlens is None and not is_cut and (past == 0 or T == 1 or not self.causal):
+        has_window = self.window is not None and self.window < past + T
+        if (
+            valid is None
+            and cu_seqlens is None
+            and not has_window
+            and (past == 0 or T == 1 or not self.causal)
+        ):
             return None
         key = torch.arange(past + T, device=device)
         query = key[past:, None]
         see = key <= query if self.causal else torch.ones_like(key <= query)
-        if is_cut:
+        if has_window:
             see = see & (key > query - self.window)
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens, key, right=True)
@@ -214,11 +219,11 @@ class Attention(SequenceLayer):
         check_packing(x, cu_seqlens)
         if cu_seqlens is not None and (use_cache or state is not None):
             raise ValueError(
-                "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
+                "cu_seqlens: attention has no cache for packed sequences; call it with use_cache=False"
             )
         projected = projections(self, ["qkv_proj"], x)
         o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
-        return together(o, [self.o_proj])[0], state
+        return apply_linears(o, [self.o_proj])[0], state
 
     def products(self) -> tuple[Product, ...]:
         return (Product(self.qkv_proj.weight),)
@@ -240,15 +245,15 @@ class Attention(SequenceLayer):
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)
         position = torch.arange(past, past + T, device=x.device)
-        q, k, v = turned(qkv, self.heads, position, self.rope_theta)
+        q, k, v = split_and_rotate(qkv, self.heads, position, self.rope_theta)
         before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
         if before_valid is not None:
             before_valid = before_valid[:, :past]
         valid = joined_masks(before_valid, attention_mask, past, x)
         slots = with_spare(past + T) if in_place else past + T
-        kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
-        k, v = (part[:, : past + T] for part in kept)
-        see = self.visible(past, T, valid, cu_seqlens, x.device)
+        cached = append_tokens(before_k, past, k, slots), append_tokens(before_v, past, v, slots)
+        k, v = (part[:, : past + T] for part in cached)
+        see = self.make_mask(past, T, valid, cu_seqlens, x.device)
         if q.numel() == 0:  # without tokens PyTorch's attention returns None (CUDA, 16-bit types)
             o = q
         else:
@@ -262,13 +267,13 @@ class Attention(SequenceLayer):
         if not use_cache:
             return o, None
         if valid is not None:
-            valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
+            valid = F.pad(valid, (0, cached[0].shape[1] - past - T), value=True)
         place = torch.full((x.shape[0],), past + T, device=x.device)
-        slots = slots_of(kept[0], self.rope_theta, self.window) if in_place else None
-        return o, AttentionState(*kept, valid, past + T, place, slots)
+        slots = make_slots(cached[0], self.rope_theta, self.window) if in_place else None
+        return o, AttentionState(*cached, valid, past + T, place, slots)
 
-    def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
-        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the
+    def step(self, qkv: Tensor, state: AttentionState, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
+        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: its mask, `[N, 1]`. Writes the
         state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
         can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
@@ -279,12 +284,12 @@ class Attention(SequenceLayer):
         state.k.index_copy_(1, place, k)
         state.v.index_copy_(1, place, v)
         see = slots.see.unfold(0, n, 1).index_select(0, n - 1 - place).expand(len(q), -1)
-        if now is not None:
-            valid = now.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
-            valid.index_copy_(1, place, now.bool())
+        if mask is not None:
+            valid = mask.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
+            valid.index_copy_(1, place, mask.bool())
         if valid is not None:
             see = see.where(valid, -torch.inf)
-        if now is not None:
+        if mask is not None:
             see = see.index_fill_(1, place, 0.0)  # a masked token attends to itself
         o = attend_row(q, state.k, state.v, see[:, None, None])
         state.place.add_(1)

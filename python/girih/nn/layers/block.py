@@ -53,12 +53,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """`forward` of x + branch without the last sum, which the next norm computes. Returns x + branch, the
         two terms of the result, and the state."""
-        given, normed = residual_norm(self.mixer_norm, x, branch)
+        total, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
         if self.mlp is None:
-            return given, given, y, state
-        x, normed = residual_norm(self.mlp_norm, given, y)
-        return given, x, self.mlp(normed), state
+            return total, total, y, state
+        x, normed = residual_norm(self.mlp_norm, total, y)
+        return total, x, self.mlp(normed), state
 
     def step(
         self,
@@ -70,15 +70,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Any]:
         """`forward` of few tokens by `products`, which read the weights and call no module: hooks do not run.
         Norms, activations and sums are fused with products. Calls `forward` if a module was replaced."""
-        if not self.is_as_made():
+        if not self.has_known_modules():
             return self(x, attention_mask, state, use_cache, cu_seqlens)
         mixer, mlp = self.mixer, self.mlp
-        wanted = mixer.products()
-        if wanted is None or attention_mask is not None:
+        specs = mixer.products()
+        if specs is None or attention_mask is not None:
             y, state = mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
             x = x + y
         else:
-            projected = products(x, wanted, norm_of(self.mixer_norm))
+            projected = products(x, specs, norm_of(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
             (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.before_output(), residual=x)
         if mlp is None:
@@ -89,7 +89,7 @@ class Block(nn.Module):
         (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
         return x, state
 
-    def is_as_made(self) -> bool:
+    def has_known_modules(self) -> bool:
         """Whether all modules are classes of this package or linear layers without bias."""
         return type(self.mlp) in (SwiGLU, type(None)) and all(
             type(m).__module__.startswith("girih.")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.functional.fields import heads_of
-from girih.nn.functional.linears import together
-from girih.nn.functional.rotary import rotary_factors, rotate_row, turned
+from girih.nn.functional.linears import apply_linears
+from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.step import Product
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import projections
@@ -52,10 +52,10 @@ class ChunkRows(NamedTuple):
     turn: tuple[Tensor, Tensor] | None = None
 
 
-def with_room(kept: Tensor, chunk: int, headers: int) -> Tensor:
-    """kept `[N, slots, ...]` if it has slots for `headers` headers, else a zero-padded copy that has."""
-    more = chunk - 1 + headers - kept.shape[1]
-    return F.pad(kept, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else kept
+def with_room(cache: Tensor, chunk: int, headers: int) -> Tensor:
+    """cache `[N, slots, ...]` if it has slots for `headers` headers, else a zero-padded copy that has."""
+    more = chunk - 1 + headers - cache.shape[1]
+    return F.pad(cache, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else cache
 
 
 class ChunkAttention(SequenceLayer):
@@ -115,8 +115,8 @@ class ChunkAttention(SequenceLayer):
                 "use_cache: expected True exactly with a state that says where the rows stand (`first`), and "
                 "then without cu_seqlens"
             )
-        o, kept = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
-        return together(o, [self.o_proj])[0], kept
+        o, cache = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
+        return apply_linears(o, [self.o_proj])[0], cache
 
     def products(self) -> tuple[Product, ...]:
         return (Product(self.qkv_proj.weight),)
@@ -135,12 +135,12 @@ class ChunkAttention(SequenceLayer):
             return self.step(qkv, rows).flatten(-2), past
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
         q, k, v = self.rotate_qk(qkv, rows, cu_chunks)
-        kept = self.keep(k, v, rows) if use_cache else None
+        cache = self.update_cache(k, v, rows) if use_cache else None
         if past is None:
             o = ops.cat_attention(q, k, v, chunk=rows.chunk, cu_chunks=cu_chunks)
         else:
-            o = self.extend(q, k, v, rows, kept)
-        return o.flatten(-2), kept
+            o = self.extend(q, k, v, rows, cache)
+        return o.flatten(-2), cache
 
     def rotate_qk(
         self, qkv: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
@@ -152,7 +152,7 @@ class ChunkAttention(SequenceLayer):
         first = None
         if cu_chunks is not None:
             first = cu_chunks[torch.searchsorted(cu_chunks[1:-1], row // rows.chunk, right=True)]
-        return turned(qkv, self.heads, self.position(row, rows.chunk, first), self.rope_theta)
+        return split_and_rotate(qkv, self.heads, self.position(row, rows.chunk, first), self.rope_theta)
 
     def position(self, row: Tensor, chunk: int, first: Tensor | None = None) -> Tensor:
         """Rotary position of a row. first: first chunk of the row's sequence."""
@@ -177,11 +177,11 @@ class ChunkAttention(SequenceLayer):
         """Attention of one row to K + chunk slots, after its own key and value are written."""
         q, k, v = rotate_row(qkv, self.heads, rows.turn)
         sequence = torch.arange(len(q), device=q.device)
-        for kept, new in zip(rows.past, (k, v), strict=True):
-            kept[sequence, rows.slot] = new[:, 0]
+        for cache, new in zip(rows.past, (k, v), strict=True):
+            cache[sequence, rows.slot] = new[:, 0]
         return attend_row(q, *rows.past, rows.see)
 
-    def keep(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
+    def update_cache(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
         """The cache after the rows of a call: headers of all chunks, and rows of the current chunk."""
         C, (N, T, H, D) = rows.chunk, k.shape
         sequence = torch.arange(N, device=k.device)
@@ -189,7 +189,7 @@ class ChunkAttention(SequenceLayer):
         # Rows of the current chunk after its header. A new chunk has none: indices are clamped.
         own = (rows.end // C * C - rows.first)[:, None] + torch.arange(1, C, device=k.device)
         own = own.clamp(max=T - 1)[..., None, None]
-        kept = []
+        cache = []
         for new, past in zip((k, v), rows.past or (None, None), strict=True):
             if past is None:
                 past = new.new_zeros(N, C - 1 + -(-rows.headers // ROOM) * ROOM, H, D)
@@ -197,25 +197,25 @@ class ChunkAttention(SequenceLayer):
                 past = with_room(past, C, rows.headers).clone()
             past[sequence[:, None], C - 1 + chunk] = new[:, ::C]
             past[:, : C - 1] = new.take_along_dim(own, 1)
-            kept.append(past)
-        return KeyValues(*kept)
+            cache.append(past)
+        return KeyValues(*cache)
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows, kept: KeyValues) -> Tensor:
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows, cache: KeyValues) -> Tensor:
         """Attention of rows that continue cached sequences. A row attends to the rows of its chunk up to
         itself and to the K headers of earlier chunks in the cache: T (K + chunk) scores."""
         C, (_, T, H, D), G = rows.chunk, k.shape, self.heads[0] // self.heads[1]
         K = -(-T // C)
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, K * C - T)).unflatten(1, (K, C)) for x in (q, k, v))
         q = q.unflatten(3, (H, G)) * D**-0.5
-        header_k, header_v = (x[:, C - 1 :] for x in kept)
+        header_k, header_v = (x[:, C - 1 :] for x in cache)
         wide = torch.promote_types(q.dtype, torch.float32)
         row = torch.arange(C, device=q.device)
-        later = row > row[:, None]
+        is_later = row > row[:, None]
         at = rows.first[:, None] // C + torch.arange(K, device=q.device)
         header = torch.arange(header_k.shape[1], device=q.device)
-        unseen = (header >= at[..., None])[:, None, None, :, None]  # its own header is a row of its chunk
-        own = torch.einsum("nkchgd,nkehd->nhgkce", q, k).to(wide).masked_fill(later, -torch.inf)
-        past = torch.einsum("nkchgd,nshd->nhgkcs", q, header_k).to(wide).masked_fill(unseen, -torch.inf)
+        is_masked = (header >= at[..., None])[:, None, None, :, None]  # its own header is a row of its chunk
+        own = torch.einsum("nkchgd,nkehd->nhgkce", q, k).to(wide).masked_fill(is_later, -torch.inf)
+        past = torch.einsum("nkchgd,nshd->nhgkcs", q, header_k).to(wide).masked_fill(is_masked, -torch.inf)
         p = torch.cat((own, past), -1).softmax(-1).to(v.dtype)
         o = torch.einsum("nhgkce,nkehd->nkchgd", p[..., :C], v)
         o = o + torch.einsum("nhgkcs,nshd->nkchgd", p[..., C:], header_v)

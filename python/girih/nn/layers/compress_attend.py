@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.functional.chunks import Continuation, Reached, chunk_table, max_tokens
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
@@ -19,19 +19,20 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 class CompressAttendState(NamedTuple):
     """`x [N, C, hidden_size]`: inputs of the current chunk. `header [N, hidden_size]`: its header. kv: keys
-    and values of its tokens and of all headers. reached: lengths of the sequences."""
+    and values of its tokens and of all headers. seq_lengths: lengths of the sequences."""
 
     x: Tensor
     header: Tensor
     kv: KeyValues
-    reached: Reached
+    seq_lengths: Reached
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
         """The kind of a step is the number of chunks that it compresses."""
-        C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
-        if self.kv.k.shape[1] <= C + most(reached.known) // C:
+        C = self.x.shape[1]
+        seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
+        if self.kv.k.shape[1] <= C + max_tokens(seq_lengths.host_tokens) // C:
             return None
-        return reached.step_kind(C), self._replace(reached=reached)
+        return seq_lengths.step_kind(C), self._replace(seq_lengths=seq_lengths)
 
 
 class CompressAttend(SequenceLayer):
@@ -106,10 +107,10 @@ class CompressAttend(SequenceLayer):
         if cu_seqlens is not None:
             if use_cache or state is not None:
                 raise ValueError(
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
                 )
             table = chunk_table(x, self.chunk, cu_seqlens)
-            tokens = table.spread(x, self.chunk)
+            tokens = table.scatter(x, self.chunk)
             headers = self.headers(tokens, self.header, table.first)
             y, _ = self.attend(headers, tokens, None, table.cu_chunks)
             return table.gather(y), None
@@ -120,25 +121,25 @@ class CompressAttend(SequenceLayer):
             y, state = self.step(x, state if in_place else map_state(torch.clone, state))
             return y, state if use_cache else None
         past = state is not None
-        keep = use_cache or past
-        table = Continuation(x, self.chunk, attention_mask, state.reached if past else None, keep)
-        tokens = table.spread(x, state.x if past else None)
+        needs_cache = use_cache or past
+        table = Continuation(x, self.chunk, attention_mask, state.seq_lengths if past else None, needs_cache)
+        tokens = table.scatter(x, state.x if past else None)
         headers = self.headers(tokens, state.header[:, None] if past else self.header)
         rows = None
-        if keep:
+        if needs_cache:
             C = self.chunk + 1
-            n = table.reached.tokens
+            n = table.seq_lengths.tokens
             end = n // self.chunk * C + n % self.chunk + 1
             # All rows of the table have slots, including rows after a sequence's last token.
-            room = table.chunks + (most(state.reached.known) // self.chunk if past else 0)
-            rows = ChunkRows(C, table.begun * C, end, room, state.kv if past else None)
+            room = table.chunks + (max_tokens(state.seq_lengths.host_tokens) // self.chunk if past else 0)
+            rows = ChunkRows(C, table.first_chunk * C, end, room, state.kv if past else None)
         y, kv = self.attend(headers, tokens, rows, None)
         y = table.gather(y)
         if attention_mask is not None:  # a masked token may have no valid token before it
             y = y.masked_fill(~attention_mask.bool()[..., None], 0)
         if not use_cache:
             return y, None
-        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.reached)
+        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.seq_lengths)
 
     def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
         """tokens `[B, K, C, hidden_size]` -> header of each chunk, `[B, K, hidden_size]`: `first` where
@@ -162,26 +163,26 @@ class CompressAttend(SequenceLayer):
 
     def step(self, x: Tensor, state: CompressAttendState) -> tuple[Tensor, CompressAttendState]:
         """One token x `[N, 1, hidden_size]` of each sequence; writes the state's tensors in place."""
-        C, n, known = self.chunk, state.reached.tokens, state.reached.known + 1
-        kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
+        C, n, host_tokens = self.chunk, state.seq_lengths.tokens, state.seq_lengths.host_tokens + 1
+        kv = KeyValues(*(with_room(part, C + 1, max_tokens(host_tokens) // C + 1) for part in state.kv))
         sequence = torch.arange(x.shape[0], device=x.device)
         state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
         place = n // C * (C + 1) + n % C + 1
         n.add_(1)
-        reached = Reached(n, known)
-        if (compressions := reached.find_compressions(C)) is not None:
+        seq_lengths = Reached(n, host_tokens)
+        if (compressions := seq_lengths.find_compressions(C)) is not None:
             # The header of the next chunk. The current token does not attend to it.
-            these = compressions.sequences
-            header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
-            state.header[these] = compressions.select(header, state.header[these])
+            sequences = compressions.sequences
+            header, k = projections(self, ["compress"], state.x[sequences].flatten(1))[0], n[sequences] // C
+            state.header[sequences] = compressions.select(header, state.header[sequences])
             qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
             at = ChunkRows(C + 1, k * (C + 1))
             _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
-            for kept, part in zip(kv, new, strict=True):
-                slot = sequence[these], C + k
-                kept[slot] = compressions.select(part[:, 0], kept[slot])
+            for cache, part in zip(kv, new, strict=True):
+                slot = sequence[sequences], C + k
+                cache[slot] = compressions.select(part[:, 0], cache[slot])
         y, kv = self.attention(x, None, self.attention.prepare_row(C + 1, place, kv), True)
-        return y, CompressAttendState(state.x, state.header, kv, reached)
+        return y, CompressAttendState(state.x, state.header, kv, seq_lengths)
 
 
 register_layer(

@@ -85,7 +85,7 @@ class DeltaProduct(RecurrentLayer):
         self.norm = GatedRMSNorm(self.value_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
-    def per_step(self, x: Tensor) -> Tensor:
+    def split_steps(self, x: Tensor) -> Tensor:
         """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: the n rows of a token are adjacent."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
@@ -115,9 +115,9 @@ class DeltaProduct(RecurrentLayer):
         o, memory = self.scan(
             "delta_product",
             q,
-            self.per_step(k),
-            self.per_step(v),
-            self.per_step(beta),
+            self.split_steps(k),
+            self.split_steps(v),
+            self.split_steps(beta),
             g,
             n=self.n,
             l2norm_qk=True,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.mixers import register_layer
@@ -102,7 +102,7 @@ class GatedSlotAttention(RecurrentLayer):
         return projections(self, ["qkv_proj", "f_proj"], x, gates={"f_proj": f})
 
     def output(self, o: Tensor) -> Tensor:
-        return together(silu_norm(self.norm, o), [self.o_proj])[0]
+        return apply_linears(silu_norm(self.norm, o), [self.o_proj])[0]
 
     def products(self) -> tuple[Product, ...]:
         if self.f_proj is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import head_widths, heads_of
 from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.mixers import register_layer
@@ -106,7 +106,7 @@ class HGRN2(RecurrentLayer):
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:
-        return together(residual_norm(self.norm, o)[1], [self.o_proj])[0]
+        return apply_linears(residual_norm(self.norm, o)[1], [self.o_proj])[0]
 
 
 register_layer("hgrn2", HGRN2, "head_dim", "expand_k", "expand_v", "norm_eps", compared=False)

@@ -44,14 +44,14 @@ class Layer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Layer":
         own = self._parameters | self._buffers
-        kept = {id(t) for name in self.fp32 if (p := own.get(name)) is not None for t in (p, p.grad)}
+        fp32_ids = {id(t) for name in self.fp32 if (p := own.get(name)) is not None for t in (p, p.grad)}
 
-        def keeping(t: Tensor) -> Tensor:
+        def cast(t: Tensor) -> Tensor:
             to = fn(t)
-            low = id(t) in kept and to.dtype in (torch.float16, torch.bfloat16)
+            low = id(t) in fp32_ids and to.dtype in (torch.float16, torch.bfloat16)
             return at_least_fp32(t.to(to.device)) if low else to
 
-        return super()._apply(keeping, recurse)
+        return super()._apply(cast, recurse)
 
     def extra_repr(self) -> str:
         """The layer's options: its attributes of plain types."""
@@ -84,9 +84,9 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     >>> decay_parameter_names(nn.Sequential(GateLinear(8, 2), nn.Linear(2, 8)))
     ['0.weight', '1.weight', '1.bias']
     """
-    kept = {
+    undecayed = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, "undecayed", ())
     }
-    return [name for name, _ in model.named_parameters() if name not in kept]
+    return [name for name, _ in model.named_parameters() if name not in undecayed]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import residual_norm, silu_product
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
@@ -122,7 +122,7 @@ class Mamba2(RecurrentLayer):
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:
-        return together(residual_norm(self.norm, o)[1], [self.o_proj])[0]
+        return apply_linears(residual_norm(self.norm, o)[1], [self.o_proj])[0]
 
 
 _FIELDS = ("head_dim", "expand_v", "state_size", "conv_size", "norm_eps")

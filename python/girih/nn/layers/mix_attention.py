@@ -70,7 +70,7 @@ class MemoryAsGate(Layer):
     def __init__(self, *, weight: float = 0.5, learned: bool = False, cross: bool = False):
         super().__init__()
         check_mixture(weight, learned)
-        self.first_weight, self.learned, self.cross = weight, learned, cross
+        self.initial_weight, self.learned, self.cross = weight, learned, cross
         if learned:
             self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard does not accept scalars
         else:
@@ -79,9 +79,9 @@ class MemoryAsGate(Layer):
 
     def reset_parameters(self) -> None:
         if self.learned:
-            nn.init.constant_(self.logit, math.log(self.first_weight / (1.0 - self.first_weight)))
+            nn.init.constant_(self.logit, math.log(self.initial_weight / (1.0 - self.initial_weight)))
         else:
-            nn.init.constant_(self.weight, self.first_weight)
+            nn.init.constant_(self.weight, self.initial_weight)
 
     def set_weight(self, weight: float) -> None:
         """Moves m, without waiting for the device."""

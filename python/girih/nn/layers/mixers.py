@@ -40,8 +40,8 @@ def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[An
     that is None leaves the value of `fixed` or the layer's default."""
 
     def build(config: Any) -> nn.Module:
-        given = {field: value for field in fields if (value := getattr(config, field)) is not None}
-        return layer(config.hidden_size, config.num_heads, **(fixed | given))
+        values = {field: value for field in fields if (value := getattr(config, field)) is not None}
+        return layer(config.hidden_size, config.num_heads, **(fixed | values))
 
     return build
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, valid_first
 from girih.nn.functional.state import advance
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -31,10 +31,10 @@ class RecurrentLayer(SequenceLayer):
         if attention_mask is None:
             return self.mix(x, state, use_cache, cu_seqlens)
         check_mask(x, attention_mask, cu_seqlens)
-        order, place, count = valid_first(attention_mask.bool())
+        order, inverse_order, count = valid_first(attention_mask.bool())
         bounds = torch.stack((torch.zeros_like(count), count), 1)
         y, state = self.mix(x.take_along_dim(order[..., None], 1), state, use_cache, bounds)
-        return y.take_along_dim(place[..., None], 1), state
+        return y.take_along_dim(inverse_order[..., None], 1), state
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """`forward` without a mask; cu_seqlens may be `[B, 2]`, the bounds of rows."""
@@ -54,4 +54,4 @@ class RecurrentLayer(SequenceLayer):
     def output(self, o: Tensor) -> Tensor:
         """y of core's o, computed by the layer's modules; `before_output` and `o_proj` describe the same by
         weights."""
-        return together(o, [self.o_proj])[0]
+        return apply_linears(o, [self.o_proj])[0]
