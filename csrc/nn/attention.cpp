@@ -1,3 +1,4 @@
+// Softmax attention with rotary positions and a key-value cache.
 #include <algorithm>
 #include <limits>
 
@@ -9,13 +10,13 @@
 namespace girih::nn {
 namespace {
 
-// Slots for so many tokens and those that come. All of them are read, so not many; where they are full the
-// keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
-// number, tens of milliseconds long.
+// Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time; a
+// full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan for
+// each size, which takes tens of milliseconds.
 int64_t with_spare(int64_t tokens) { return (tokens + std::max<int64_t>(64, tokens / 8) + 255) / 256 * 256; }
 
-// The first `tokens` slots of kept, which may be undefined, then x [N, T, heads, head_dim], in a new tensor
-// of at least so many slots.
+// A new tensor with at least `slots` slots: the first `tokens` slots of `kept` (may be undefined), then
+// x [N, T, heads, head_dim].
 Tensor appended(const Tensor& kept, int64_t tokens, const Tensor& x, int64_t slots) {
   const auto end = tokens + x.size(1);
   if (slots <= end) return kept.defined() ? at::cat({kept.slice(1, 0, tokens), x}, 1) : x;
@@ -25,7 +26,7 @@ Tensor appended(const Tensor& kept, int64_t tokens, const Tensor& x, int64_t slo
   return roomy;
 }
 
-// For k [N, slots, heads, head_dim].
+// The tables for keys k [N, slots, heads, head_dim].
 std::shared_ptr<const Slots> slots_of(const Tensor& k, const AttentionOptions& options) {
   const auto theta = options.rope_theta;
   const auto window = options.window.value_or(0);
@@ -39,7 +40,7 @@ std::shared_ptr<const Slots> slots_of(const Tensor& k, const AttentionOptions& o
   return std::make_shared<const Slots>(Slots{factors.transpose(0, 1).contiguous(), see, theta, window});
 }
 
-// The state with free slots, and what a step reads of them.
+// The state padded to `slots` slots, with the tables of a step.
 State with_slots(const State& state, int64_t slots, const AttentionOptions& options) {
   const auto roomy = [&](const Tensor& x, double value) {
     if (x.size(1) == slots) return x;
@@ -54,7 +55,7 @@ State with_slots(const State& state, int64_t slots, const AttentionOptions& opti
   return more;
 }
 
-// Whether there is a slot for one more token.
+// Whether the state's tables fit its keys and a slot is free for one more token.
 bool has_room(const State& state) {
   const auto& k = state.tensors[0];
   return state.slots && state.tokens < k.size(1) && state.slots->turn.size(0) == k.size(1) &&
@@ -93,8 +94,9 @@ AttentionImpl::AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOp
   o_proj = register_module("o_proj", linear(num_heads * head_dim_, hidden_size));
 }
 
-// Which keys a query sees, [T, past + T] or [B, 1, T, past + T]; undefined: all, or all up to itself. A query
-// always sees its own token, so that a masked one has something to attend to.
+// The mask of attention, true where a query attends to a key: [T, past + T] or [B, 1, T, past + T].
+// Undefined: no mask beside causality. A query always attends to its own token, so that the softmax of a
+// masked query is defined.
 Tensor AttentionImpl::visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                               at::Device device) const {
   const bool is_cut = options.window && *options.window < past + T;
@@ -116,7 +118,7 @@ void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
   check_packing(x, call.cu_seqlens);
   TORCH_CHECK_VALUE(
       !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-      "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache = false");
+      "cu_seqlens: attention has no cache for packed sequences; call it with use_cache = false");
 }
 
 void AttentionImpl::expect_state(const State& state, const Tensor& x) const {
@@ -127,8 +129,7 @@ void AttentionImpl::expect_state(const State& state, const Tensor& x) const {
   TORCH_CHECK_VALUE(k.defined() && k.dim() == 4, "state: attention has keys [N, slots, heads, head_dim]");
   const auto N = x.size(0), slots = k.size(1);
   TORCH_CHECK_VALUE(state.tokens <= slots && (state.tokens > 0 || state.slots || slots == 0),
-                    "state: attention's has ", slots, " slots and says in `tokens` how many are taken; got ",
-                    state.tokens);
+                    "state.tokens is ", state.tokens, "; expected 0 to ", slots, ", the slots of the keys");
   check_part("k", k, {N, slots, heads_[1], head_dim_});
   check_part("v", v, {N, slots, heads_[2], head_dim_}, k.scalar_type());
   if (valid.defined()) check_part("valid", valid, {N, slots}, at::kBool);
@@ -163,7 +164,7 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
              valid = joined_masks(past_valid.defined() ? past_valid.slice(1, 0, past) : past_valid,
                                   call.attention_mask, past, x);
   const auto see = visible(past, T, valid, call.cu_seqlens, x.device());
-  // No token has no output; on CUDA, in 16 bits, PyTorch's attention returns nothing then.
+  // Without tokens PyTorch's attention returns an undefined tensor (CUDA, 16-bit types).
   const auto o = q.numel() == 0 ? q
                                 : at::scaled_dot_product_attention(
                                       q.transpose(1, 2), k.slice(1, 0, past + T).transpose(1, 2),
@@ -180,8 +181,8 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   return {flat, in_place ? with_slots(after, slots, options) : after};
 }
 
-// One token of each sequence, qkv [N, 1, heads, head_dim]. Writes the state's tensors; nothing on the device
-// depends on how many tokens the host knows of.
+// One token of each sequence, qkv [N, 1, heads, head_dim]. Writes the state's tensors in place. Device work
+// does not depend on the host's token count, so that a CUDA graph can replay it.
 Output AttentionImpl::step(const Tensor& qkv, State state) const {
   if (!has_room(state)) state = with_slots(state, with_spare(state.tokens + 1), options);
   auto k = state.tensors[0], v = state.tensors[1], place = state.tensors[3];

@@ -1,3 +1,4 @@
+// CAT as a model: the compressor and the decoder.
 #include <girih/language_model.h>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ CompressorImpl::CompressorImpl(const Config& config) : lengths_(chunk_lengths(co
 
 Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
   const auto B = chunks.size(0), K = chunks.size(1), C = chunks.size(2);
-  // -1: of a sequence in its first chunk, whose result is discarded.
+  // An index of -1 belongs to a sequence in its first chunk; the result is discarded.
   const auto at = (index * (C / lengths_[0])).clamp(0, position->weight.size(0) - 1);
   const auto place = position(at).expand({B, K, -1});
   auto x = at::cat({place.unsqueeze(2), embed_tokens(chunks)}, 2).flatten(0, 1);
@@ -71,13 +72,14 @@ void CatModelImpl::set_chunk(int64_t chunk) {
   chunk_ = chunk;
 }
 
-// The state: {ids, header, tokens, known} and {k, v} of each layer: the tokens of the chunk that goes on and
-// its header, how far the sequences reach, keys and values of the chunk's rows and of all headers.
+// State {ids, header, tokens, known} and {k, v} of each layer: tokens and header of the current chunk,
+// lengths of the sequences on the device and on the host, keys and values of the chunk's rows and of all
+// headers.
 Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   check_mask(ids, call.attention_mask);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
   check_state(call.state, 4, layers->size());
   if (past) check_batch(call.state.tensors[0], ids.size(0));
@@ -93,7 +95,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
     return {table.gather(y.view_as(x), /*shift=*/1), {}};
   }
   const auto reached = past ? Reached{before[2], before[3]} : Reached();
-  // Masked tokens count here: how many of a call are valid is not known without a wait.
+  // Counts masked tokens too: the number of valid tokens is on the device.
   const auto longest = T + (past ? reached.most() : 0);
   TORCH_CHECK_VALUE(longest <= max_position_embeddings_, "input_ids has ", longest,
                     " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
@@ -101,7 +103,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
     return step(ids,
                 call.steps(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
-  // The chunk that goes on is read again from its start.
+  // The incomplete chunk is read again from its start.
   const bool keeps = past || call.use_cache;
   const Continuation table(ids, C, call.attention_mask, reached, keeps);
   const auto chunks = table.spread(ids, past ? before[0] : Tensor());
@@ -121,8 +123,8 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   return {y, {{table.last(chunks), table.last(heads), table.reached.tokens, table.reached.known}, kept}};
 }
 
-// One token [N, 1] of each sequence: its own row, or the header of the chunk that comes next where it is the
-// last one of a chunk. Writes the state's tensors.
+// One token [N, 1] of each sequence. The row that is read is the token, or, if the token completes a chunk,
+// the header of the next chunk. Writes the state's tensors in place.
 Output CatModelImpl::step(const Tensor& ids, const State& state) {
   auto chunk = state.tensors[0], kept_header = state.tensors[1];
   const Reached before{state.tensors[2], state.tensors[3]};
@@ -163,22 +165,23 @@ Tensor CatModelImpl::first_header(int64_t chunk) const {
   return header.dim() == 1 ? header : header[std::ranges::find(lengths_, chunk) - lengths_.begin()];
 }
 
-// chunks [B, K, C] at the places `index` [K] or [B, K] -> each one's header, [B, K, hidden_size]: `first`
-// where `where` is true. The last chunk is nobody's past, so it is not compressed.
+// chunks [B, K, C] with indices `index` [K] or [B, K] -> header of each chunk, [B, K, hidden_size]: `first`
+// where `where` is true, else the compression of the preceding chunk. The last chunk is not compressed.
 Tensor CatModelImpl::headers(const Tensor& chunks, const Tensor& first, const Tensor& index,
                              const Tensor& where) {
   const auto past = compressor(chunks.slice(1, 0, -1), index.slice(-1, 0, -1));
   return at::where(where, first.to(past.scalar_type()), at::constant_pad_nd(past, {0, 0, 1, 0}));
 }
 
-// headers [B, K, hidden_size] and their chunks [B, K, C] -> the rows that the decoder reads, [B, K, C,
-// hidden_size].
+// headers [B, K, hidden_size] and chunks [B, K, C] -> rows of the decoder, [B, K, C, hidden_size]: the header
+// and the first C - 1 tokens of each chunk.
 Tensor CatModelImpl::rows_of(const Tensor& headers, const Tensor& chunks) {
   const auto tokens = embed_tokens(chunks.slice(2, 0, -1));
   return at::cat({headers.unsqueeze(2).to(tokens.scalar_type()), tokens}, 2);
 }
 
-// x [B, rows, hidden_size] through blocks and norm; kept: what each layer keeps.
+// Applies the blocks and the norm to x [B, rows, hidden_size]; updates `kept`, the key-value cache of each
+// layer.
 Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>& kept,
                             const Tensor& cu_chunks) {
   for (size_t i = 0; i < layers->size(); ++i) {
@@ -206,7 +209,7 @@ void check_cat_model(const Config& c) {
   expect_pairs(c);
   TORCH_CHECK_VALUE(*c.compressor_hidden_size % *c.head_dim == 0, "compressor_hidden_size is ",
                     *c.compressor_hidden_size, "; expected a multiple of head_dim ", *c.head_dim);
-  // The compressor's is as much smaller as its width.
+  // The compressor's intermediate_size is scaled by its width.
   const auto least = (c.hidden_size + *c.compressor_hidden_size - 1) / *c.compressor_hidden_size;
   TORCH_CHECK_VALUE(*c.intermediate_size >= least, "intermediate_size is ", *c.intermediate_size,
                     "; expected at least ", least, " for a compressor of ", *c.compressor_hidden_size,

@@ -1,3 +1,4 @@
+// CAT as a layer: ChunkAttention and CompressAttend.
 #include "chunk_rows.h"
 #include "chunks.h"
 #include "fused.h"
@@ -6,16 +7,16 @@
 namespace girih::nn {
 namespace {
 
-// A cache grows by so many headers: rarely, as it is copied, and little, as every slot is read.
+// Headers by which a cache grows. Growth copies the cache, and a step reads all slots.
 constexpr int64_t kRoom = 16;
 
-// The cache after whole chunks of rows: their headers, and the rows of the chunk that goes on.
+// The cache after the rows of a call: the headers of all chunks, and the rows of the current chunk.
 State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State& past) {
   const auto C = rows.chunk, N = k.size(0), T = k.size(1);
   const auto sequence = at::arange(N, rows.first.options()).unsqueeze(-1);
   const auto chunk =
       at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange((T + C - 1) / C, sequence.options());
-  // The chunk of the next row; of a new one only its header is here, or not even that.
+  // Rows of the current chunk after its header. A new chunk has none: indices are clamped.
   const auto own =
       ((at::floor_divide(rows.end, C) * C - rows.first).unsqueeze(-1) + at::arange(1, C, sequence.options()))
           .clamp_max(T - 1);
@@ -61,7 +62,7 @@ Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, S
                                   const Tensor& cu_chunks, const RowInput& input, const Tensor& residual) {
   const auto qkv = nn::products(x, {product_of(qkv_proj)}, input)[0].unflatten(-1, {-1, head_dim_});
   auto rows = call_rows;
-  // One call may be under autocast and another one not.
+  // The dtypes differ when only some calls run under autocast.
   for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
   if (rows.slot.defined() && rows.see.scalar_type() != qkv.scalar_type())
     rows = prepare_row(rows.chunk, rows.first, kept.tensors[0]);
@@ -82,7 +83,7 @@ std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows
   return rotate_qk(qkv_proj(x).unflatten(-1, {-1, head_dim_}), rows, {});
 }
 
-// q, k and v of qkv [N, rows, sum of heads, D], q and k turned to their places.
+// qkv [N, rows, sum of heads, D] -> q and k rotated to their positions, and v.
 std::vector<Tensor> ChunkAttentionImpl::rotate_qk(const Tensor& qkv, const ChunkRows& rows,
                                                   const Tensor& cu_chunks) const {
   auto row = at::arange(qkv.size(1), qkv.options().dtype(at::kLong));
@@ -96,7 +97,7 @@ std::vector<Tensor> ChunkAttentionImpl::rotate_qk(const Tensor& qkv, const Chunk
   return {q, k, v};
 }
 
-// The rotary position of a row; first: the chunk that its sequence begins with.
+// Rotary position of a row. first: first chunk of the row's sequence.
 Tensor ChunkAttentionImpl::position(const Tensor& row, int64_t chunk, const Tensor& first) const {
   const auto position = row.remainder(chunk);
   if (!options.running_positions) return position;
@@ -118,7 +119,8 @@ ChunkRows ChunkAttentionImpl::prepare_row(int64_t chunk, const Tensor& place, co
           .turn = rotary_factors(at_place, head_dim_, options.rope_theta, k.scalar_type())};
 }
 
-// One row over K + chunk slots: its own key and value are written first, as it sees itself.
+// Attention of one row to K + chunk slots. Its key and value are written first, because the row attends to
+// itself.
 Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const {
   const auto [q, k, v] = rotate_row(qkv, heads_, rows.turn);
   const auto sequence = at::arange(qkv.size(0), rows.slot.options());
@@ -128,8 +130,8 @@ Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const 
   return attend_row(q, past_k, past_v, rows.see);
 }
 
-// Rows of chunks that begin after others: softmax over the own chunk's rows up to oneself and the headers of
-// all earlier chunks, T (K + chunk) scores, of which K are in the cache.
+// Attention of rows that continue cached sequences. A row attends to the rows of its chunk up to itself and
+// to the K headers of earlier chunks in the cache: T (K + chunk) scores.
 Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRows& rows,
                                   const State& kept) const {
   const auto C = rows.chunk, T = qkv[0].size(1), K = (T + C - 1) / C, H = heads_[1], G = heads_[0] / H;
@@ -143,7 +145,7 @@ Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRow
   const auto row = at::arange(C, rows.first.options());
   const auto at = at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange(K, row.options());
   const auto header = at::arange(header_k.size(1), row.options());
-  // The own header is a row of the own chunk.
+  // The header of a row's own chunk is one of the chunk's rows.
   const auto unseen = (header >= at.unsqueeze(-1)).unsqueeze(1).unsqueeze(1).unsqueeze(4);
   const auto own = at_least_fp32(at::einsum("nkchgd,nkehd->nhgkce", {q, k}))
                        .masked_fill(row > row.unsqueeze(-1), never),
@@ -168,13 +170,13 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
 
 void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
-// The state: {x, header, k, v, tokens, known}: the inputs of the chunk that goes on and its header, keys and
-// values of its tokens and of all headers, how far the sequences reach.
+// State {x, header, k, v, tokens, known}: inputs and header of the current chunk, keys and values of its
+// tokens and of all headers, lengths of the sequences on the device and on the host.
 Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   check_packing(x, call.cu_seqlens);
   check_mask(x, call.attention_mask);
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache = false");
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const auto C = options.chunk;
   State kept;
   if (call.cu_seqlens.defined()) {
@@ -202,12 +204,12 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
     const auto& n = table.reached.tokens;
     rows.first = table.begun * (C + 1);
     rows.end = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
-    // Every sequence's rows have slots, those after its last token too.
+    // All rows of the table have slots, including rows after a sequence's last token.
     rows.headers = table.chunks + (past ? reached.most() / C : 0);
     if (past) kept = {{before[2], before[3]}};
   }
   auto y = table.gather(attend(heads, tokens, rows, kept, {}));
-  // There may be no valid token before a masked one.
+  // A masked token without a valid token before it has no defined row.
   if (call.attention_mask.defined())
     y = y.masked_fill(call.attention_mask.to(at::kBool).logical_not().unsqueeze(-1), 0);
   if (!call.use_cache) return {y, {}};
@@ -216,21 +218,22 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
             table.reached.known}}};
 }
 
-// tokens [B, K, C, hidden_size] -> each chunk's header, [B, K, hidden_size]: `first` where `where` [K] is
-// true, else what the chunk before has become.
+// tokens [B, K, C, hidden_size] -> header of each chunk, [B, K, hidden_size]: `first` where `where` [K] is
+// true, else the compression of the preceding chunk.
 Tensor CompressAttendImpl::headers(const Tensor& tokens, const Tensor& first, const Tensor& where) {
   const auto all = at::constant_pad_nd(compress(tokens.slice(1, 0, -1).flatten(2)), {0, 0, 1, 0});
   return at::where(where.unsqueeze(-1), first.to(all.scalar_type()), all);
 }
 
-// headers [B, K, hidden_size] and their chunks' tokens -> the tokens' outputs [B, K, C, hidden_size].
+// headers [B, K, hidden_size] and tokens [B, K, C, hidden_size] -> outputs of the tokens,
+// [B, K, C, hidden_size].
 Tensor CompressAttendImpl::attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows,
                                   State& kept, const Tensor& cu_chunks) {
   const auto all = at::cat({headers.unsqueeze(2), tokens}, 2);
   return attention->attend(all.flatten(1, 2), rows, kept, cu_chunks).view_as(all).slice(2, 1);
 }
 
-// One token [N, 1, hidden_size] of each sequence; writes the state's tensors.
+// One token x [N, 1, hidden_size] of each sequence; writes the state's tensors in place.
 Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   const auto C = options.chunk;
   auto inputs = state.tensors[0], header = state.tensors[1];
@@ -244,7 +247,7 @@ Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   n.add_(1);
   const Reached after{n, before.known + 1};
   if (const auto compressions = after.find_compressions(C)) {
-    // The next chunk's header: this token does not see it.
+    // The header of the next chunk. The current token does not attend to it.
     const auto& these = compressions->sequences;
     const auto next = compress(inputs.index_select(0, these).flatten(1));
     const auto k = at::floor_divide(n.index_select(0, these), C);

@@ -1,5 +1,5 @@
-// A configuration: its text, what it allows, and the values that follow from others. Python's GirihConfig
-// asks here, so both accept the same and refuse in the same words.
+// Config: conversion from and to JSON, checks, and defaults that depend on other fields. Python's GirihConfig
+// calls the functions registered below, so C++ and Python have the same checks and messages.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -18,14 +18,14 @@ namespace {
 
 using nlohmann::json;
 
-// A value as a message shows it: never more than a line, however large or deep it is.
+// A value for an error message: escaped, at most 60 characters; lists and objects by their kind.
 std::string shown(const json& value) {
   if (value.is_structured()) return value.is_array() ? "a list" : "an object";
   const auto text = value.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
   return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
-// A word that is none of those expected.
+// A string value for an error message, in single quotes.
 std::string quoted_word(const std::string& word) {
   const auto text = shown(word);
   return "'" + text.substr(1, text.size() - (text.ends_with('"') ? 2 : 1)) + "'";
@@ -109,7 +109,7 @@ void check_value(const char* name, const std::optional<T>& value, const Allowed&
   if (value) check_value(name, *value, allowed);
 }
 
-// The bounds of one mixer's fields, and what it asks of them together.
+// Checks the fields that a mixer reads: its bounds, then Mixer::check.
 void check_mixer(const Config& c, const Mixer& mixer) {
   for (const auto& field : mixer.fields) {
     if (!field.least) continue;
@@ -132,7 +132,7 @@ void check_names(const Config& c) {
 
 void check_mixers(const Config& c) {
   auto used = c.mixers();
-  mixers().at("mag").check(c);  // names that exist, used or not
+  mixers().at("mag").check(c);  // mag_base and mag_mixer must be mixers in every configuration
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {c.mag_base, c.mag_mixer});
   std::ranges::sort(used);
   used.erase(std::unique(used.begin(), used.end()), used.end());
@@ -145,7 +145,7 @@ void check_mixers(const Config& c) {
   }
 }
 
-// Those whose attention has a layer's place; of a mixture, or of CAT, it is a part.
+// Indices of the layers whose mixer is attention; attention inside mag or CAT does not count.
 std::vector<int64_t> attention_layers(const Config& c) {
   std::vector<int64_t> found;
   const auto names = c.mixers();
@@ -177,7 +177,7 @@ void check_injections(const Config& c) {
   }
 }
 
-// Fields that some mixers read and others do not. Those that say what a head is belong to every model.
+// Whether only some mixers read the field. num_kv_heads, head_dim and norm_eps belong to every model.
 bool is_option(const std::string& field) {
   static const std::set<std::string> all = [] {
     std::set<std::string> found = {"compressor_hidden_size", "compressor_layers", "intermediate_size"};
@@ -196,7 +196,7 @@ std::map<std::string, json> written_fields(const Config& c) {
   return fields;
 }
 
-// The number of letters to insert, drop or replace for one word to become the other.
+// Levenshtein distance of two words.
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t(0));
@@ -220,7 +220,7 @@ const std::set<std::string>& field_names() {
   return all;
 }
 
-// The field whose name is nearest.
+// The field with the smallest edit distance.
 std::string nearest_field(const std::string& word) {
   std::string found = "mixer";
   for (const auto& name : field_names())
@@ -230,8 +230,8 @@ std::string nearest_field(const std::string& word) {
 
 bool is_field(const std::string& name) { return field_names().contains(name); }
 
-// Whether a name of config.json is nearly a field's. Other names are of Hugging Face's libraries and of other
-// tools; these have more tokens than girih has.
+// Whether a name of config.json is within two edits of a field's name. Other names belong to Hugging Face
+// libraries and other tools, which also have further *_token_id fields.
 bool is_misspelt(const std::string& word) {
   if (is_field(word) || word.ends_with("_token_id") || word.ends_with("_token") || word == "num_beams")
     return false;
@@ -241,7 +241,7 @@ bool is_misspelt(const std::string& word) {
 
 void check_spelling(const json& values) {
   for (const auto& [word, value] : values.items())
-    TORCH_CHECK_VALUE(!is_misspelt(word), word, " is no field of a configuration; expected ",
+    TORCH_CHECK_VALUE(!is_misspelt(word), word, " is not a field of a configuration; did you mean ",
                       nearest_field(word), "?");
 }
 
@@ -254,15 +254,15 @@ void read_mixer(const json& value, Config& config) {
   for (const auto& name : value) read_value("mixer", name, config.hybrid.emplace_back());
 }
 
-// One entry of `girih`. What the file's version of girih knows and this one does not is refused.
+// Reads an entry of the list `girih`. Throws for a field that this version does not have.
 Injection read_injection(const json& entry) {
   TORCH_CHECK_VALUE(entry.is_object() && entry.contains("how"), "girih holds ", shown(entry),
                     "; expected what girih.inject saved");
   TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", shown(entry["how"]),
-                    "; expected inject: replaced attention is read by Python alone");
+                    "; expected inject: only Python reads replaced attention");
   const auto mixer = entry.value("mixer", json("delta_product"));
   TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer),
-                    "; expected delta_product: other paths are read by Python alone");
+                    "; expected delta_product: only Python reads other paths");
   const auto window = entry.value("max_self_attn_length", json());
   TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", shown(window),
                     "; expected null: girih's own attention keeps all keys");
@@ -297,7 +297,7 @@ void read_fields(const json& values, Config& config) {
   for (const auto& entry : *injections) config.injections.push_back(read_injection(entry));
 }
 
-// "chunk=1 phi=identity" as an object.
+// "chunk=1 phi=identity" -> {"chunk": 1, "phi": "identity"}.
 json parse_options(const std::string& options) {
   json values = json::object();
   std::istringstream in(options);
@@ -306,8 +306,8 @@ json parse_options(const std::string& options) {
     TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "options: ", quoted_word(option),
                       " is not name=value");
     const auto name = option.substr(0, equals), text = option.substr(equals + 1);
-    TORCH_CHECK_VALUE(is_field(name), name, " is no field of a configuration; expected ", nearest_field(name),
-                      "?");
+    TORCH_CHECK_VALUE(is_field(name), name, " is not a field of a configuration; did you mean ",
+                      nearest_field(name), "?");
     TORCH_CHECK_VALUE(!values.contains(name), name, " is given twice");
     auto value = json::parse(text, nullptr, /*allow_exceptions=*/false);
     if (value.is_discarded())
@@ -317,7 +317,7 @@ json parse_options(const std::string& options) {
   return values;
 }
 
-// Config::completed but for check_unread.
+// Config::completed without check_unread and the checks of mixers.
 Config complete(const Config& config) {
   for_each_field(config, [](const char* name, const auto& field, const Allowed& allowed) {
     check_value(name, field, allowed);
@@ -328,14 +328,14 @@ Config complete(const Config& config) {
                     " layers; expected num_hidden_layers, ", c.num_hidden_layers);
   check_names(c);
   TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
-                    "]; expected none: it is for the whole CAT model, mixer 'cat', to choose from");
+                    "]; expected none: only the CAT model, mixer 'cat', has a choice of chunks");
   if (!c.num_kv_heads) c.num_kv_heads = c.num_heads;
   TORCH_CHECK_VALUE(c.num_heads % *c.num_kv_heads == 0, "num_kv_heads is ", *c.num_kv_heads,
                     "; expected a divisor of num_heads ", c.num_heads);
   TORCH_CHECK_VALUE(c.head_dim || c.hidden_size % c.num_heads == 0, "num_heads is ", c.num_heads,
                     ", which does not divide hidden_size ", c.hidden_size, "; give head_dim");
   if (!c.head_dim) c.head_dim = c.hidden_size / c.num_heads;
-  // A gated layer of 8/3 has the parameters of a plain one of 4.
+  // SwiGLU of width 8/3 hidden_size has as many parameters as an MLP of width 4 hidden_size.
   if (!c.intermediate_size && c.reads("intermediate_size"))
     c.intermediate_size = (8 * c.hidden_size + 95) / 96 * 32;
   if (c.is_whole_cat()) {
@@ -347,8 +347,7 @@ Config complete(const Config& config) {
   return c;
 }
 
-// Refuses an option that is not as it is by default and that no mixer reads: the model would be the one
-// without it.
+// Throws for an option that differs from its default and that no mixer reads: it would have no effect.
 void check_unread(const Config& c) {
   const auto unread = c.unread_options();
   if (unread.empty()) return;
@@ -393,7 +392,7 @@ std::vector<std::string> Config::mixers() const {
 
 Config Config::completed() const {
   const auto c = complete(*this);
-  nn::mixers().at("mag").check(c);  // names that exist, used or not
+  nn::mixers().at("mag").check(c);  // mag_base and mag_mixer must be mixers in every configuration
   check_unread(c);
   check_mixers(c);
   check_injections(c);
@@ -442,40 +441,39 @@ std::string Config::to_json() const {
 
 namespace {
 
-// For Python: a configuration's text -> the same with every value that follows from others. for_layer: as
-// completed_for_layer.
+// For Python: completes a configuration, JSON -> JSON. for_layer: by completed_for_layer.
 std::string complete_configuration(const std::string& text, bool for_layer) {
   const auto config = Config::from_json(text);
   return (for_layer ? completed_for_layer(config) : config.completed()).to_json();
 }
 
-// For Python: refuses a configuration whose model there is no memory for.
+// For Python: throws if the model's parameters exceed the memory of this machine.
 void check_memory(const std::string& text, int64_t element_size) {
   expect_memory(Config::from_json(text).completed(), element_size);
 }
 
-// For Python: the options of a configuration that no mixer of its reads.
+// For Python: options that differ from their defaults and that no mixer reads.
 std::vector<std::string> unread_options(const std::string& text) {
   return Config::from_json(text).unread_options();
 }
 
-// For Python: what a folder's mixers were in earlier versions.
+// For Python: the suffix of errors about a folder of an earlier version.
 std::string describe_earlier_mixers(const std::string& text) {
   return earlier_mixers(Config::from_json(text));
 }
 
-// For Python: the field whose name is nearest, and whether that is what is meant.
+// For Python: the field whose name is nearest, and whether `name` is a misspelling of it.
 std::tuple<std::string, bool> nearest(const std::string& name) {
   return {nearest_field(name), is_misspelt(name)};
 }
 
-// For Python: options as girih-train takes them -> an object.
+// For Python: options in the format of girih-train -> JSON object.
 std::string read_options(const std::string& options) {
   Config{}.set_options(options);  // types
   return parse_options(options).dump();
 }
 
-// {"gsa": ["num_kv_heads", ...], ...}: the fields that each mixer reads.
+// For Python: the fields that each mixer reads, {"gsa": ["num_kv_heads", ...], ...}.
 std::string describe_mixers() {
   json all = json::object();
   for (const auto& [name, mixer] : mixers()) {

@@ -5,8 +5,8 @@
 namespace girih::nn {
 namespace {
 
-// Whether a step that was expected to end in `expected` did so: with the tensors that expected has of before,
-// and the same values in those that the host has for itself.
+// Whether a captured step returned the state `expected`: the tensors that `expected` shares with `before` are
+// the same objects in `after`, and the others, which live on the host, have equal values.
 bool as_expected(const State& before, const State& expected, const State& after) {
   if (after.tensors.size() != before.tensors.size() || after.parts.size() != before.parts.size() ||
       after.tokens != expected.tokens || after.slots != before.slots)
@@ -23,7 +23,7 @@ bool as_expected(const State& before, const State& expected, const State& after)
 
 }  // namespace
 
-#ifndef GIRIH_WITH_CUDA  // with it, graph/cuda.cpp has it
+#ifndef GIRIH_WITH_CUDA  // otherwise defined in graph/cuda.cpp
 std::unique_ptr<Recorder> recorder_for(const Tensor&) { return nullptr; }
 #endif
 
@@ -58,17 +58,18 @@ Tensor Decoder::run(const Tensor& ids, const Tensor& attention_mask) {
   return model_.head(x.select(1, -1));
 }
 
-// A step from state_ to `after`, which has yet to run; null where it cannot be recorded.
+// Captures a step from state_ to `after`; null if the capture fails.
 std::function<void()> Decoder::recorded(const State& after, const Tensor& logits) {
   try {
     return recorder_->record([this, before = state_, after, logits] {
       auto [x, now] = model_.model->forward(ids_, {}, before, /*use_cache=*/true);
-      TORCH_CHECK(as_expected(before, after, now), "a step has made a state of other tensors");
+      TORCH_CHECK(as_expected(before, after, now),
+                  "a captured step returned other tensors than those of the state");
       logits.copy_(model_.head(x.select(1, -1)));
     });
-  } catch (const std::exception& error) {  // of what only runs outside of graphs; the device has done nothing
+  } catch (const std::exception& error) {  // work that cannot be captured; the device ran nothing
     const auto* known = dynamic_cast<const c10::Error*>(&error);
-    TORCH_WARN("a token cannot be a CUDA graph and runs as ever: ",
+    TORCH_WARN("a decoding step cannot be captured as a CUDA graph and runs eagerly: ",
                known != nullptr ? known->what_without_backtrace() : error.what());
     return {};
   }

@@ -1,3 +1,4 @@
+// DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet.
 #include "../ops/registration/operator.h"
 #include "mixers.h"
 #include "step.h"
@@ -8,8 +9,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
     : options(completed("delta_product", hidden_size, num_heads, given)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
-  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is not given; expected it beside ",
-                    "between_chunks");
+  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is missing; between_chunks requires it");
   TORCH_CHECK_VALUE(options.between_chunks || !given.chunk, "chunk is ", given.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
@@ -26,7 +26,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
-// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: a token's n rows one after the other.
+// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n rows of a token are adjacent.
 Tensor DeltaProductImpl::per_step(const Tensor& x) const {
   return x.unflatten(2, {options.n, -1}).flatten(1, 2);
 }
@@ -88,7 +88,7 @@ const Registered product({"delta_product", [](const Config& c) { return delta_ru
                           delta_fields({"n", "gated"}), check_delta_rule<>});
 const Registered net({"deltanet", [](const Config& c) { return delta_rule(c, 1, false); }, delta_fields({}),
                       check_delta_rule<>});
-// Values twice as wide as keys (Yang et al. 2025, appendix).
+// expand_v = 2 (Yang et al. 2025, appendix).
 const Registered gated_net({"gated_deltanet", [](const Config& c) { return delta_rule(c, 1, true, 2); },
                             delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
 

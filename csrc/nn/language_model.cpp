@@ -1,4 +1,4 @@
-// Blocks, the model of blocks, and the language model around it.
+// Block, Model (embedding, blocks, norm), LanguageModel (with head), and generation.
 #include <girih/language_model.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, std::optional<int64_t>
   mlp = register_module("mlp", SwiGLU(hidden_size, *intermediate_size));
 }
 
-// The mixer's state is the block's.
+// The state of the block is the state of its mixer.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
   if (!are_few(x)) {
     const auto after = parts(x, {}, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
@@ -130,7 +130,7 @@ LanguageModelImpl::LanguageModelImpl(const Config& settings) : config(affordable
   if (WithoutValues::on()) return;
   for (const auto& module : modules(/*include_self=*/false)) {
     if (auto* layer = module->as<torch::nn::Linear>()) {
-      torch::nn::init::normal_(layer->weight, 0.0, *config.initializer_range);  // a bias is its layer's own
+      torch::nn::init::normal_(layer->weight, 0.0, *config.initializer_range);  // layers set biases
     } else if (auto* embedding = module->as<torch::nn::Embedding>()) {
       torch::nn::init::normal_(embedding->weight, 0.0, *config.initializer_range);
     }
@@ -162,7 +162,7 @@ LanguageModel inject(const LanguageModel& model, const Injection& injection) {
 void LanguageModelImpl::set_chunk(int64_t chunk) {
   auto* cat = dynamic_cast<CatModelImpl*>(model.get());
   TORCH_CHECK_VALUE(cat != nullptr, "chunk is ", chunk,
-                    "; expected none: it is for the whole CAT model to choose");
+                    "; expected none: only the CAT model has a choice of chunks");
   cat->set_chunk(chunk);
 }
 
@@ -172,7 +172,7 @@ const Tensor& LanguageModelImpl::head_weight() const {
 
 Tensor LanguageModelImpl::head(const Tensor& x) const { return at::linear(x, head_weight()); }
 
-// The model's state is the language model's.
+// The state of the language model is the state of `model`.
 Output LanguageModelImpl::run(const Tensor& input, const Call& call) {
   const auto ids = tokens_of(input, "ids");
   auto mask = call.attention_mask;
@@ -193,7 +193,7 @@ Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   const auto next = (labels.defined() ? tokens_of(labels, "labels") : tokens).slice(1, 1).flatten();
   const auto x = model->forward(tokens).first.slice(1, 0, -1).flatten(0, 1);
   const auto sum = fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits);
-  const auto counted = next.ne(kIgnored).sum();  // of none no number, with gradients of 0
+  const auto counted = next.ne(kIgnored).sum();  // without labels: NaN, with gradients of 0
   return (sum / counted.clamp_min(1)).masked_fill(counted == 0, NAN);
 }
 
@@ -205,8 +205,9 @@ std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
 
 namespace {
 
-// chances [B, vocab_size] -> [B, 1]. On a GPU what multinomial does, which looks at the chances each time and
-// waits for the device: `sound`, undefined at first, becomes false there where they are no numbers.
+// Samples: chances [B, vocab_size] -> [B, 1]. multinomial checks the chances and waits for the device, so on
+// a GPU this is its formula without the check. `sound`, initially undefined, becomes false on the device if
+// any chance is not a number in [0, 1].
 Tensor draw(const Tensor& chances, const std::optional<at::Generator>& generator, Tensor& sound) {
   if (!chances.is_cuda()) return chances.multinomial(1, /*replacement=*/false, generator);
   const auto numbers = (chances <= 1).all();
@@ -216,7 +217,7 @@ Tensor draw(const Tensor& chances, const std::optional<at::Generator>& generator
 
 void check_sound(const Tensor& sound) {
   TORCH_CHECK(!sound.defined() || sound.item<bool>(),
-              "probability tensor contains either `inf`, `nan` or element < 0");  // multinomial's words
+              "probability tensor contains either `inf`, `nan` or element < 0");  // as multinomial
 }
 
 // logits [B, vocab_size] -> [B, 1]
@@ -230,7 +231,7 @@ Tensor choose(const Tensor& logits, const GenerateOptions& options, Tensor& soun
   auto chances = scores.softmax(-1);
   if (options.top_p) {
     const auto [sorted, order] = chances.sort(/*dim=*/-1, /*descending=*/true);
-    // What more likely tokens have together; the most likely has none before it.
+    // Sum of the chances of more likely tokens.
     const auto before = sorted.cumsum(-1) - sorted;
     chances = at::zeros_like(chances).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));
   }
@@ -260,14 +261,14 @@ Tensor LanguageModelImpl::generate(const Tensor& prompt, const GenerateOptions& 
   Decoder decode(*this, recorder_for(ids));
   for (int64_t i = 0; i < options.max_new_tokens; ++i) {
     next = choose(decode(next, mask), options, sound);
-    mask = Tensor();  // what was written is valid
+    mask = Tensor();  // generated tokens are valid
     if (!ends.empty()) {
       next = next.masked_fill(ended, config.pad_token_id.value_or(ends[0]));
       ended = ended | at::isin(next, end);
     }
     text.push_back(next);
     if (options.on_token) options.on_token(next);
-    if (ends.empty()) continue;  // then nothing waits for the device
+    if (ends.empty()) continue;  // the host does not wait for the device
     const bool all_ended = ended.all().item<bool>();
     check_sound(sound);
     if (all_ended) break;

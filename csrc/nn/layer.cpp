@@ -1,4 +1,5 @@
-// What layers do: packing or a mask, masked tokens, states, parameters without weight decay.
+// The base classes of layers: dtypes, weight decay groups, masks and packed sequences, states, rotary
+// positions.
 #include "layer.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ torch::nn::Embedding embedding(int64_t count, int64_t width) {
   torch::nn::EmbeddingOptions options(count, width);
   if (!WithoutValues::on()) return torch::nn::Embedding(options);
   torch::nn::Embedding layer(options._weight(at::empty({count, width})));
-  layer->options._weight({});  // or a clone would have this very tensor
+  layer->options._weight({});  // a clone would share this tensor
   return layer;
 }
 
@@ -38,7 +39,7 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
 
 namespace {
 
-// Before `to`, which puts other data into these tensors, and after it.
+// Stores the data of fp32 tensors, and restores them to fp32 after `to` has rounded them.
 struct Kept {
   std::vector<Tensor> tensors, before;
 
@@ -96,7 +97,8 @@ Output LayerImpl::run_part(LayerImpl& layer, const Tensor& x, const Call& call, 
 }
 
 Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "core: a layer that has products has one");
+  TORCH_CHECK_NOT_IMPLEMENTED(false,
+                              "core: not implemented; a layer that overrides products overrides core too");
 }
 
 Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& input,
@@ -107,7 +109,7 @@ Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput&
 }
 
 Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const {
-  // A layer looks at masks and packed sequences by itself.
+  // core() does not read masks or packed sequences; forward() does.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
     return layer.by_products(x, call, input, x);
   auto [y, state] =
@@ -130,7 +132,7 @@ void check_mask(const Tensor& x, const Tensor& attention_mask) {
 
 void check_state(const State& state, size_t tensors, size_t parts) {
   TORCH_CHECK_VALUE(state.empty() || (state.tensors.size() == tensors && state.parts.size() == parts),
-                    "state: it has ", state.tensors.size(), " tensors and ", state.parts.size(),
+                    "state has ", state.tensors.size(), " tensors and ", state.parts.size(),
                     " parts; expected ", tensors, " and ", parts, ", as this layer returns it");
 }
 
@@ -140,7 +142,7 @@ int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens) {
 
 void check_batch(const Tensor& part, int64_t sequences) {
   TORCH_CHECK_VALUE(part.defined() && part.dim() > 0, "state: a tensor is missing");
-  TORCH_CHECK_VALUE(part.size(0) == sequences, "state is of ", part.size(0), " sequences; expected one of ",
+  TORCH_CHECK_VALUE(part.size(0) == sequences, "state has ", part.size(0), " sequences; expected ",
                     sequences);
 }
 

@@ -1,4 +1,5 @@
-// LiZA: a linear path that reads the same q, k and v as an attention, and the attention with one beside it.
+// LiZA: LinearPath, which reads the q, k and v of an attention layer, and InjectedAttention, attention with a
+// linear path in parallel.
 #include <cmath>
 #include <numbers>
 
@@ -11,11 +12,11 @@
 namespace girih::nn {
 namespace {
 
-constexpr int64_t kWindow = 3;  // tokens of a pooled gate
+constexpr int64_t kWindow = 3;  // tokens of pool = window
 
-// SiLU, then length 1 (eq. 4), in the dtype of x; lengths are fp32 at least. x [..., head_dim].
+// silu(x) / |silu(x)| (eq. 4) in the dtype of x, with lengths in fp32 or fp64. x [..., head_dim].
 Tensor silu_unit(const Tensor& x) {
-  constexpr double kShortest = 1e-6;  // what shorter rows count as
+  constexpr double kShortest = 1e-6;  // lower bound of |silu(x)|
   const auto y = at::silu(x);
   const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
   const auto length = at::linalg_vector_norm(y, 2, at::IntArrayRef{-1}, /*keepdim=*/true, wide);
@@ -42,8 +43,8 @@ LinearPathImpl::LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t 
 
 namespace {
 
-// The causal convolution of x [B, T, heads, head_dim] with taps [W], one filter for all channels, and the
-// last W - 1 rows.
+// Causal convolution of x [B, T, heads, head_dim] with one filter `taps` [W] for all channels; the state has
+// the last W - 1 rows of x.
 std::pair<Tensor, State> convolve(const Tensor& x, const Tensor& taps, const State& before,
                                   const Tensor& cu_seqlens, bool in_place) {
   const auto state = convolution_state(before, x);
@@ -65,10 +66,12 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
   const auto sums = at::promote_types(x.scalar_type(), at::kFloat);
   const auto expect_part = [&](const char* name, const State& part, size_t tensors) {
     check_state(part, tensors, 0);
-    TORCH_CHECK_VALUE(!part.empty(), "state: ", name, " is missing, which this layer returns");
+    TORCH_CHECK_VALUE(!part.empty(), "state: ", name,
+                      " is missing; expected the state that this layer returns");
   };
   const auto expect_absent = [](const char* name, const Tensor& part) {
-    TORCH_CHECK_VALUE(!part.defined(), "state: ", name, " is there, which this layer does not return");
+    TORCH_CHECK_VALUE(!part.defined(), "state: ", name,
+                      " is defined; expected the state that this layer returns, without it");
   };
   const auto &pool = state.parts[0], &memory = state.parts[1];
   expect_part("pool", pool, 1);
@@ -93,9 +96,8 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
   }
 }
 
-// The causal mean of x [B, T, heads, head_dim], in fp32 at least. Of the past it is a running sum, linear
-// attention whose keys and queries are the number 1: the sum is formed in fp32, and read in fp32 where it
-// would leave fp16's range.
+// Causal mean of x [B, T, heads, head_dim], in fp32 or fp64. pool = past: a running sum, computed as linear
+// attention with k = q = 1. The sum may exceed the range of fp16: then x is converted to fp32.
 Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) const {
   const bool in_place = call.steps(x);
   if (options.pool == "window") {
@@ -124,7 +126,7 @@ Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) con
   return total / (position + 1).to(at::kFloat).unsqueeze(-1).unsqueeze(-1);
 }
 
-// beta [B, T n, kv_heads, head_dim] or, a head, [B, T n, kv_heads] (eq. 5).
+// beta (eq. 5): [B, T n, kv_heads, head_dim], or [B, T n, kv_heads] for gate_per = head.
 Tensor LinearPathImpl::step_sizes(const Tensor& k, const Tensor& v, const Call& call, State& after) const {
   const auto source = options.gate == "k" ? k : options.gate == "v" ? v : at::cat({k, v}, 2);
   auto beta = pool(source, call, after).sigmoid();
@@ -136,12 +138,12 @@ Tensor LinearPathImpl::step_sizes(const Tensor& k, const Tensor& v, const Call& 
   return options.n > 1 ? beta.repeat_interleave(options.n, 1) : beta;
 }
 
-// k and v [B, T, 2 kv_heads, head_dim] for each of a token's n steps, [B, T n, 2 kv_heads, head_dim].
+// kv [B, T, 2 kv_heads, head_dim] -> k and v of the n steps of each token, [B, T n, 2 kv_heads, head_dim].
 Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& after) const {
   const auto n = options.n;
   std::vector<Tensor> rows{kv};
   if (has_differences()) {
-    // Half the difference of the row before: x^(m)_t = (x^(m-1)_t - x^(m-1)_{t-1}) / 2       eq. 22
+    // x^(m)_t = (x^(m-1)_t - x^(m-1)_{t-1}) / 2       eq. 22
     const auto taps = at::arange(-0.5, 1.0, 1.0, kv.options());
     for (int64_t m = 1; m < n; ++m) {
       auto [row, last] =
@@ -166,12 +168,12 @@ Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
   const auto p = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
   State after;
   const auto beta = step_sizes(p[1], p[2], call, after);
-  after.parts.emplace_back();  // of the memory
+  after.parts.emplace_back();  // parts[1], the memory, set below
   const auto kv = virtual_rows(silu_unit(at::cat({p[1], p[2]}, 2)), call, after)
                       .split_with_sizes({heads_[1], heads_[2]}, 2);
   const ops::DeltaProductOptions rule{
       .n = options.n,
-      .scale = 1.0,  // the norm takes away every scale of o
+      .scale = 1.0,  // the norm removes any scale of o
       .chunk = options.between_chunks ? std::optional(options.chunk) : std::nullopt,
       .between_chunks = options.between_chunks,
       .state = call.part(1).as<ops::DeltaProductState>(),
@@ -207,19 +209,20 @@ bool InjectedAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) co
   return AttentionImpl::stepped(state.parts[0], kind) && girih->stepped(state.parts[1], kind);
 }
 
-// With `cross` it is not output(core(products of x)): a product of both paths is not linear.
+// With `cross` the output projection of the mixture is not the mixture of the output projections: no
+// products.
 std::vector<Product> InjectedAttentionImpl::products() const {
   return girih->options.cross ? std::vector<Product>() : AttentionImpl::products();
 }
 
-// The mixture of both paths, before the output projection, which is linear; with `cross` both, [2, B, T,
-// heads head_dim].
+// The mixture of both paths before the output projection. The mixture is linear, so one projection suffices.
+// With `cross`: both paths, [2, B, T, heads head_dim].
 Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   check_state(call.state, 0, 2);
-  if (!call.state.empty()) {  // before attention writes its own
+  if (!call.state.empty()) {  // check before attention writes its state
     TORCH_CHECK_VALUE(
         call.state.parts[0].empty() == call.state.parts[1].empty(),
-        "state: attention or the path beside it has none; expected both, as this layer returns it");
+        "state: one of attention's state and the linear path's state is empty; expected both or neither");
     girih->path->expect_state(call.state.parts[1], projected[0]);
   }
   const auto [a, attention] =

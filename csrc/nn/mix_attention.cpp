@@ -1,3 +1,4 @@
+// MemoryAsGate: (1 - m) base + m mixed, and MixAttention, two mixers combined by it.
 #include <algorithm>
 
 #include "layer.h"
@@ -34,7 +35,7 @@ void MemoryAsGateImpl::reset_parameters() {
 }
 
 void MemoryAsGateImpl::set_weight(double m) {
-  TORCH_CHECK_VALUE(!options.learned, "weight: this mixture learns it, a schedule cannot move it");
+  TORCH_CHECK_VALUE(!options.learned, "weight is learned by this mixture; a schedule cannot set it");
   TORCH_CHECK_VALUE(is_weight(m), "weight is ", m, "; expected a number from 0 to 1");
   weight.fill_(m);
 }

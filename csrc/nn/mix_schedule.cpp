@@ -1,4 +1,5 @@
-// The weight of a model's mixtures during training. Python's girih.MixSchedule has the same.
+// MixSchedule: the weight of a model's mixtures as a function of the training step. The Python twin is
+// girih.MixSchedule.
 #include <algorithm>
 #include <cmath>
 
@@ -55,9 +56,10 @@ void MixSchedule::set_weights(const torch::nn::Module& model, int64_t step) cons
   }
   TORCH_CHECK_VALUE(!mixtures.empty(), "model has no mixture whose weight a schedule could move; expected ",
                     "injections or the mixer mag in its configuration");
-  // All are refused before one is moved.
+  // Check all mixtures before the first weight changes.
   for (const auto* mixture : mixtures)
-    TORCH_CHECK_VALUE(!mixture->options.learned, "weight: this mixture learns it, a schedule cannot move it");
+    TORCH_CHECK_VALUE(!mixture->options.learned,
+                      "weight is learned by this mixture; a schedule cannot set it");
   for (auto* mixture : mixtures) mixture->set_weight(m);
 }
 

@@ -1,3 +1,4 @@
+// The registry of mixers, and checks that depend on all mixers of a configuration.
 #include "mixers.h"
 
 #include <sys/resource.h>
@@ -43,7 +44,7 @@ bool Config::reads(const std::string& field) const {
     const auto has = [&](const std::string& one) {
       return std::ranges::find(known->second.fields, one, &MixerField::name) != known->second.fields.end();
     };
-    // The delta rule's chunks are between_chunks'; retnet's theta is of its rotary positions.
+    // `chunk` of the delta rule is read with between_chunks only, `rope_theta` of retnet with rotary only.
     const bool is_unused = (field == "chunk" && !between_chunks && has("between_chunks")) ||
                            (field == "rope_theta" && !rotary && has("rotary"));
     return !is_unused && has(field);
@@ -94,7 +95,8 @@ void expect_ungrouped(const Config& config, const char* mixer) {
 
 namespace {
 
-// Less than a layer has: what it projects into heads and out of them, and what the fields that it reads add.
+// Lower bound of the parameters of a layer: projections into heads and out of them, and the parts that depend
+// on fields that the mixer reads.
 double least_of(const Config& c, const std::string& name) {
   if (name == "mag") return least_of(c, c.mag_base) + least_of(c, c.mag_mixer);
   const auto& fields = mixers().at(name).fields;
@@ -103,13 +105,13 @@ double least_of(const Config& c, const std::string& name) {
   };
   const double h = c.hidden_size, heads = c.num_heads, memories = *c.num_kv_heads, D = *c.head_dim,
                M = c.num_slots;
-  // Keys of half of head_dim are the least that a mixer has by default.
+  // 0.5 is the smallest default of expand_k (gla).
   const double keys = reads("expand_k") ? c.expand_k.value_or(0.5) : 1,
                values = reads("expand_v") ? c.expand_v.value_or(1) : 1;
   if (reads("state_size")) return h * (3 * c.expand_v.value_or(2) * heads * D + 2 * double(c.state_size));
   double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;
-  if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // a first memory is learned
+  if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // learned first memory
   if (reads("n")) count += h * (keys + values) * double(c.n - 1) * memories * D;
   if (name == "cat") count += double(c.chunk) * h * h;
   return count;
@@ -137,8 +139,8 @@ double least_parameters(const Config& c) {
 void expect_parameters(const Config& config, double most, const char* why) {
   const auto count = least_parameters(config);
   TORCH_CHECK_VALUE(count <= most,
-                    "vocab_size, hidden_size, num_hidden_layers and what hangs on them ask for at least ",
-                    count, " parameters; expected at most the ", most, " that ", why);
+                    "the sizes (vocab_size, hidden_size, num_hidden_layers, ...) give at least ", count,
+                    " parameters; expected at most the ", most, " that ", why);
 }
 
 void expect_memory(const Config& config, int64_t element_size) {
@@ -146,7 +148,7 @@ void expect_memory(const Config& config, int64_t element_size) {
   getrlimit(RLIMIT_AS, &allowed);
   const double there =
       std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
-  expect_parameters(config, there / double(element_size), "fit into the memory that there is");
+  expect_parameters(config, there / double(element_size), "fit into this machine's memory");
 }
 
 HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {

@@ -1,4 +1,4 @@
-// Folders as Hugging Face lays them out: config.json and model.safetensors.
+// Reads and writes a model as a Hugging Face folder: config.json and model.safetensors.
 #include <girih/language_model.h>
 
 #include <fstream>
@@ -17,7 +17,7 @@ using std::filesystem::path;
 
 std::string text_of(const path& file) {
   std::error_code error;
-  if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is no file");
+  if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is not a file");
   std::ifstream in(file, std::ios::binary);
   if (!in) throw std::runtime_error(file.string() + ": cannot be opened");
   return {std::istreambuf_iterator<char>(in), {}};
@@ -32,16 +32,16 @@ Config read_config(const path& file) {
   }
 }
 
-// Refuses a model of transformers, converted or not, before its fields are taken for girih's.
+// Throws for a model of transformers, converted or not: its config.json has other fields.
 void check_model_type(const path& file) {
   const auto values = json::parse(text_of(file), nullptr, /*allow_exceptions=*/false);
   const auto type = values.is_object() ? values.value("model_type", json("girih")) : json("girih");
   TORCH_CHECK_VALUE(type == "girih", file.string(), ": model_type is ",
                     type.is_string() ? quoted(type.get<std::string>()) : "no string",
-                    "; expected girih: other models, converted ones too, are read by Python alone");
+                    "; expected girih: only Python reads other models, converted models included");
 }
 
-// With the tokens that Python's generate follows.
+// The configuration, with the special tokens of generation_config.json, which Python's generate reads.
 Config config_of(const path& folder) {
   check_model_type(folder / "config.json");
   auto config = read_config(folder / "config.json").without_unread();
@@ -54,7 +54,7 @@ Config config_of(const path& folder) {
   return config;
 }
 
-// The files that hold a model's tensors: one, or those that an index names.
+// The files with a model's tensors: model.safetensors, or the files that the index names.
 std::set<path> tensor_files(const path& folder) {
   const auto index = folder / "model.safetensors.index.json";
   if (!exists(index)) return {folder / "model.safetensors"};
@@ -90,7 +90,7 @@ void LanguageModelImpl::save_pretrained(const std::string& folder) const {
 
 namespace {
 
-// Refuses files that hold other tensors than the model.
+// Throws unless the files hold exactly the tensors of the model.
 void check_files(const std::string& folder, const LanguageModelImpl& model,
                  const std::vector<SafetensorsFile>& files) {
   const auto all = parameters_and_buffers(model);

@@ -18,7 +18,7 @@ const std::map<std::string, at::ScalarType> kDtypes = {{"F64", at::kDouble},
                                                        {"F16", at::kHalf},
                                                        {"BF16", at::kBFloat16},
                                                        {"I64", at::kLong}};
-constexpr uint64_t kMostHeader = 100'000'000;  // as the format has it
+constexpr uint64_t kMostHeader = 100'000'000;  // limit of the format
 
 const std::string& name_of(at::ScalarType type) {
   for (const auto& [name, dtype] : kDtypes) {
@@ -31,7 +31,7 @@ const std::string& name_of(at::ScalarType type) {
   throw std::runtime_error(file.string() + ": " + why);
 }
 
-// The header as JSON; of what is none, or names a tensor twice, nothing.
+// The header as JSON; discarded if the text is not JSON or has a duplicate name.
 json parsed(const std::string& text) {
   std::set<std::string> names;
   bool twice = false;
@@ -46,7 +46,7 @@ json parsed(const std::string& text) {
   return twice ? json(json::value_t::discarded) : header;
 }
 
-// The whole numbers of a list, or nothing where it is something else.
+// The list of non-negative integers at `key`; nullopt if the value is anything else.
 std::optional<std::vector<uint64_t>> whole_numbers(const json& entry, const char* key) {
   const auto list = entry.find(key);
   if (list == entry.end() || !list->is_array()) return {};
@@ -58,7 +58,7 @@ std::optional<std::vector<uint64_t>> whole_numbers(const json& entry, const char
   return numbers;
 }
 
-// Nothing where it is more than there is.
+// Bytes of a tensor; nullopt on overflow.
 std::optional<uint64_t> bytes_of(const std::vector<uint64_t>& shape, at::ScalarType dtype) {
   if (std::ranges::count(shape, 0) > 0) return 0;
   uint64_t bytes = at::elementSize(dtype);
@@ -78,11 +78,11 @@ std::string quoted(const std::string& name) {
 
 SafetensorsFile::SafetensorsFile(path name) : file_(std::move(name)) {
   std::error_code error;
-  if (!is_regular_file(file_, error)) refuse(file_, "is no file");
+  if (!is_regular_file(file_, error)) refuse(file_, "is not a file");
   const uint64_t size = file_size(file_, error);
   std::ifstream in(file_, std::ios::binary);
   if (error || !in) refuse(file_, "cannot be opened");
-  uint64_t header_size = 0;  // little-endian, as every machine that torch runs on
+  uint64_t header_size = 0;  // little-endian, like every machine that torch supports
   in.read(reinterpret_cast<char*>(&header_size), sizeof header_size);
   if (!in || header_size > std::min(size - sizeof header_size, kMostHeader))
     refuse(file_, "is not a safetensors file: its header is cut off");
@@ -107,8 +107,7 @@ SafetensorsFile::SafetensorsFile(path name) : file_(std::move(name)) {
     if (!offsets || offsets->size() != 2) refuse_entry("should have data_offsets, where it begins and ends");
     const auto [begin, end] = std::pair((*offsets)[0], (*offsets)[1]);
     if (begin > end || end > size - data) refuse_entry("lies outside of the file");
-    if (bytes_of(*shape, dtype->second) != end - begin)
-      refuse_entry("has other bytes than its shape asks for");
+    if (bytes_of(*shape, dtype->second) != end - begin) refuse_entry("does not have the bytes of its shape");
     places.emplace_back(begin, end);
     entries_.emplace(name, Entry{dtype->second, {shape->begin(), shape->end()}, data + begin, data + end});
   }
@@ -154,7 +153,7 @@ void write_safetensors(const path& file, const NamedTensors& tensors) {
 }
 
 void write_whole(const path& file, const std::function<void(std::ostream&)>& write) {
-  // Gone however this ends; moved, it is there no more.
+  // Removes the temporary file on every exit; after the rename there is none.
   struct Partial {
     path name;
     ~Partial() {

@@ -1,4 +1,4 @@
-// girih-generate FOLDER [PROMPT ...]: a language model goes on with texts, byte by byte, or with token ids.
+// girih-generate FOLDER [PROMPT ...]: continues texts with a language model, as bytes or as token ids.
 #include <ATen/Context.h>
 #include <girih/girih.h>
 
@@ -25,8 +25,8 @@ struct Options {
 void describe(CLI::App& app, Options& of) {
   app.add_option("folder", of.folder, "what save_pretrained wrote: config.json and model.safetensors")
       ->required();
-  auto* prompts =
-      app.add_option("prompts", of.prompts, "what to go on with; all of standard input where none is given");
+  auto* prompts = app.add_option("prompts", of.prompts,
+                                 "texts to continue; without any, all of standard input is one prompt");
   app.add_flag("--lines", of.lines, "every line of standard input is a prompt")->excludes(prompts);
   app.add_flag("--ids", of.ids, "prompts and texts are token ids, numbers with spaces, not bytes");
   auto& generate = of.generate;
@@ -56,7 +56,7 @@ std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
     } catch (const std::exception&) {
     }
     TORCH_CHECK_VALUE(read == word.size() && id >= 0 && id < vocab_size, "prompts: ", word,
-                      " is no token; expected numbers from 0 to ", vocab_size - 1);
+                      " is not a token id; expected numbers from 0 to ", vocab_size - 1);
     ids.push_back(id);
   }
   return ids;
@@ -65,13 +65,13 @@ std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
 std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   if (of.prompts.empty() && of.lines) {
     for (std::string line; std::getline(std::cin, line);) {
-      if (!line.empty() && line.back() == '\r') line.pop_back();  // of files with "\r\n"
+      if (!line.empty() && line.back() == '\r') line.pop_back();  // line endings "\r\n"
       of.prompts.push_back(line);
     }
   } else if (of.prompts.empty()) {
     of.prompts.emplace_back(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
   }
-  TORCH_CHECK_VALUE(!of.prompts.empty(), "prompts: there is none");
+  TORCH_CHECK_VALUE(!of.prompts.empty(), "prompts is empty; expected at least one");
   std::vector<std::vector<int64_t>> all;
   for (const auto& prompt : of.prompts) {
     all.push_back(of.ids ? numbers_of(prompt, vocab_size) : bytes_of(prompt));
@@ -80,7 +80,7 @@ std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   return all;
 }
 
-// A text on standard output, token by token.
+// Writes a text to standard output, token by token.
 class Writer {
  public:
   explicit Writer(bool ids) : ids_(ids) {}
@@ -117,14 +117,14 @@ int generate(Options of) {
   }
   const auto vocab_size = model->config.vocab_size;
   TORCH_CHECK_VALUE(of.ids || vocab_size == 256, "vocab_size is ", vocab_size,
-                    ": its tokens are not bytes; give and take their numbers with --ids");
+                    ": its tokens are not bytes; read and write token ids with --ids");
   for (const auto id : of.eos) {
     TORCH_CHECK_VALUE(id >= 0 && id < vocab_size, "--eos is ", id, "; expected numbers from 0 to ",
                       vocab_size - 1);
   }
   const auto prompts = prompts_of(of, vocab_size);
 
-  // Padded on the left.
+  // Pad prompts on the left.
   size_t longest = 0;
   for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
   const auto batch = static_cast<int64_t>(prompts.size()), tokens = static_cast<int64_t>(longest);
@@ -142,7 +142,7 @@ int generate(Options of) {
     options.generator->set_current_seed(static_cast<uint64_t>(*of.seed));
   }
 
-  // One text appears as it is written, several one after the other.
+  // A single text is printed while it is generated; several texts are printed at the end.
   Writer writer(of.ids);
   const auto ends = nn::list_of(options.eos_token_id ? options.eos_token_id : model->config.eos_token_id);
   const auto is_end = [&](int64_t token) { return std::ranges::find(ends, token) != ends.end(); };
@@ -197,7 +197,7 @@ int generate(Options of) {
 }  // namespace girih::programs
 
 int main(int argc, char** argv) {
-  CLI::App app("A language model goes on with texts, byte by byte, or with token ids.", "girih-generate");
+  CLI::App app("Continues texts with a language model, as bytes or as token ids.", "girih-generate");
   girih::programs::Options options;
   girih::programs::describe(app, options);
   return girih::programs::answer(app, argc, argv, [&] { return girih::programs::generate(options); });

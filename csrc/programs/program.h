@@ -1,4 +1,4 @@
-// What the programs have in common: how they end, and bytes as tokens.
+// Functions of both programs: exit codes, the device option, bytes as tokens.
 #pragma once
 
 #include <torch/cuda.h>
@@ -13,8 +13,8 @@
 
 namespace girih::programs {
 
-// The exit code of `work` after the arguments have been read; what a person can put right is one line on
-// stderr and code 2.
+// Parses the arguments, runs `work` and returns its exit code. An error is one line on stderr and exit
+// code 2.
 template <class Work>
 int answer(CLI::App& app, int argc, char** argv, const Work& work) {
   const auto program = app.get_name();
@@ -34,11 +34,12 @@ int answer(CLI::App& app, int argc, char** argv, const Work& work) {
   return 2;
 }
 
-// "" is the GPU where there is one.
+// The device of --device. "": the GPU if there is one, else the CPU.
 inline at::Device device_of(const std::string& name) {
   if (name.empty()) return torch::cuda::is_available() ? at::kCUDA : at::kCPU;
   TORCH_CHECK_VALUE(name == "cpu" || name == "cuda", "--device is ", name, "; expected cpu or cuda");
-  TORCH_CHECK_VALUE(name == "cpu" || torch::cuda::is_available(), "--device is cuda; there is none here");
+  TORCH_CHECK_VALUE(name == "cpu" || torch::cuda::is_available(),
+                    "--device is cuda, but no GPU is available");
   return name;
 }
 

@@ -32,12 +32,13 @@ def chosen(ops, names):
     for op in ops or []:
         if op not in SHAPES:
             refuse(
-                f"op {op}: unknown, there are {', '.join(SHAPES)}, model, accelerate, generation, converted"
+                f"op {op}: unknown; expected one of {', '.join(SHAPES)}, model, accelerate, generation, "
+                "converted"
             )
     shapes = [shape for op in ops or SHAPES for shape in SHAPES[op]]
     for name in names or []:
         if name not in {shape.name for shape in shapes}:
-            refuse(f"shape {name}: unknown, there are {', '.join(shape.name for shape in shapes)}")
+            refuse(f"shape {name}: unknown; expected one of {', '.join(shape.name for shape in shapes)}")
     return [shape for shape in shapes if names is None or shape.name in names]
 
 

@@ -222,7 +222,9 @@ def main(argv=None):
     run = datetime.now().isoformat(timespec="seconds")
     for name in options.models.split(","):
         if name != "decode" and name not in MODELS:
-            print(f"bench: model {name}: unknown, there are {', '.join(MODELS)}, decode", file=sys.stderr)
+            print(
+                f"bench: model {name}: unknown; expected one of {', '.join(MODELS)}, decode", file=sys.stderr
+            )
             return 2
         if options.peer == "no" and name.startswith("fla"):
             continue

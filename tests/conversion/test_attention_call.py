@@ -73,7 +73,7 @@ def test_a_layer_without_a_place_in_the_cache_says_so():
 def test_one_call_is_not_two():
     layer = nn.DeltaProduct(32, 4)
     x, mask = torch.randn(2, 5, 32), torch.ones(2, 5)
-    with pytest.raises(ValueError, match="DeltaProduct: position_ids beside 2 arguments without a name"):
+    with pytest.raises(ValueError, match="DeltaProduct: position_ids beside 2 positional arguments"):
         layer(x, mask, position_ids=torch.arange(5)[None])
     assert layer(x, position_ids=torch.arange(5)[None])[0].equal(layer(x)[0])
 

@@ -368,7 +368,7 @@ def test_a_schedule_moves_every_mixture_and_refuses_what_it_cannot_move(tmp_path
     moved = GirihForCausalLM.from_pretrained(tmp_path / "moved")
     assert [m.current_weight().item() for m in girih.conversion.schedule.mixtures(moved)] == weights
     schedule = _C.MixSchedule("constant")
-    with pytest.raises(ValueError, match="weight: this mixture learns it"):
+    with pytest.raises(ValueError, match="weight is learned by this mixture"):
         schedule.set_weights(read(injected({"learned": True}), tmp_path / "learned"), 0)
     plain = _C.LanguageModel(json.dumps(SIZES | {"mixer": HYBRID}))
     with pytest.raises(ValueError, match="model has no mixture whose weight a schedule could move"):
@@ -455,9 +455,7 @@ def test_a_converted_model_of_transformers_is_refused_by_its_type(way, tmp_path)
     model = base_model("llama")
     girih.inject(model) if way == "inject" else girih.replace_attention(model, mixer="gsa", num_slots=8)
     model.save_pretrained(tmp_path)
-    words = (
-        'model_type is "llama"; expected girih: other models, converted ones too, are read by Python alone'
-    )
+    words = 'model_type is "llama"; expected girih: only Python reads other models, converted models included'
     assert words in refusal(tmp_path)
 
 

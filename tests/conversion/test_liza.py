@@ -315,7 +315,7 @@ def test_a_converted_models_state_is_refused_before_its_keys_are_written():
     cache = model(IDS[:, :5], use_cache=True).past_key_values
     layer = cache.layers[0]
     kept, layer.state = layer.state, map_state(lambda part: part[:1], layer.state)
-    with pytest.raises(ValueError, match="state is of 1 sequences; expected one of 2"):
+    with pytest.raises(ValueError, match="state has 1 sequences; expected 2"):
         model(IDS[:, 5:6], past_key_values=cache)
     layer.state = kept
     torch.testing.assert_close(

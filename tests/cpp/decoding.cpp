@@ -236,7 +236,8 @@ TEST_CASE("What cannot be recorded runs as ever, and says so once", "[decoding]"
     const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
     check_steps(model, decode, ids(2, 17), 5);
     REQUIRE(warnings.words.size() == 1);
-    CHECK(warnings.words[0].starts_with("a token cannot be a CUDA graph and runs as ever: not here"));
+    CHECK(warnings.words[0].starts_with(
+        "a decoding step cannot be captured as a CUDA graph and runs eagerly: not here"));
   }
 }
 

@@ -147,11 +147,12 @@ TEST_CASE("A model with a path injected has the model's weights, and its logits 
   CHECK(!close(injected(text).first, model(text).first));
   auto twice = nn::inject(injected, {.layers = std::vector<int64_t>{0}, .mix = {.learned = true}});
   CHECK(twice->named_buffers()["model.layers.1.mixer.girih.weight"].item<double>() > 0.4);
-  CHECK_THROWS_WITH(nn::MixSchedule().set_weights(*twice, 0), ContainsSubstring("this mixture learns it"));
+  CHECK_THROWS_WITH(nn::MixSchedule().set_weights(*twice, 0),
+                    ContainsSubstring("is learned by this mixture"));
   auto other = nn::inject(nn::inject(model, {.layers = std::vector<int64_t>{0}}),
                           {.layers = std::vector<int64_t>{1}, .mix = {.learned = true}});
   CHECK_THROWS_WITH(nn::MixSchedule("constant", {.final = 0.25}).set_weights(*other, 0),
-                    ContainsSubstring("this mixture learns it"));
+                    ContainsSubstring("is learned by this mixture"));
   CHECK(other->named_buffers()["model.layers.0.mixer.girih.weight"].item<double>() == 0.5);  // not moved
   model->parameters()[0].set_requires_grad(false);
   CHECK(!nn::inject(model)->parameters()[0].requires_grad());

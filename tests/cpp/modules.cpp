@@ -505,7 +505,8 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   CHECK(text.find("hidden_size is \"wide\"") != std::string::npos);
   const auto misspelt = message([] { nn::Config::from_json(R"({"num_slotz": 3, "torch_dtype": "x"})"); });
   INFO(misspelt);
-  CHECK(misspelt.find("num_slotz is no field of a configuration; expected num_slots?") != std::string::npos);
+  CHECK(misspelt.find("num_slotz is not a field of a configuration; did you mean num_slots?") !=
+        std::string::npos);
 
   const auto unmade = [&](const auto& make, const std::string& words) {
     const auto text = message(make);
@@ -534,7 +535,7 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "relu", .chunk = 4}); },
          "between_chunks is 'relu'");
   unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
-         "chunk is not given");
+         "chunk is missing");
   unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
          "chunk is 4; expected none: it is for between_chunks");
   unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },

@@ -109,7 +109,7 @@ def main() -> int:
     known = emulated_operators()
     operators = options.operators.split(",") if options.operators else known
     if unknown := [name for name in operators if name not in known]:
-        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(known)}")
+        parser.error(f"operator {unknown[0]}: unknown; expected one of {', '.join(known)}")
     draw.shuffle(operators)
     for operator in operators[: options.count]:
         if fails(operator, ROOT / "kernels", options.jobs) is not False:

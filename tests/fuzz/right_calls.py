@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     operators = options.operators.split(",")
     if unknown := [name for name in operators if name not in DESCRIPTION]:
-        parser.error(f"operator {unknown[0]}: unknown, there are {', '.join(DESCRIPTION)}")
+        parser.error(f"operator {unknown[0]}: unknown; expected one of {', '.join(DESCRIPTION)}")
     began, number, wrong, made = time.monotonic(), 0, 0, Counter()
     while made.total() < options.count and time.monotonic() - began < options.seconds:
         draw = RightDraw(options.seed, number, options.device, min(operators, key=made.__getitem__))

@@ -419,11 +419,11 @@ def main() -> int:
     options = parser.parse_args()
     stages = options.stages.split(",")
     if unknown := [stage for stage in stages if stage not in STAGES]:
-        print(f"test-gpu: stage {unknown[0]}: unknown, there are {', '.join(STAGES)}", file=sys.stderr)
+        print(f"test-gpu: stage {unknown[0]}: unknown; expected one of {', '.join(STAGES)}", file=sys.stderr)
         return 2
     chosen = options.parts.split(",")
     if unknown := [part for part in chosen if part not in parts()]:
-        print(f"test-gpu: part {unknown[0]}: unknown, there are {', '.join(parts())}", file=sys.stderr)
+        print(f"test-gpu: part {unknown[0]}: unknown; expected one of {', '.join(parts())}", file=sys.stderr)
         return 2
     import torch
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from girih.nn.functional.step import PLAIN, Product, RowInput, gated, has_kernel, products
+from girih.nn.functional.step import PLAIN, Product, RowInput, apply_gate, has_skinny_gemm, products
 from padding import Padded
 
 DEVICE = "cuda"
@@ -55,7 +55,7 @@ def formula(x, wanted, given, residual, dtype):
     elif given.kind == "silu_product":
         x = x * given.other
     x = rounded(x)
-    results = [gated(F.linear(x, p.weight), *p[1:]) for p in wanted]
+    results = [apply_gate(F.linear(x, p.weight), *p[1:]) for p in wanted]
     return results if residual is None else [results[0] + residual]
 
 
@@ -63,7 +63,7 @@ def formula(x, wanted, given, residual, dtype):
 def check(x, wanted, given=PLAIN, residual=None):
     """Against float64 with the same u: sums in fp32 and one rounding of the result."""
     there = moved((x, wanted, given, residual), lambda t: t.to(DEVICE))
-    assert has_kernel(*there[:3])
+    assert has_skinny_gemm(*there[:3])
     found = products(*there)
     exact = formula(*moved((x, wanted, given, residual), torch.Tensor.double), x.dtype)
     for got, want, product in zip(found, exact, wanted, strict=True):
@@ -193,7 +193,7 @@ def test_what_it_refuses():
 def test_the_rest_goes_to_pytorch(x):
     x = x.to(DEVICE)
     weight = torch.randn(8, x.shape[-1], device=DEVICE).to(x.dtype)
-    assert not has_kernel(x, [Product(weight)])
+    assert not has_skinny_gemm(x, [Product(weight)])
     assert products(x, [Product(weight)])[0].shape == (len(x), 8)
 
 

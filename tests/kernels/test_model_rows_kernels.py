@@ -9,7 +9,7 @@ from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import Block, GatedSlotAttention, RMSNorm, fused, linears, loss, swiglu
 from girih.nn.functional.fused import residual_norm, silu_norm, unit_rows
 from girih.nn.functional.loss import linear_cross_entropy
-from girih.nn.functional.rotary import angles, rates, rotary, turned
+from girih.nn.functional.rotary import rotary, rotary_cos_sin, rotary_frequencies, split_and_rotate
 from girih.nn.layers.swiglu import silu_product
 from padding import Padded
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +49,7 @@ def norm_of(width, dtype=torch.float32):
 def without_kernels(monkeypatch):
     def off():
         for module in (fused, swiglu, loss, linears):
-            monkeypatch.setattr(module, "has_kernel", lambda *tensors, dense=True: False)
+            monkeypatch.setattr(module, "has_fused_kernel", lambda *tensors, needs_contiguous=True: False)
 
     return off
 
@@ -388,11 +388,14 @@ def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
     position = torch.arange(T, device=DEVICE) * 7 % 5000
     if of_sequences:
         position = position + torch.arange(B, device=DEVICE)[:, None] * 100
-    rate, all_heads = rates(D, 10000.0, torch.float32, position.device), [query_heads, heads, heads]
+    rate, all_heads = (
+        rotary_frequencies(D, 10000.0, torch.float32, position.device),
+        [query_heads, heads, heads],
+    )
     x = normal(B, T, sum(all_heads), D, dtype=dtype)
     wide = x.double().requires_grad_()
     parts = wide.split(all_heads, 2)
-    cos, sin = (part[..., None, :].double() for part in angles(position, D, 10000.0, dtype))
+    cos, sin = (part[..., None, :].double() for part in rotary_cos_sin(position, D, 10000.0, dtype))
 
     def turn(x):
         a, b = x.chunk(2, -1)
@@ -442,12 +445,14 @@ def test_turned_is_rotary(heads):
         (dx,) = torch.autograd.grad(y.square().sum() * y.sum(), x, create_graph=True)
         return y, dx, *torch.autograd.grad(dx.square().sum(), x)
 
-    found = penalty(lambda x: turned(x, heads, position, 10000.0))
-    assert "Rotary" in turned(x, heads, position, 10000.0)[0].grad_fn.name()
+    found = penalty(lambda x: split_and_rotate(x, heads, position, 10000.0))
+    assert "Rotary" in split_and_rotate(x, heads, position, 10000.0)[0].grad_fn.name()
     for got, want in zip(found, penalty(parts), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
     with torch.no_grad():
-        assert all(a.equal(b) for a, b in zip(turned(x, heads, position, 10000.0), parts(x), strict=True))
+        assert all(
+            a.equal(b) for a, b in zip(split_and_rotate(x, heads, position, 10000.0), parts(x), strict=True)
+        )
 
 
 def test_what_they_refuse():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from girih.nn.functional.gates import by_pytorch, gated
+from girih.nn.functional.gates import apply_gate, aten_gate
 from padding import Padded
 
 DEVICE = "cuda"
@@ -43,7 +43,7 @@ def check(run, x, gate, with_bias=True, scale=1.5):
     given = [n for n in (bias, rate) if n is not None]
     wide = [t.detach().double().requires_grad_() for t in (x, *given)]
     left = iter(wide[1:])
-    want = by_pytorch(
+    want = aten_gate(
         wide[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
     )
     exact = torch.autograd.grad(want, wide, dy.double())
@@ -57,7 +57,7 @@ def check(run, x, gate, with_bias=True, scale=1.5):
 def run(x, dy, gate, bias, rate, scale):
     leaves = [t.detach().requires_grad_() for t in (x, bias, rate) if t is not None]
     left = iter(leaves[1:])
-    y = gated(
+    y = apply_gate(
         leaves[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
     )
     assert "RowGates" in y.grad_fn.name()
@@ -105,12 +105,12 @@ def test_gates_that_are_wide_open_or_shut():
 def test_only_what_is_wanted_has_a_gradient():
     x, bias = normal(9, 16).requires_grad_(), normal(16)
     assert_close(
-        torch.autograd.grad(gated(x, "sigmoid", bias).sum(), x)[0],
-        torch.autograd.grad(by_pytorch(x.double(), "sigmoid", bias, None, 1.0).sum(), x)[0].double(),
+        torch.autograd.grad(apply_gate(x, "sigmoid", bias).sum(), x)[0],
+        torch.autograd.grad(aten_gate(x.double(), "sigmoid", bias, None, 1.0).sum(), x)[0].double(),
         "dx",
     )
     rate = normal(16).requires_grad_()
-    y = gated(x.detach(), "decay", bias, rate)
+    y = apply_gate(x.detach(), "decay", bias, rate)
     (drate,) = torch.autograd.grad(y.sum(), rate)
     assert_close(drate, y.detach().double().sum(0), "drate", 9)
 
@@ -126,8 +126,8 @@ def test_gradients_can_be_differentiated_once_more(gate, rows):
         grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
 
-    found = second(lambda x, b, r: gated(x, gate, b, r))
-    want = second(lambda x, b, r: by_pytorch(x, gate, b, r, 1.0))
+    found = second(lambda x, b, r: apply_gate(x, gate, b, r))
+    want = second(lambda x, b, r: aten_gate(x, gate, b, r, 1.0))
     for ours, exact in zip(found, want, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
@@ -135,11 +135,11 @@ def test_gradients_can_be_differentiated_once_more(gate, rows):
 def test_the_rest_goes_to_pytorch(monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "row_gates", None)
     x, bias = normal(4, 16), normal(16)
-    assert gated(x.double(), "sigmoid", bias).dtype == torch.float64
-    gated(x, "sigmoid", bias.double())
-    gated(x, "sigmoid", normal(1))
-    assert gated(x, "none") is x and gated(x.bfloat16(), "linear").dtype == torch.float32
-    torch.func.vmap(lambda row: gated(row, "sigmoid", bias))(x)
+    assert apply_gate(x.double(), "sigmoid", bias).dtype == torch.float64
+    apply_gate(x, "sigmoid", bias.double())
+    apply_gate(x, "sigmoid", normal(1))
+    assert apply_gate(x, "none") is x and apply_gate(x.bfloat16(), "linear").dtype == torch.float32
+    torch.func.vmap(lambda row: apply_gate(row, "sigmoid", bias))(x)
 
 
 def test_nothing_is_read_or_written_but_what_is_there():

@@ -311,10 +311,10 @@ def test_steps_write_a_cache_that_stays_where_it_is():
     cache = model(tokens(2, 3), use_cache=True).past_key_values
     layer = cache.layers[0]
     layer.state = layer.state.with_room(total)
-    first = map_state(torch.Tensor.data_ptr, layer.state._replace(reached=None))
+    first = map_state(torch.Tensor.data_ptr, layer.state._replace(seq_lengths=None))
     for token in tokens(2, total - 3).split(1, 1):
         model(token, past_key_values=cache)
-        assert map_state(torch.Tensor.data_ptr, layer.state._replace(reached=None)) == first
+        assert map_state(torch.Tensor.data_ptr, layer.state._replace(seq_lengths=None)) == first
     kept = deepcopy(cache)
     model(tokens(2, 1), past_key_values=cache)  # one more than there was room for
     assert layer.state.kv[0].k.shape[1] == kept.layers[0].state.kv[0].k.shape[1] + ROOM
@@ -350,7 +350,7 @@ def test_what_a_cache_cannot_do_is_refused():
         layer(x, attention_mask=torch.ones(1, 8))
     with pytest.raises(ValueError, match="use_cache: expected True exactly with a state"):
         layer(x, use_cache=True)
-    with pytest.raises(ValueError, match="CAT keeps no cache of packed sequences"):
+    with pytest.raises(ValueError, match="CAT has no cache for packed sequences"):
         CompressAttend(16, 2)(x, cu_seqlens=torch.tensor([0, 8]), use_cache=True)
 
 
@@ -468,9 +468,7 @@ def test_chunks_that_do_not_fit_are_refused(chunks, message):
 
 
 def test_chunks_are_for_the_whole_model():
-    with pytest.raises(
-        ValueError, match="chunks is \\[4, 8\\]; expected none: it is for the whole CAT model"
-    ):
+    with pytest.raises(ValueError, match="chunks is \\[4, 8\\]; expected none: only the CAT model"):
         made(mixer=["cat", "cat"], chunks=[4, 8])
 
 
@@ -510,5 +508,5 @@ def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
     with pytest.raises(ValueError) as refused:
         cpp.set_chunk(5)
     assert str(refused.value) == str(python.value)
-    with pytest.raises(ValueError, match="chunk is 4; expected none: it is for the whole CAT model"):
+    with pytest.raises(ValueError, match="chunk is 4; expected none: only the CAT model"):
         _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)

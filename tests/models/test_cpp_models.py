@@ -217,7 +217,7 @@ def test_packed_sequences_have_no_cache_where_there_are_keys(mixer):
     if mixer != ["gsa", "cat"]:
         calls.append({"state": model.forward(ids, use_cache=True)[1]})
     for call in calls:
-        with pytest.raises(ValueError, match="keeps no cache of packed sequences"):
+        with pytest.raises(ValueError, match="has no cache for packed sequences"):
             model.forward(ids, cu_seqlens=bounds, **call)
 
 
@@ -358,11 +358,11 @@ NORM = "model.norm.weight"
         (lambda e: e[NORM].update(shape=[-16]), "should have a shape"),
         (lambda e: e[NORM].update(shape=16), "should have a shape"),
         (lambda e: e[NORM].update(shape=[2**63]), "should have a shape"),
-        (lambda e: e[NORM].update(shape=[15]), "has other bytes than its shape"),
-        (lambda e: e[NORM].update(dtype="F16"), "has other bytes than its shape"),
+        (lambda e: e[NORM].update(shape=[15]), "does not have the bytes of its shape"),
+        (lambda e: e[NORM].update(dtype="F16"), "does not have the bytes of its shape"),
         (lambda e: e.update({"more": e[NORM]}), "overlap or leave a gap"),
-        (lambda e: e[NORM].update(shape=[2**62, 2**62]), "has other bytes than its shape"),
-        (lambda e: e[NORM].update(shape=[2**63 - 1]), "has other bytes than its shape"),
+        (lambda e: e[NORM].update(shape=[2**62, 2**62]), "does not have the bytes of its shape"),
+        (lambda e: e[NORM].update(shape=[2**63 - 1]), "does not have the bytes of its shape"),
         (lambda e: e[NORM].update(dtype=[]), "should have dtype"),
         (lambda e: e[NORM].pop("dtype"), "should have dtype"),
         (lambda e: e.update({NORM: []}), "is not an object"),
@@ -411,7 +411,7 @@ def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
     assert "header is cut off" in refusal(folder)
     file.unlink()
     file.mkdir()
-    assert "is no file" in refusal(folder)
+    assert "is not a file" in refusal(folder)
 
 
 def test_an_index_names_files_of_its_folder(folder):
@@ -438,9 +438,9 @@ def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
     file.write_text(json.dumps(SIZES | {"feature": "x" * 10**6}))
     assert len(refusal(folder, ValueError)) < 400
     file.unlink()
-    assert refusal(folder) == f"{file}: is no file"
+    assert refusal(folder) == f"{file}: is not a file"
     file.mkdir()
-    assert refusal(folder) == f"{file}: is no file"
+    assert refusal(folder) == f"{file}: is not a file"
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

@@ -594,7 +594,7 @@ def test_a_step_that_cannot_be_recorded_runs_by_itself(graphs, hybrid, monkeypat
         return step(self, qkv, state, now)
 
     monkeypatch.setattr(Attention, "step", reads_on_the_host)
-    with pytest.warns(UserWarning, match="a token cannot be a CUDA graph"):
+    with pytest.warns(UserWarning, match="a decoding step cannot be captured as a CUDA graph"):
         text = written(hybrid, tokens(hybrid, 2, 7))
     assert graphs.replayed == 0 and next(calls) == NEW  # one of them while a graph was tried
     monkeypatch.setattr(Attention, "step", step)
@@ -617,7 +617,7 @@ def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
     text = sample()
     monkeypatch.setattr(Attention, "step", reads_on_the_host)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="a token cannot be a CUDA graph"):
+        with pytest.warns(UserWarning, match="a decoding step cannot be captured as a CUDA graph"):
             assert sample().equal(text)
     monkeypatch.setattr(Attention, "step", step)
     assert sample().equal(text)

@@ -472,7 +472,7 @@ def test_cat_refuses_what_it_cannot_place():
     ):
         with pytest.raises(ValueError, match="has 65 tokens; expected at most max_position_embeddings, 64"):
             model(**call)
-    with pytest.raises(ValueError, match="CAT keeps no cache of packed sequences"):
+    with pytest.raises(ValueError, match="CAT has no cache for packed sequences"):
         model(tokens(1, 5), cu_seqlens=torch.tensor([0, 2, 5]), use_cache=True)
     with pytest.raises(ValueError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 3, 32))

@@ -65,7 +65,7 @@ def test_gradients_can_be_differentiated_once_more():
 
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast_gradients_err_no_more_than_each_by_itself(device, of_x, monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     x, weights = drawn(torch.float32, device)
     x = x.detach().to(of_x).requires_grad_()
     layers = layers_of(weights)
@@ -77,7 +77,7 @@ def test_under_autocast_gradients_err_no_more_than_each_by_itself(device, of_x, 
     wide = x.detach().double().requires_grad_(), [w.detach().double().requires_grad_() for w in weights]
     exact = gradients([F.linear(wide[0], w) for w in wide[1]], [wide[0], *wide[1]])
     with torch.autocast(torch.device(device).type, torch.bfloat16):
-        both = found(linears.together(x, layers)), found([layer(x) for layer in layers])
+        both = found(linears.apply_linears(x, layers)), found([layer(x) for layer in layers])
     for ours, plain, want in zip(*both, exact, strict=True):
         assert ours.dtype == plain.dtype
         error, of_plain = ((g.double() - want).norm() / want.norm() for g in (ours, plain))
@@ -98,7 +98,7 @@ def test_a_compiler_makes_as_few_products_of_them(device):
         return gradients(ys, [x, *(layer.weight for layer in layers)])
 
     made = torch.compile(
-        linears.together, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True
+        linears.apply_linears, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True
     )
     wide = x.detach().double().requires_grad_(), [w.detach().double().requires_grad_() for w in weights]
     exact = gradients([F.linear(wide[0], w) for w in wide[1]], [wide[0], *wide[1]])
@@ -146,7 +146,7 @@ def kept(call, *arguments):
 
 
 def test_no_more_is_kept_than_of_each(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     x, weights = torch.randn(1, 4096, 16, requires_grad=True), drawn(torch.float32)[1]
     for frozen in (False, True):
         layers = layers_of(weights)
@@ -154,17 +154,17 @@ def test_no_more_is_kept_than_of_each(monkeypatch):
             layer.requires_grad_(not frozen)
         for dtype in (torch.bfloat16, torch.float32):
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
-                ours = kept(linears.together, x, layers)
+                ours = kept(linears.apply_linears, x, layers)
                 plain = kept(lambda x, layers: [layer(x) for layer in layers], x, layers)
             assert ours <= plain + 1024
 
 
 def test_weights_may_be_written_before_the_backward_where_they_were_copied(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     x, weights = drawn(torch.float32)
     layers = layers_of(weights)
     with torch.autocast("cpu", torch.bfloat16):
-        total = sum(y.float().sum() for y in linears.together(x, layers))
+        total = sum(y.float().sum() for y in linears.apply_linears(x, layers))
     with torch.no_grad():
         layers[0].weight.zero_()
     (dx,) = torch.autograd.grad(total, x)
@@ -172,10 +172,10 @@ def test_weights_may_be_written_before_the_backward_where_they_were_copied(monke
 
 
 def test_types_that_do_not_go_together_are_refused_as_by_each(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     layers = layers_of(drawn(torch.float32)[1])
     with pytest.raises(RuntimeError, match="dtype"):
-        linears.together(torch.randn(2, 5, 16, dtype=torch.bfloat16), layers)
+        linears.apply_linears(torch.randn(2, 5, 16, dtype=torch.bfloat16), layers)
 
 
 def test_results_may_be_written_and_compiled_autograd_runs_the_backward():
@@ -227,7 +227,7 @@ def test_layers_give_the_same(name, monkeypatch):
 
     want, taken = found(), []
     apply = torch.ops.girih.linears
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     monkeypatch.setattr(torch.ops.girih, "linears", lambda x, ws: taken.append(len(ws)) or apply(x, ws))
     for ours, plain in zip(found(), want, strict=True):
         torch.testing.assert_close(ours, plain)
@@ -237,7 +237,7 @@ def test_layers_give_the_same(name, monkeypatch):
 
 
 def test_an_adapter_or_a_hook_takes_its_part_alone(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     layer, x = GatedSlotAttention(64, 2, num_slots=16), torch.randn(2, 9, 64)
     seen = []
     layer.f_proj.register_forward_hook(lambda *args: seen.append(1))
@@ -253,7 +253,7 @@ def test_an_adapter_or_a_hook_takes_its_part_alone(monkeypatch):
 
 
 def test_another_decay_gate_is_called(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
 
     class Other(DecayGate):
         def forward(self, x):
@@ -268,23 +268,23 @@ def test_another_decay_gate_is_called(monkeypatch):
 
 def test_only_x_of_the_products_dtype_is_taken(monkeypatch):
     """Else every layer would be given another x than it is by itself."""
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     x, weights = drawn(torch.float32)
     layers, seen = layers_of(weights), []
     layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        linears.together(x * 1, layers)
+        linears.apply_linears(x * 1, layers)
         plain = [layer.weight for layer in layers[1:]]
-        assert not linears.takes(x, plain) and linears.takes(x.bfloat16(), plain)
+        assert not linears.has_linears_kernel(x, plain) and linears.has_linears_kernel(x.bfloat16(), plain)
     assert seen == [torch.float32]
 
 
 def test_a_second_derivative_after_a_weight_was_written_is_refused(monkeypatch):
-    monkeypatch.setattr(linears, "has_kernel", lambda *tensors: True)
+    monkeypatch.setattr(linears, "has_fused_kernel", lambda *tensors: True)
     x, weights = drawn(torch.float32)
     layers, x = layers_of(weights), x.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        ys = linears.together(x, layers)
+        ys = linears.apply_linears(x, layers)
     with torch.no_grad():
         layers[0].weight.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

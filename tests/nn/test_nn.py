@@ -690,5 +690,5 @@ def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
 def test_a_state_of_other_sequences_is_refused_in_the_same_words(name):
     layer = {"retnet": LAYERS["retnet"], "attention": lambda: Attention(HIDDEN, 2)}[name]()
     _, state = layer(torch.randn(3, 5, HIDDEN), use_cache=True)
-    with pytest.raises(ValueError, match="state is of 3 sequences; expected one of 2"):
+    with pytest.raises(ValueError, match="state has 3 sequences; expected 2"):
         layer(torch.randn(2, 1, HIDDEN), state=state, use_cache=True)

@@ -164,9 +164,9 @@ def test_a_text_ends_at_its_end(gsa):
     [
         (["{}", "1 300", "--ids"], "", "300"),
         (["{}", "1 x", "--ids"], "", "x"),
-        (["{}", "1 12x", "--ids"], "", "12x is no token; expected numbers from 0 to 299"),
-        (["{}", "--ids"], "1 -1", "-1 is no token"),
-        (["{}", "9" * 30, "--ids"], "", "is no token"),
+        (["{}", "1 12x", "--ids"], "", "12x is not a token id; expected numbers from 0 to 299"),
+        (["{}", "--ids"], "1 -1", "-1 is not a token id"),
+        (["{}", "9" * 30, "--ids"], "", "is not a token id"),
         (["{}", "1", "--ids", "--eos=-1"], "", "--eos is -1; expected numbers from 0 to 299"),
         (["{}", "text"], "", "vocab_size is 300"),
         (["{}", "--ids"], "", "number 1 is empty"),
@@ -227,7 +227,10 @@ def test_standard_input_is_one_prompt_with_all_its_lines(of_bytes):
 
 
 def test_prompts_without_a_token_are_counted_from_1(gsa):
-    for given, words in (("1\n\n2\n", "prompts: number 2 is empty"), ("", "prompts: there is none")):
+    for given, words in (
+        ("1\n\n2\n", "prompts: number 2 is empty"),
+        ("", "prompts is empty; expected at least one"),
+    ):
         written, said = run("girih-generate", gsa, "--ids", "--lines", given=given, code=2)
         assert not written and said == f"girih-generate: {words}\n"
 
@@ -302,7 +305,7 @@ def test_more_tokens_to_choose_from_than_there_are_are_all(gsa):
 def test_a_device_that_is_not_there_is_refused(gsa, tmp_path):
     for program, arguments in (("girih-generate", ["1", "--ids"]), ("girih-train", ["--size", "tiny"])):
         _, said = run(program, gsa, *arguments, "--device", "cuda", code=2)
-        assert said == f"{program}: --device is cuda; there is none here\n"
+        assert said == f"{program}: --device is cuda, but no GPU is available\n"
 
 
 # ---- girih-train ------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, 
         (("--context", "100"), "context 100: expected a divisor of the 512 tokens of a step"),
         (("--tasks", "mqar", "--context", "64"), "context 64: expected none"),
         (("--options", "chunk=1"), "chunk is 1, which mixer gsa does not read"),
-        (("--options", "chonk=1"), "chonk is no field of a configuration; expected chunk?"),
+        (("--options", "chonk=1"), "chonk is not a field of a configuration; did you mean chunk?"),
     ):
         assert run("--mixers", "gsa", *wrong) == 2
         assert said in capsys.readouterr().err

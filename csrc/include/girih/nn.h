@@ -47,7 +47,7 @@ struct State {
   OpState as() const {
     OpState state;
     constexpr auto count = std::tuple_size_v<decltype(state.tensors())>;
-    TORCH_CHECK_VALUE(tensors.empty() || tensors.size() == count, "state: it has ", tensors.size(),
+    TORCH_CHECK_VALUE(tensors.empty() || tensors.size() == count, "state has ", tensors.size(),
                       " tensors; expected ", count, ", as this layer returns it");
     if (!tensors.empty()) {
       auto from = tensors.begin();
@@ -165,7 +165,7 @@ class LayerImpl : public Module {
     // Whether the call is a step: one token after a state that may be overwritten, without gradient.
     bool steps(const Tensor& x) const;
     State part(size_t i) const {
-      TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state: it has ", state.parts.size(),
+      TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state has ", state.parts.size(),
                         " parts; expected more, as this layer returns it");
       return state.empty() ? State() : state.parts[i];
     }

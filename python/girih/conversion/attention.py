@@ -82,7 +82,10 @@ class InjectedLayer(ConvertedAttention):
     ) -> tuple[Tensor, MixState | None]:
         base_state, path_state = state or (None, None)
         if (base_state is None) != (path_state is None):
-            raise ValueError("state: attention or the path beside it has none; expected both, or None alone")
+            raise ValueError(
+                "state: one of attention's state and the linear path's state is None; expected both, or "
+                "None alone"
+            )
         if path_state is not None:  # before attention changes its own state
             self.girih.path.check_state(path_state, x, cu_seqlens)
         softmax = RecordingAttention(self, self.projections.qkv)

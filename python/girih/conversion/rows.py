@@ -62,7 +62,7 @@ def unit(x: Tensor) -> Tensor:
 
 def has_kernel(x: Tensor) -> bool:
     return (
-        fused.has_kernel(x, dense=False)
+        fused.has_fused_kernel(x, needs_contiguous=False)
         and x.shape[-1] % fused.PACK == 0
         and 0 < x.shape[-1] <= WIDEST
         and x.numel() // x.shape[-1] < 2**31

@@ -11,7 +11,7 @@ from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
-from girih.nn.functional.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.functional.chunks import Continuation, Reached, chunk_table, max_tokens
 from girih.nn.functional.fused import is_product
 from girih.nn.functional.masking import check_mask, own_mask
 from girih.nn.functional.state import check_batch
@@ -72,7 +72,7 @@ class CatState(NamedTuple):
     ids: Tensor
     header: Tensor
     kv: tuple[KeyValues, ...]
-    reached: Reached
+    seq_lengths: Reached
 
     def with_room(self, tokens: int) -> "CatState":
         """The same with slots for sequences of so many tokens, so that no step until then makes new tensors
@@ -82,10 +82,11 @@ class CatState(NamedTuple):
 
     def stepped(self) -> tuple[tuple, "CatState"] | None:
         """One graph for each number of chunks that a step compresses."""
-        C, reached = self.ids.shape[1], self.reached._replace(known=self.reached.known + 1)
-        if self.kv[0].k.shape[1] < C + most(reached.known) // C:
+        C = self.ids.shape[1]
+        seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
+        if self.kv[0].k.shape[1] < C + max_tokens(seq_lengths.host_tokens) // C:
             return None
-        return reached.step_kind(C), self._replace(reached=reached)
+        return seq_lengths.step_kind(C), self._replace(seq_lengths=seq_lengths)
 
 
 class CatModel(Backbone):
@@ -169,7 +170,7 @@ class CatModel(Backbone):
             )
         if cu_seqlens is not None and cache is not None:
             raise ValueError(
-                "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+                "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
             )
         T = input_ids.shape[1]
         mask = own_mask(attention_mask, T)
@@ -177,7 +178,7 @@ class CatModel(Backbone):
         if cu_seqlens is not None:
             C = self.choose_chunk(chunk, None)
             table = chunk_table(input_ids, C, cu_seqlens, room=1)
-            chunks = table.spread(input_ids, C)
+            chunks = table.scatter(input_ids, C)
             headers = self.headers(chunks, self.first_header(C), table.index, table.first[None, :, None])
             rows, _ = self.decode(headers, chunks, ChunkRows(C), table.cu_chunks * C)
             return [table.gather(x, shift=1) for x in rows]
@@ -195,7 +196,7 @@ class CatModel(Backbone):
         return (
             chunk in (None, layer.chunk)
             and layer.state is not None
-            and most(layer.state.reached.known) < self.config.max_position_embeddings
+            and max_tokens(layer.state.seq_lengths.host_tokens) < self.config.max_position_embeddings
         )
 
     def read(
@@ -206,7 +207,7 @@ class CatModel(Backbone):
         if state is not None:
             check_batch(state.ids, ids.shape[0])
         # Masked tokens count here: how many of a call are valid is not known without a wait.
-        longest = T + (0 if state is None else most(state.reached.known))
+        longest = T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens))
         if longest > self.config.max_position_embeddings:
             raise ValueError(
                 f"input_ids has {longest} tokens; expected at most max_position_embeddings, "
@@ -221,34 +222,34 @@ class CatModel(Backbone):
     ) -> tuple[list[Tensor], CatState | None]:
         """Tokens `[N, T]` after those of `state`: the chunk that goes on is read again from its start."""
         has_past = state is not None
-        table = Continuation(ids, C, mask, state.reached if has_past else None, use_cache)
-        chunks = table.spread(ids, state.ids if has_past else None)
-        index = table.begun[:, None] + torch.arange(table.chunks, device=ids.device)
+        table = Continuation(ids, C, mask, state.seq_lengths if has_past else None, use_cache)
+        chunks = table.scatter(ids, state.ids if has_past else None)
+        index = table.first_chunk[:, None] + torch.arange(table.chunks, device=ids.device)
         first = state.header[:, None] if has_past else self.first_header(C)
         headers = self.headers(chunks, first, index, (index == index[:, :1])[..., None])
         rows = ChunkRows(C)
         if use_cache:
-            room = table.chunks + (most(state.reached.known) // C if has_past else 0)
-            rows = ChunkRows(C, table.begun * C, table.reached.tokens + 1, room)
+            room = table.chunks + (max_tokens(state.seq_lengths.host_tokens) // C if has_past else 0)
+            rows = ChunkRows(C, table.first_chunk * C, table.seq_lengths.tokens + 1, room)
         all_hidden, kv = self.decode(headers, chunks, rows, None, state.kv if has_past else None)
         all_hidden = [table.gather(x, shift=1) for x in all_hidden]
         if not use_cache:
             return all_hidden, None
-        return all_hidden, CatState(table.last(chunks), table.last(headers), kv, table.reached)
+        return all_hidden, CatState(table.last(chunks), table.last(headers), kv, table.seq_lengths)
 
     def step(self, ids: Tensor, state: CatState) -> tuple[list[Tensor], CatState]:
         """One token `[N, 1]` of each sequence: its own row, or the header of the chunk that comes next where
         it is the last one of a chunk. Writes the state's tensors unless gradients are asked."""
         if torch.is_grad_enabled():
             state = map_state(torch.clone, state)
-        C, n, known = state.ids.shape[1], state.reached.tokens, state.reached.known + 1
-        state = state.with_room(most(known))
+        C, n, host_tokens = state.ids.shape[1], state.seq_lengths.tokens, state.seq_lengths.host_tokens + 1
+        state = state.with_room(max_tokens(host_tokens))
         sequence = torch.arange(ids.shape[0], device=ids.device)
         state.ids[sequence, n % C] = ids[:, 0]
         n.add_(1)
-        reached = Reached(n, known)
+        seq_lengths = Reached(n, host_tokens)
         x = self.embed_tokens(ids)
-        if (compressions := reached.find_compressions(C)) is not None:
+        if (compressions := seq_lengths.find_compressions(C)) is not None:
             sequences = compressions.sequences
             place = (n[sequences] // C - 1)[:, None]
             header = self.compressor(state.ids[sequences][:, None], place, self.run_blocks)
@@ -261,7 +262,7 @@ class CatModel(Backbone):
             all_hidden.append(x)
             kv.append(layer_kv)
         all_hidden[-1] = self.norm(all_hidden[-1])
-        return all_hidden, CatState(state.ids, state.header, tuple(kv), reached)
+        return all_hidden, CatState(state.ids, state.header, tuple(kv), seq_lengths)
 
     def first_header(self, chunk: int) -> Tensor:
         return self.header if self.header.dim() == 1 else self.header[self.chunks.index(chunk)]

@@ -144,7 +144,7 @@ class GirihConfig(PretrainedConfig):
         unknown = [name for name in kwargs if not is_keyword(name)]
         if self.transformers_version is None and unknown:
             near, _ = torch.ops.girih.nearest_field(unknown[0])
-            raise ValueError(f"{unknown[0]} is no field of a configuration; expected {near}?")
+            raise ValueError(f"{unknown[0]} is not a field of a configuration; did you mean {near}?")
         refuse_misspelt(unknown)  # of what `to_dict` or a file has
         if not isinstance(self.loss_in_chunks, bool):
             raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
@@ -223,4 +223,4 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     for name in names:
         near, is_misspelt = torch.ops.girih.nearest_field(name)
         if is_misspelt and not is_keyword(name):
-            raise ValueError(f"{name} is no field of a configuration; expected {near}?")
+            raise ValueError(f"{name} is not a field of a configuration; did you mean {near}?")

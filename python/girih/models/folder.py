@@ -16,7 +16,7 @@ INDEX = f"{TENSORS}.index.json"
 
 def read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise OSError(f"{file}: is no file")
+        raise OSError(f"{file}: is not a file")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -58,7 +58,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 def shapes_in(file: Path) -> dict[str, list[int]]:
     if not file.is_file():
-        raise OSError(f"{file}: is no file")
+        raise OSError(f"{file}: is not a file")
     try:
         with safe_open(file, "pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118

@@ -272,7 +272,9 @@ class StepGraphs:
             self.refused = graph is None
         except Exception as error:  # an operation that cannot be captured; nothing has run on the device
             self.refused = True
-            warnings.warn(f"a token cannot be a CUDA graph and runs as ever: {error}", stacklevel=2)
+            warnings.warn(
+                f"a decoding step cannot be captured as a CUDA graph and runs eagerly: {error}", stacklevel=2
+            )
         finally:
             for layer, (state, tokens) in zip(cache.layers, before, strict=True):
                 layer.state, layer.tokens = state, tokens

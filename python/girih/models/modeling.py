@@ -68,7 +68,7 @@ class GirihModel(Backbone):
         chunk: int | None,
     ) -> list[Tensor]:
         if chunk is not None:
-            raise ValueError(f"chunk is {chunk!r}; expected none: it is for the whole CAT model to choose")
+            raise ValueError(f"chunk is {chunk!r}; expected none: only the CAT model has a choice of chunks")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = own_mask(attention_mask, x.shape[1])
         if cache is None:

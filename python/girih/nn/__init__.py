@@ -1,15 +1,15 @@
 """Layers: `layer(x, attention_mask=None, state=None, use_cache=False, cu_seqlens=None) -> (y, state)`.
 
-x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at tokens that do nothing. `state` is what an
-earlier call with `use_cache=True` returned; with `use_cache=True` again, one token without mask or gradient
-writes it in place. `cu_seqlens [N + 1]` packs N sequences into B = 1. A layer also takes the call that
-attention modules of transformers get, so it can stand in such a model as one.
+x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at masked tokens, which change no state and no
+other token. `state` is the state that an earlier call with `use_cache=True` returned. A call with
+`use_cache=True`, one token and no gradient writes `state` in place. `cu_seqlens [N + 1]` packs N sequences
+into B = 1. A layer also accepts the arguments of transformers' attention modules and can replace one.
 
-`girih.nn.layers` holds the modules, `girih.nn.functional` what they share beside modules. `girih.nn` imports
-nothing of `girih.models`.
+`girih.nn.layers` has the modules, `girih.nn.functional` has functions that several layers use. `girih.nn`
+does not import `girih.models`.
 """
 
-# Modules under the names that programs use, as girih.nn.loss.
+# Modules by their public names, such as girih.nn.loss.
 from girih.nn.functional import fused as fused
 from girih.nn.functional import linears as linears
 from girih.nn.functional import loss as loss

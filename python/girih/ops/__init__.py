@@ -1,17 +1,17 @@
 """The operators, as functions. All differentiate, compile under ``torch.compile`` and run on CPU and CUDA.
 
 Letters: ``B`` batch, ``T`` tokens, ``H`` heads, ``D`` key width, ``V`` value width, ``M`` slots, ``N``
-sequences (``B``, or what ``cu_seqlens`` says). Gates are logs, at most 0; a positive one makes the memory
-grow and is not refused, for looking would mean to wait for the device. ``q`` may have a multiple of the other
-tensors' heads. States are fp32 (fp64 when the inputs are); ``state=None`` is the start of a sequence.
-``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B == 1``; ``[B, 2]`` says
-where in each row its one sequence begins and ends. Tokens outside belong to no sequence: they do nothing and
-their ``o`` is 0. Bounds in ``cu_seqlens`` that decrease or lie outside of the tokens, and a state's
-``position`` outside of its chunk, are refused on the CPU; on CUDA, where to look would be a wait too, they
-are clamped: nothing is read outside of a tensor, and the result means nothing.
-``X_step`` reads one token (``T == 1``), writes the state's tensors in place and returns ``o`` alone; it has
-no gradient. A wrong argument raises ``ValueError`` and names the argument. ``explain("gsa", q, k, v, ...)``
-says which code a call takes.
+sequences (``B``, or the number of packed sequences). Gates are logs, at most 0. A positive gate makes the
+memory grow; it raises no error, because a check would wait for the device. The number of heads of ``q`` may
+be a multiple of that of the other tensors. States are fp32 (fp64 for fp64 inputs); ``state=None`` is the
+start of a sequence. ``cu_seqlens [N + 1]`` (int32 or int64, on the device) packs ``N`` sequences into ``B ==
+1``; ``[B, 2]`` has the start and the end of the one sequence of each row. Tokens outside belong to no
+sequence: they do not change the state and their ``o`` is 0. Bounds in ``cu_seqlens`` that decrease or exceed
+the tokens, and a state's ``position`` outside of its chunk, raise an error on the CPU. On CUDA a check would
+wait for the device, so they are clamped: no access is out of bounds, and the result is unspecified.
+``X_step`` reads one token (``T == 1``), writes the state's tensors in place and returns only ``o``; it has no
+gradient. A wrong argument raises ``ValueError``, which names the argument. ``explain("gsa", q, k, v, ...)``
+returns the path of a call.
 """
 
 from girih.ops._cat_attention import cat_attention

@@ -1,4 +1,4 @@
-"""What the library says of its operators."""
+"""The library's description of its operators, and the path of a call."""
 
 import functools
 import inspect
@@ -14,9 +14,9 @@ from girih._torch_internals import is_operator
 
 @functools.cache
 def describe() -> dict[str, dict[str, Any]]:
-    """Every operator by name: its tensors with shapes, options with defaults, words and ranges, sizes.
+    """All operators by name: tensors with shapes, options with defaults, words and ranges, sizes.
 
-    The checks of every call, the configurations of the models and the tests read the same description.
+    The checks of calls, the configurations of models and the tests use the same description.
 
     >>> [tensor["name"] for tensor in describe()["gla"]["tensors"]]
     ['q', 'k', 'v', 'g', 'state_s']
@@ -25,7 +25,7 @@ def describe() -> dict[str, dict[str, Any]]:
 
 
 def option(op: str, name: str) -> dict[str, Any]:
-    """One option of an operator: name, type, and where it has them default, words, least, most.
+    """One option of an operator: name and type, and optionally default, words, least, most.
 
     >>> option("trellis", "chunk")["most"]
     64.0
@@ -34,7 +34,7 @@ def option(op: str, name: str) -> dict[str, Any]:
 
 
 def words(op: str, name: str) -> tuple[str, ...]:
-    """What a word of an operator's options may be.
+    """The allowed words of an option of an operator.
 
     >>> words("lattice", "objective")
     ('decode', 'encode', 'similarity')
@@ -45,7 +45,7 @@ def words(op: str, name: str) -> tuple[str, ...]:
 class Explanation(NamedTuple):
     """path: "tensor cores", "exact fp32" (kernels in fp32) or "aten" (PyTorch's operators).
 
-    why: what decides it, and keeps the call from a faster path.
+    why: the reason for this path, and why no faster path is possible.
     """
 
     path: str
@@ -56,11 +56,11 @@ class Explanation(NamedTuple):
 
 
 class _Flat(Exception):
-    """The registered operator of a call, with the arguments that it takes."""
+    """Carries the arguments of the registered operator that a function of girih.ops calls."""
 
 
 class _Catch(TorchFunctionMode):
-    """Ends a function of girih.ops where it calls its registered operator."""
+    """Raises `_Flat` when a function of girih.ops calls its registered operator."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if is_operator(function):
@@ -69,10 +69,10 @@ class _Catch(TorchFunctionMode):
 
 
 def explain(name: str, /, *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
-    """Which code a call of `girih.ops.<name>` takes, and why; nothing is computed.
+    """The path of a call of `girih.ops.<name>`, and the reason; nothing is computed.
 
-    name: "gsa", "gsa_step", ...; args, kwargs: the call's own. device: "cuda" or "cpu", by default where the
-    tensors are; tensors on the meta device stand for ones on the GPU. Refuses what the call would refuse.
+    name: "gsa", "gsa_step", ...; args, kwargs: arguments of the call. device: "cuda" or "cpu", default: the
+    device of the tensors; meta tensors count as tensors on the GPU. Raises the errors of the call.
 
     >>> q = k = v = torch.empty(1, 512, 4, 64, dtype=torch.bfloat16)
     >>> print(explain("gla", q, k, v, device="cuda"))

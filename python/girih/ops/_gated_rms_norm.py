@@ -1,4 +1,4 @@
-"""The norm and the gate behind a mixer."""
+"""The norm and the gate after a mixer."""
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ def gated_rms_norm(
         y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)
 
     (Zhang and Sennrich 2019, with a gate.) Shapes: x, gate and y ``[..., dim]``, weight ``[dim]``.
-    ``activation`` is silu, gelu (exact) or sigmoid; without gate its factor is absent. y has x's dtype, gate
-    the same; weight may have another float dtype. Sums are formed in fp32 (fp64 for fp64) and y is rounded
+    ``activation`` is silu, gelu (exact) or sigmoid; without gate there is no factor. y and gate have x's
+    dtype; weight may have another float dtype. Sums are formed in fp32 (fp64 for fp64) and y is rounded
     once. There is no state.
 
     >>> x = gate = torch.randn(2, 100, 4, 64)

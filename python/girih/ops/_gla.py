@@ -1,11 +1,11 @@
-"""Linear attention with every kind of decay."""
+"""Linear attention, with or without decay."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import unpack_state, unpack_step_state
 
 
 class GLAState(NamedTuple):
@@ -15,7 +15,7 @@ class GLAState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, heads: int, D: int, V: int, *, dtype=torch.float32, device=None) -> "GLAState":
-        """The state before the first token, in tensors of its own."""
+        """A new state before the first token."""
         return cls(torch.zeros(batch, heads, D, V, dtype=dtype, device=device))
 
 
@@ -29,7 +29,7 @@ def gla(
     state: GLAState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, GLAState]:
-    """Gated linear attention (Yang et al. 2024): plain, with one gate a head, or with one a key channel.
+    """Gated linear attention (Yang et al. 2024): no gate, one gate for each head, or one per key channel.
 
     ::
 
@@ -38,8 +38,9 @@ def gla(
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, HK, D]``, v ``[B, T, H, V]``, g ``[B, T, H]`` or ``[B, T, H, D]``;
     o ``[B, T, max(HQ, H), V]``. ``scale`` defaults to ``D**-0.5``. ``g=None`` is linear attention.
 
-    There are H memories. HQ is a multiple of H, several queries for each memory, or a divisor, one query head
-    for several; HK is H or a divisor: memory h has key head ``h // (H / HK)`` (the groups of Mamba-2).
+    There are H memories. HQ is a multiple of H (several query heads read a memory) or a divisor of H (a query
+    head reads several memories). HK is H or a divisor of H: memory h has key head ``h // (H / HK)`` (the
+    groups of Mamba-2).
 
     >>> q = k = v = torch.randn(2, 100, 4, 64)
     >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4))
@@ -48,7 +49,9 @@ def gla(
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 64]))
     >>> o, state = gla(q, k, v, g, state=state)  # the next 100 tokens
     """
-    o, *after = torch.ops.girih.gla(q, k, v, g, *parts("gla", GLAState, state), cu_seqlens, scale=scale)
+    o, *after = torch.ops.girih.gla(
+        q, k, v, g, *unpack_state("gla", GLAState, state), cu_seqlens, scale=scale
+    )
     return o, GLAState(*after)
 
 
@@ -56,4 +59,4 @@ def gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, *, scale: float | None = None, state: GLAState
 ) -> Tensor:
     """One token of :func:`gla`; ``state`` is written in place."""
-    return torch.ops.girih.gla_step(q, k, v, g, *written("gla_step", GLAState, state), scale=scale)
+    return torch.ops.girih.gla_step(q, k, v, g, *unpack_step_state("gla_step", GLAState, state), scale=scale)

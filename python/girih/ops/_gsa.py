@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import outputs, parts, written
+from girih.ops._state import call_operator, unpack_state, unpack_step_state
 
 
 class GSAState(NamedTuple):
@@ -28,7 +28,7 @@ class GSAState(NamedTuple):
         dtype=torch.float32,
         device=None,
     ) -> "GSAState":
-        """The state before the first token, in tensors of its own, as ``gsa_step`` and a CUDA graph need."""
+        """A new state before the first token, for ``gsa_step`` and CUDA graphs."""
         like = {"dtype": dtype, "device": device}
         return cls(
             torch.zeros(batch, heads, D, M, **like),
@@ -49,7 +49,7 @@ def gsa(
     state: GSAState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, GSAState]:
-    """Gated slot attention (Zhang et al. 2024), and without ``g`` its ungated form ABC (Peng et al. 2021).
+    """Gated slot attention (Zhang et al. 2024); without ``g`` the ungated ABC (Peng et al. 2021).
 
     ::
 
@@ -57,7 +57,7 @@ def gsa(
         Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        o_t = Hv_t^T p_t
 
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, s and g ``[B, T, H, M]``; o
-    ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalised over all
+    ``[B, T, HQ, V]``. ``s=None`` is ``1 - e^g``. ``g=None`` is ABC: s are logits, normalized over all
     tokens so far; ``-inf`` masks a token. ``scale`` defaults to ``D**-0.5``; ``feature`` is softmax, none,
     silu, relu or relu2.
 
@@ -69,8 +69,8 @@ def gsa(
     >>> gsa_step(*(x[:, -1:] for x in (q, k, v)), g=g[:, -1:], state=state).shape
     torch.Size([2, 1, 4, 64])
     """
-    inputs = (q, k, v, s, g, *parts("gsa", GSAState, state), cu_seqlens)
-    return outputs("gsa", GSAState, inputs, scale=scale, feature=feature)
+    inputs = (q, k, v, s, g, *unpack_state("gsa", GSAState, state), cu_seqlens)
+    return call_operator("gsa", GSAState, inputs, scale=scale, feature=feature)
 
 
 def gsa_step(
@@ -85,5 +85,5 @@ def gsa_step(
     state: GSAState,
 ) -> Tensor:
     """One token of :func:`gsa`; ``state`` is written in place."""
-    state = written("gsa_step", GSAState, state)
+    state = unpack_step_state("gsa_step", GSAState, state)
     return torch.ops.girih.gsa_step(q, k, v, s, g, *state, scale=scale, feature=feature)

@@ -5,13 +5,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, outputs, own, parts, written
+from girih.ops._state import (
+    call_operator,
+    copy_memory,
+    expand_memory,
+    is_memory,
+    unpack_state,
+    unpack_step_state,
+)
 
 
 class LatticeState(NamedTuple):
-    """Memory of :func:`lattice`: ``first [N, H, D, M]`` at the start of the chunk, ``step [N, H, D, M]`` what
-    the chunk has added in its tangent spaces, ``decay [N, H]`` the sum of its gates so far (with ``g`` only),
-    ``position`` int64 ``[N]``, how many tokens of the chunk are read.
+    """Memory of :func:`lattice`: ``first [N, H, D, M]`` at the start of the chunk, ``step [N, H, D, M]`` the
+    sum of the chunk's updates in the tangent spaces, ``decay [N, H]`` the sum of the chunk's gates (with
+    ``g`` only), ``position`` int64 ``[N]``, the number of tokens of the chunk so far.
     """
 
     first: Tensor
@@ -21,8 +28,8 @@ class LatticeState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first: Tensor, *, gated: bool = False, device=None) -> "LatticeState":
-        """The state before the first token, in its own tensors, from a first memory (shared or ``N``)."""
-        first = own("LatticeState", "first", first, batch, device)
+        """A new state before the first token, from a first memory ``[H, D, M]`` or ``[N, H, D, M]``."""
+        first = copy_memory("LatticeState", "first", first, batch, device)
         decay = first.new_zeros(first.shape[:2]) if gated else None
         position = torch.zeros(batch, dtype=torch.int64, device=first.device)
         return cls(first, torch.zeros_like(first), decay, position)
@@ -42,20 +49,20 @@ def lattice(
     state: LatticeState | Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LatticeState]:
-    """Lattice: a memory of unit columns ``s_i``, each written only along what it does not hold yet.
+    """Lattice: a memory of unit columns ``s_i``; updates of a column are orthogonal to the column.
 
     With ``S`` the memory at the start of the chunk and ``(h, c)`` the objective's pair::
 
         decode: h = S k - v, c = k      encode: h = v, c = S^T v - k      similarity: h = -v, c = k
         d_i = -gamma_t c_i (h - s_i (s_i.h))        X_t = e^{g_t} X_{t-1} + d        o_t = unit(X_t) q_t
 
-    (Karami and Mirrokni, eq. 10, 11 and 15 with the true norm; their factor 2 is in gamma.) At ``chunk=1``
-    alone: ``normalize=False`` leaves the norm of the columns free (eq. 10), ``shrinkage`` is the weight of an
-    l1 penalty on the memory (eq. 17).
+    (Karami and Mirrokni, eq. 10, 11 and 15 with the exact norm; gamma includes their factor 2.) Only at
+    ``chunk=1``: ``normalize=False`` leaves the norm of the columns free (eq. 10), ``shrinkage`` is the weight
+    of an l1 penalty on the memory (eq. 17).
     Shapes: q ``[B, T, HQ, M]``, k ``[B, T, H, M]``, v ``[B, T, H, D]``, gamma and g ``[B, T, H]``; o
     ``[B, T, HQ, D]``. ``chunk``, 1 to 64, is part of the model. There is no zero start: ``state`` is a
-    :class:`LatticeState` or the first memory ``S [H, D, M]``, ``N`` in front or not. Its columns are taken to
-    be unit vectors, and its gradient is projected to their tangent spaces.
+    :class:`LatticeState` or the first memory ``S [H, D, M]`` or ``[N, H, D, M]``. Its columns must be unit
+    vectors, which is not checked; its gradient is projected to their tangent spaces.
 
     >>> q = k = torch.randn(2, 100, 4, 32)
     >>> v, gamma = torch.randn(2, 100, 4, 64), torch.rand(2, 100, 4) / 16
@@ -65,9 +72,9 @@ def lattice(
     (torch.Size([2, 100, 4, 64]), torch.Size([2, 4, 64, 32]), tensor([4, 4]))
     """
     if is_memory(state):
-        state = LatticeState(for_each(state, q, cu_seqlens))
-    before = parts("lattice", LatticeState, state, start="the first memory S [H, D, M]")
-    return outputs(
+        state = LatticeState(expand_memory(state, q, cu_seqlens))
+    before = unpack_state("lattice", LatticeState, state, start="the first memory S [H, D, M]")
+    return call_operator(
         "lattice",
         LatticeState,
         (q, k, v, gamma, g, *before, cu_seqlens),
@@ -98,7 +105,7 @@ def lattice_step(
         v,
         gamma,
         g,
-        *written("lattice_step", LatticeState, state),
+        *unpack_step_state("lattice_step", LatticeState, state),
         chunk=chunk,
         objective=objective,
         normalize=normalize,

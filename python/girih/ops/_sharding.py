@@ -1,9 +1,9 @@
-"""DTensor operands: how an operator's tensors may lie over the devices of a mesh. Importing it tells DTensor.
+"""Sharding rules of the operators for DTensor; importing this module registers them.
 
-Sequences of a batch know nothing of each other, nor do memory heads (channels of the short convolution). So
-everything may be cut along the batch, or along the heads with the queries of each; what has neither is whole
-on every device, and its gradient is a sum over them. Sizes have to divide evenly. A step has no rule: its
-state is written in place, and DTensor would write a copy.
+Sequences of a batch are independent, and so are memory heads (channels of the short convolution). All tensors
+may be sharded along the batch, or along the heads, each with its queries. A tensor without these dimensions
+is replicated, and its gradient is a partial sum. Sizes must be divisible by the number of devices. A step has
+no rule: its state is written in place, and DTensor would write a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,24 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from girih.ops._describe import describe
 
-Strategy = tuple[list[Placement | None], list[Placement | None]]  # of results, of arguments
+Strategy = tuple[list[Placement | None], list[Placement | None]]  # placements of results, of arguments
 BATCH = ("B", "N", "chunks", "segments")
 HEADS = ("HQ", "H", "HK", "HO", "channels")
 
 
 def letters(shapes: str, tensor: Any) -> list[str]:
-    """The letters of a tensor's dimensions, out of shapes as "[B, T, H] or [B, T, H, D]"."""
+    """The letters of a tensor's dimensions, from shapes such as "[B, T, H] or [B, T, H, D]"."""
     for shape in shapes.split(" or "):
         names = shape.strip("[]").split(", ")
         if names[0] == "...":
             return [f"...{dim}" for dim in range(tensor.ndim - len(names) + 1)] + names[1:]
         if len(names) == tensor.ndim:
             return names
-    return [""] * tensor.ndim  # what forward keeps where there is nothing to keep
+    return [""] * tensor.ndim  # an empty saved tensor
 
 
-def cuts(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[str, ...]]:
-    """Letters that may be cut together."""
+def list_shardings(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[str, ...]]:
+    """Sets of letters along which all tensors can be sharded together."""
     if "B" in sizes and not packed and sizes["B"] % devices == 0:
         yield BATCH
     for letter, size in sizes.items():
@@ -44,29 +44,33 @@ def cuts(sizes: dict[str, int], packed: bool, devices: int) -> Iterator[tuple[st
         yield HEADS
 
 
-def on_meta(spec: Any) -> Any:
-    """A tensor of this place's global sizes, without memory."""
+def to_meta(spec: Any) -> Any:
+    """A meta tensor of the global shape of a DTensor spec."""
     return None if spec is None else torch.empty(spec.shape, dtype=spec.tensor_meta.dtype, device="meta")
 
 
-def placed(shapes: str, tensor: Any, cut: Sequence[str], otherwise: Placement) -> Placement | None:
+def choose_placement(
+    shapes: str, tensor: Any, shard_letters: Sequence[str], default: Placement
+) -> Placement | None:
     if tensor is None:
         return None
-    dims = [dim for dim, letter in enumerate(letters(shapes, tensor)) if letter in cut]
-    return Shard(dims[0]) if dims else otherwise
+    dims = [dim for dim, letter in enumerate(letters(shapes, tensor)) if letter in shard_letters]
+    return Shard(dims[0]) if dims else default
 
 
 def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strategy]:
-    """What X, X_forward or X_backward accepts on each dimension of a mesh."""
+    """The accepted placements of X, X_forward or X_backward on a dimension of a mesh."""
     op = describe()[name]
     inputs = [t["shapes"] for t in op["tensors"]] + ["[N + 1] or [B, 2]"] * ("packing" in op)
     outputs = [op["output"]["shapes"]] + [t["shapes"] for t in op["tensors"] if t["state"]]
     saved = [kept["shapes"] for kept in op["saved"]]
 
-    given = specs[len(outputs) :] if form == "_backward" else specs  # the inputs, then what forward kept
-    data = given[: len(inputs)]
+    input_specs = (
+        specs[len(outputs) :] if form == "_backward" else specs
+    )  # the inputs, then the saved tensors
+    data = input_specs[: len(inputs)]
     options.pop("save", None)
-    results = getattr(torch.ops.girih, f"{name}_forward")(*map(on_meta, data), **options, save=True)
+    results = getattr(torch.ops.girih, f"{name}_forward")(*map(to_meta, data), **options, save=True)
     results = results if isinstance(results, tuple) else (results,)
     if form == "_backward":
         arguments = list(zip(outputs + inputs + saved, specs, strict=True))
@@ -74,7 +78,7 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
         returned = [(s, x if f else None) for s, x, f in zip(inputs, data, floating, strict=True)]
     else:
         arguments = list(zip(inputs, specs, strict=True))
-        # An output that is kept for backward is returned once.
+        # An output that is saved for backward is returned once.
         kept = [x["shapes"] for x in op["saved"] if x["name"] != op["output"]["name"]]
         returned = list(zip(outputs + kept, results, strict=True))[: len(outputs) if form == "" else None]
 
@@ -86,15 +90,16 @@ def strategies(name: str, form: str, *specs: Any, **options: Any) -> list[Strate
     }
     packed = "packing" in op and data[-1] is not None and data[-1].ndim == 1
     found: list[Strategy] = []
-    # What is not cut is there in full, and its gradient, made on every device of that device's share, a sum.
+    # A tensor that is not sharded is replicated; its gradient on a device is the partial sum of the device's
+    # shard.
     missing = Partial() if form == "_backward" else Replicate()
     mesh = next(spec.mesh for spec in specs if spec is not None)
-    for cut in ((), *cuts(sizes, packed, mesh.size())):
-        otherwise = missing if cut else Replicate()
+    for shard_letters in ((), *list_shardings(sizes, packed, mesh.size())):
+        default = missing if shard_letters else Replicate()
         found.append(
             (
-                [placed(shapes, x, cut, otherwise) for shapes, x in returned],
-                [placed(shapes, x, cut, Replicate()) for shapes, x in arguments],
+                [choose_placement(shapes, x, shard_letters, default) for shapes, x in returned],
+                [choose_placement(shapes, x, shard_letters, Replicate()) for shapes, x in arguments],
             )
         )
     return found

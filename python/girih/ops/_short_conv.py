@@ -1,15 +1,15 @@
-"""The short convolution in front of a mixer."""
+"""The short convolution before a mixer."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from girih.ops._state import parts, written
+from girih.ops._state import unpack_state, unpack_step_state
 
 
 class ShortConvState(NamedTuple):
-    """What :func:`short_conv` needs of the past: the last inputs ``x [N, W-1, channels]``, in x's dtype."""
+    """State of :func:`short_conv`: the last inputs ``x [N, W-1, channels]``, in x's dtype."""
 
     x: Tensor
 
@@ -17,7 +17,7 @@ class ShortConvState(NamedTuple):
     def start(
         cls, batch: int, channels: int, width: int, *, dtype=torch.float32, device=None
     ) -> "ShortConvState":
-        """The state before the first token, in a tensor of its own."""
+        """A new state before the first token."""
         return cls(torch.zeros(batch, width - 1, channels, dtype=dtype, device=device))
 
 
@@ -30,7 +30,7 @@ def short_conv(
     state: ShortConvState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ShortConvState]:
-    """Short convolution over time, one filter a channel, causal.
+    """Causal short convolution over time, one filter for each channel.
 
     ::
 
@@ -38,15 +38,15 @@ def short_conv(
 
     Shapes: x and y ``[B, T, channels]``, weight ``[channels, W]`` with W from 1 to 4, the last tap the
     current token; bias ``[channels]``. ``activation`` is None or silu. weight and bias may have another float
-    dtype than x; the sum is formed in fp32 (fp64 for fp64). A token that no sequence of ``cu_seqlens`` owns
-    gives 0.
+    dtype than x; the sum is formed in fp32 (fp64 for fp64). A token of no sequence in ``cu_seqlens``
+    returns 0.
 
     >>> x, weight = torch.randn(1, 100, 256), torch.randn(256, 4)
     >>> y, state = short_conv(x, weight, activation="silu", cu_seqlens=torch.tensor([0, 30, 100]))
     >>> y.shape, state.x.shape
     (torch.Size([1, 100, 256]), torch.Size([2, 3, 256]))
     """
-    before = parts("short_conv", ShortConvState, state)
+    before = unpack_state("short_conv", ShortConvState, state)
     y, *after = torch.ops.girih.short_conv(x, weight, bias, *before, cu_seqlens, activation=activation)
     return y, ShortConvState(*after)
 
@@ -60,5 +60,5 @@ def short_conv_step(
     state: ShortConvState,
 ) -> Tensor:
     """One token of :func:`short_conv`; ``state`` is written in place."""
-    state = written("short_conv_step", ShortConvState, state)
+    state = unpack_step_state("short_conv_step", ShortConvState, state)
     return torch.ops.girih.short_conv_step(x, weight, bias, *state, activation=activation)

@@ -1,4 +1,4 @@
-"""States between calls: as an operator's arguments, and as first memories of their own."""
+"""Conversion between states and operator arguments, and first memories."""
 
 import functools
 from typing import Any
@@ -9,8 +9,9 @@ from torch import Tensor
 from girih.ops._describe import describe
 
 
-def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
-    """The tensors of a state of this kind; as many Nones for None. start: what stands for no state yet."""
+def unpack_state(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
+    """The tensors of a state of type kind; for None, Nones. start: for the error, the alternative to a
+    state."""
     if state is None:
         return (None,) * len(kind._fields)
     if not isinstance(state, kind):
@@ -20,31 +21,31 @@ def parts(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tenso
     return state
 
 
-def outputs(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
-    """What `torch.ops.girih.<name>` returns: the output, and the tensors of the state after it as a kind.
+def call_operator(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
+    """Calls `torch.ops.girih.<name>`. Returns the output and the new state as a kind.
 
-    torch.jit.trace refuses an operator with an optional output. X_list, which every operator with one has,
-    returns the outputs that are not None; the optional tensor of the state is the one that may be missing.
+    torch.jit.trace does not support optional outputs. Operators with an optional output have a variant
+    X_list, which returns the outputs that are not None; only the optional tensor of the state can be missing.
     """
     if torch.jit.is_tracing():
         o, *after = getattr(torch.ops.girih, f"{name}_list")(*inputs, **options)
         if len(after) < len(kind._fields):
-            after.insert(optional_tensor(name), None)
+            after.insert(optional_index(name), None)
     else:
         o, *after = getattr(torch.ops.girih, name)(*inputs, **options)
     return o, kind(*after)
 
 
 @functools.cache
-def optional_tensor(name: str) -> int:
-    """Which tensor of an operator's state may be absent."""
+def optional_index(name: str) -> int:
+    """Index of the optional tensor in an operator's state."""
     state = [tensor for tensor in describe()[name]["tensors"] if tensor["state"]]
     (found,) = [i for i, tensor in enumerate(state) if tensor["optional"]]
     return found
 
 
-def written(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
-    """The tensors of a state that a step writes."""
+def unpack_step_state(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
+    """The tensors of a state that a step writes; raises unless state is a kind."""
     if not isinstance(state, kind):
         raise ValueError(
             f"girih.{name}: state is a {type(state).__name__} but should be a {kind.__name__}, whose tensors "
@@ -54,20 +55,22 @@ def written(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
 
 
 def is_memory(memory: Any) -> bool:
-    """Whether this may be a first memory: shared, `[H, ...]`, or one a sequence, `[N, H, ...]`."""
+    """Whether memory can be a first memory: `[H, ...]`, shared by all sequences, or `[N, H, ...]`."""
     return isinstance(memory, Tensor) and memory.dim() in (3, 4)
 
 
-def for_each(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A first memory, shared or one a sequence -> one a sequence."""
-    if memory.dim() == 4 or not isinstance(q, Tensor):  # a q that is none the operator refuses
+def expand_memory(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """A first memory `[H, ...]` or `[N, H, ...]` -> `[N, H, ...]`."""
+    if memory.dim() == 4 or not isinstance(q, Tensor):  # the operator raises if q is no tensor
         return memory
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
     return memory.expand(max(cu_seqlens.shape[0] - 1, 0) if packed else q.shape[0], *memory.shape)
 
 
-def own(state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None) -> Tensor:
-    """A first memory, shared or one a sequence -> `batch` of them in memory of their own."""
+def copy_memory(
+    state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None
+) -> Tensor:
+    """A first memory `[H, ...]` or `[batch, H, ...]` -> a copy `[batch, H, ...]`."""
     if not is_memory(memory) or (memory.dim() == 4 and memory.shape[0] not in (1, batch)):
         found = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
         raise ValueError(

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from girih.ops._state import for_each, is_memory, own, parts, written
+from girih.ops._state import copy_memory, expand_memory, is_memory, unpack_state, unpack_step_state
 
 
 class TrellisState(NamedTuple):
     """Memories of :func:`trellis`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``,
-    ``v`` and ``first_v`` ``[N, H, M, V]``; ``position`` int64 ``[N]``, how many tokens of the chunk are read.
-    A sequence without tokens has its state back as it was given.
+    ``v`` and ``first_v`` ``[N, H, M, V]``; ``position`` int64 ``[N]``, the number of tokens of the chunk so
+    far. The state of a sequence without tokens does not change.
     """
 
     first_k: Tensor
@@ -22,9 +22,9 @@ class TrellisState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first_k: Tensor, first_v: Tensor, *, device=None) -> "TrellisState":
-        """The state before the first token, in its own tensors, from first memories (shared or ``N``)."""
-        k = own("TrellisState", "first_k", first_k, batch, device)
-        v = own("TrellisState", "first_v", first_v, batch, device)
+        """A new state before the first token, from first memories ``[H, ...]`` or ``[N, H, ...]``."""
+        k = copy_memory("TrellisState", "first_k", first_k, batch, device)
+        v = copy_memory("TrellisState", "first_v", first_v, batch, device)
         position = torch.zeros(batch, dtype=torch.int64, device=k.device)
         return cls(k, k.clone(), v, v.clone(), position)
 
@@ -43,7 +43,7 @@ def trellis(
     state: TrellisState | tuple[Tensor, Tensor],
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, TrellisState]:
-    """Trellis: two memories learn by gradient descent to map keys, and values, onto targets in slots.
+    """Trellis: two memories learn by gradient descent to map keys and values to targets.
 
     With ``x`` the key ``k_t`` for ``A1``, the value ``v_t`` for ``A2``, and ``A'`` the memory at the start of
     the chunk::
@@ -51,11 +51,13 @@ def trellis(
         u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
         o_t = A2_t^T f(A1_t q_t)
 
-    (Karami, Behrouz, Kacham and Mirrokni, eq. 8 to 12, the Jacobian transposed; their factor 2 is in gamma.)
+    (Karami, Behrouz, Kacham and Mirrokni, eq. 8 to 12, with the Jacobian transposed; gamma includes their
+    factor 2.)
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, a ``[B, T, H, M]``, gamma and g
     ``[B, T, H]``; o ``[B, T, HQ, V]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are
     identity, silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state``
-    is a :class:`TrellisState` or the first memories ``(A1 [H, M, D], A2 [H, M, V])``, ``N`` in front or not.
+    is a :class:`TrellisState` or the first memories ``(A1 [H, M, D], A2 [H, M, V])``, or each ``[N, H,
+    ...]``.
 
     >>> q = k = v = torch.randn(2, 100, 4, 64)
     >>> a, gamma = torch.randn(2, 100, 4, 32), torch.rand(2, 100, 4) / 16
@@ -66,9 +68,11 @@ def trellis(
     """
     memories = isinstance(state, tuple) and len(state) == 2 and all(is_memory(memory) for memory in state)
     if memories:
-        A1, A2 = (for_each(memory, q, cu_seqlens) for memory in state)
+        A1, A2 = (expand_memory(memory, q, cu_seqlens) for memory in state)
         state = TrellisState(None, A1, None, A2, None)
-    before = parts("trellis", TrellisState, state, start="the first memories (A1 [H, M, D], A2 [H, M, V])")
+    before = unpack_state(
+        "trellis", TrellisState, state, start="the first memories (A1 [H, M, D], A2 [H, M, V])"
+    )
     o, *after = torch.ops.girih.trellis(q, k, v, a, gamma, g, *before, cu_seqlens, chunk=chunk, phi=phi, f=f)
     return o, TrellisState(*after)
 
@@ -87,5 +91,5 @@ def trellis_step(
     state: TrellisState,
 ) -> Tensor:
     """One token of :func:`trellis`; ``state`` is written in place."""
-    state = written("trellis_step", TrellisState, state)
+    state = unpack_step_state("trellis_step", TrellisState, state)
     return torch.ops.girih.trellis_step(q, k, v, a, gamma, g, *state, chunk=chunk, phi=phi, f=f)

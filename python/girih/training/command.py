@@ -27,7 +27,7 @@ class OutOfMemory(Exception):
 def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
-            raise Refusal(f"{kind} {name}: unknown, there are {', '.join(known)}")
+            raise Refusal(f"{kind} {name}: unknown; expected one of {', '.join(known)}")
 
 
 def refuse_beyond_memory(name: str, number: int, bytes_each: int) -> None:

@@ -1,16 +1,16 @@
-"""What layers share beside modules.
+"""Functions that several layers use.
 
-fields        fields of a configuration, checked and completed by the library
-fused         norms, silu(x) y and unit rows; by one kernel each on a GPU
+fields        checks and defaults of a configuration's fields, by the library
+fused         norms, silu(x) y and unit vectors; one kernel each on a GPU
 gates         activations of gates and step sizes
-linears       linear layers that read the same x, in one operator
+linears       several linear layers of one x, as one operator
 rotary        rotary positions
-loss          the loss of a language model without all its logits
-step          products of a decoding step
-state         what a layer carries from one call to the next
-masking       masks of tokens
+loss          cross entropy of a language model in parts, without all logits at once
+step          linear products of a decoding step
+state         states of layers between calls
+masking       attention masks
 packing       sequences packed into one row
-chunks        tokens on whole chunks
+chunks        layouts of tokens in whole chunks
 
-These files import none of `girih.nn.layers`, but for `fused`, which knows `RMSNorm` by its type.
+These files do not import `girih.nn.layers`, except that `fused` imports `RMSNorm` to compare types.
 """

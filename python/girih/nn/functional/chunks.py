@@ -1,4 +1,4 @@
-"""Tokens on whole chunks: of packed sequences, and of sequences that go on from call to call."""
+"""Layouts that place tokens in whole chunks: for packed sequences, and for sequences continued over calls."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,12 @@ from girih.nn.functional.masking import valid_first
 
 
 class ChunkTable(NamedTuple):
-    """Every sequence on chunks of its own, the sequences one after the other.
+    """Layout of packed sequences in chunks: every sequence starts a new chunk.
 
-    row: `[T]`, where in the table's `chunks * chunk` rows a token stands; one of no sequence gets the row
-        after them.
+    row: `[T]`, row of a token among `chunks * chunk` rows; `chunks * chunk` for a token of no sequence.
     first: `[chunks]`, whether the chunk is the first of its sequence.
-    index: `[chunks]`, how many chunks of its sequence came before.
-    cu_chunks: `[N + 1]`, the sequences' chunks; chunks that no sequence needs belong to the last one.
+    index: `[chunks]`, index of the chunk in its sequence.
+    cu_chunks: `[N + 1]`, first chunk of each sequence; unused chunks belong to the last sequence.
     """
 
     row: Tensor
@@ -24,22 +23,24 @@ class ChunkTable(NamedTuple):
     index: Tensor
     cu_chunks: Tensor
 
-    def spread(self, x: Tensor, chunk: int) -> Tensor:
-        """x `[1, T, ...]` -> `[1, chunks, chunk, ...]`, zero where no token stands."""
+    def scatter(self, x: Tensor, chunk: int) -> Tensor:
+        """x `[1, T, ...]` -> `[1, chunks, chunk, ...]`; rows without a token are zero."""
         chunks = self.first.shape[0]
         table = x.new_zeros(chunks * chunk + 1, *x.shape[2:]).index_copy(0, self.row, x.flatten(0, 1))
         return table[:-1].unflatten(0, (1, chunks, chunk))
 
     def gather(self, y: Tensor, shift: int = 0) -> Tensor:
-        """y `[1, chunks, chunk, ...]` -> `[1, T, ...]`: the row `shift` after each token's."""
+        """y `[1, chunks, chunk, ...]` -> `[1, T, ...]`: for each token the row at offset `shift` from its
+        row."""
         y = y.flatten(0, 2)
         return y.index_select(0, (self.row + shift).clamp(max=y.shape[0] - 1))[None]
 
 
 def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor, room: int = 0) -> ChunkTable:
-    """The table of packed sequences x `[1, T, ...]`, with `room` free rows after each one's last token.
+    """The layout of packed sequences x `[1, T, ...]`, with at least `room` free rows after a sequence's last
+    token.
 
-    No value is read back from the device: sizes are bounds made of shapes.
+    Sizes are bounds computed from shapes, so the host does not wait for the device.
     """
     T = x.shape[1]
     length = cu_seqlens.diff().long()
@@ -56,16 +57,17 @@ def chunk_table(x: Tensor, chunk: int, cu_seqlens: Tensor, room: int = 0) -> Chu
 
 
 class Compressions(NamedTuple):
-    """The chunks that a step compresses.
+    """The K chunks that a decoding step compresses.
 
-    sequences: which of N, K of them.  is_complete: `[K]`, whose chunk has ended; None: all of them.
+    sequences: `[K]`, index of the chunk's sequence.  is_complete: `[K]`, whether the chunk is complete; None:
+        all are.
     """
 
     sequences: slice | Tensor
     is_complete: Tensor | None
 
     def select(self, new: Tensor, old: Tensor) -> Tensor:
-        """new `[K, ...]` where a chunk has ended, else old; in old's dtype."""
+        """new `[K, ...]` where the chunk is complete, else old; in the dtype of old."""
         new = new.to(old.dtype)
         if self.is_complete is None:
             return new
@@ -73,112 +75,114 @@ class Compressions(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How many tokens each of N sequences has: for the device, and for the host, which decides what runs.
+    """Number of tokens of each of N sequences.
 
-    tokens: `[N]` int64, on the device.
-    known: an int where all sequences have the same number, else `[N]` on the CPU.
+    tokens: `[N]` int64 on the device, for computations.
+    host_tokens: the same for the host, which chooses kernels and sizes: an int for equal lengths, else `[N]`
+        on the CPU.
     """
 
     tokens: Tensor
-    known: int | Tensor
+    host_tokens: int | Tensor
 
-    on_host = ("known",)
+    on_host = ("host_tokens",)
 
     def count_compressions(self, chunk: int) -> int:
         """Number of chunks that the last step compresses.
 
-        Equal lengths: 0 or N. Otherwise the number of chunks that have ended, rounded up to a power of two,
-        at most N: a CUDA graph has fixed sizes, and the extra rows are computed and discarded.
+        Equal lengths: 0 or N. Otherwise the number of complete chunks, rounded up to a power of two, at most
+        N: a CUDA graph has fixed sizes, and the extra rows are computed and discarded.
         """
         N = len(self.tokens)
-        if not isinstance(self.known, Tensor):
-            return 0 if self.known % chunk else N
-        count, least = int((self.known.cpu().numpy() % chunk == 0).sum()), 1
+        if not isinstance(self.host_tokens, Tensor):
+            return 0 if self.host_tokens % chunk else N
+        count, least = int((self.host_tokens.cpu().numpy() % chunk == 0).sum()), 1
         while least < count:
             least *= 2
         return min(least, N) if count else 0
 
     def step_kind(self, chunk: int) -> tuple[int, bool]:
-        """What the last step runs: `count_compressions`, and whether it tests which chunks have ended."""
-        return self.count_compressions(chunk), isinstance(self.known, Tensor)
+        """The kind of the last step: `count_compressions`, and whether the step tests which chunks are
+        complete."""
+        return self.count_compressions(chunk), isinstance(self.host_tokens, Tensor)
 
     def find_compressions(self, chunk: int) -> Compressions | None:
-        """The chunks of `count_compressions`, found on the device; None: no chunk has ended."""
+        """The chunks of `count_compressions`, found on the device; None: no chunk is complete."""
         count = self.count_compressions(chunk)
         if count == 0:
             return None
-        if not isinstance(self.known, Tensor):
+        if not isinstance(self.host_tokens, Tensor):
             return Compressions(slice(None), None)
         row = self.tokens % chunk
         sequences = row.topk(count, largest=False).indices
         return Compressions(sequences, row[sequences] == 0)
 
 
-def most(known: int | Tensor) -> int:
+def max_tokens(host_tokens: int | Tensor) -> int:
     """The largest number of tokens that any sequence has."""
-    if not isinstance(known, Tensor):
-        return known
-    return int(known.cpu().numpy().max()) if len(known) else 0
+    if not isinstance(host_tokens, Tensor):
+        return host_tokens
+    return int(host_tokens.cpu().numpy().max()) if len(host_tokens) else 0
 
 
 class Continuation:
-    """T more tokens of N sequences on chunks: the chunk that each had begun, from its start, and those after.
+    """Layout of T further tokens of N sequences in chunks.
 
-    past: where the sequences stand, None at their start. attention_mask `[N, T]`: masked tokens go behind the
-    valid ones, where nothing that is asked for sees them. keep: whether the sequences go on after this call.
-    Then how far they have come must be known here: a mask is waited for.
+    The first chunk of a row is the sequence's incomplete chunk, with its earlier tokens. past: lengths before
+    the call; None at the start of the sequences. attention_mask `[N, T]`: masked tokens are moved behind the
+    valid tokens, which do not attend to them. use_cache: whether the sequences continue after this call. Then
+    the host reads the lengths, and waits for the device if there is a mask.
 
-    begun: `[N]`, the chunks that lie behind the table's first.  chunks: how many the table has, one of which
-    holds the token after the last.  reached: after the call, with `keep`.
+    first_chunk: `[N]`, index of the table's first chunk in the sequence.  chunks: chunks of the table; the
+    next token's chunk is one of them.  seq_lengths: lengths after the call, with `use_cache`.
     """
 
     def __init__(
-        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, keep: bool
+        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, use_cache: bool
     ):
         N, self.T = x.shape[:2]
-        if torch.jit.is_tracing():  # whose sizes are tensors; known is a tensor where sequences differ
+        if torch.jit.is_tracing():  # sizes are tensors, but a tensor `host_tokens` means different lengths
             self.T = int(self.T)
-        self.chunk, self.order, self.row, self.reached = chunk, None, None, None
+        self.chunk, self.order, self.row, self.seq_lengths = chunk, None, None, None
         start = x.new_zeros(N, dtype=torch.long) if past is None else past.tokens
-        known = 0 if past is None else past.known
+        host_tokens = 0 if past is None else past.host_tokens
         new, count = self.T, self.T
         if attention_mask is not None:
             self.order, place, count = valid_first(attention_mask.bool())
             self.row = place.minimum(count[:, None] - 1)
-            new = count.cpu() if keep else self.T
-        after = known + new
+            new = count.cpu() if use_cache else self.T
+        after = host_tokens + new
         if isinstance(after, Tensor) and len(after) and bool((after == after[0]).all()):
             after = int(after[0])
-        self.phase = None
+        self.position = None
         if past is not None:
-            self.phase = start % chunk
+            self.position = start % chunk
             row = torch.arange(self.T, device=x.device) if self.row is None else self.row
-            self.row = row + self.phase[:, None]
-        self.begun = start // chunk
-        self.chunks = most(known % chunk + new) // chunk + 1
-        if keep:
-            self.reached = Reached(start + count, after)
-            self.passed = self.reached.tokens // chunk - self.begun
+            self.row = row + self.position[:, None]
+        self.first_chunk = start // chunk
+        self.chunks = max_tokens(host_tokens % chunk + new) // chunk + 1
+        if use_cache:
+            self.seq_lengths = Reached(start + count, after)
+            self.current_chunk = self.seq_lengths.tokens // chunk - self.first_chunk
 
-    def spread(self, x: Tensor, before: Tensor | None) -> Tensor:
-        """x `[N, T, ...]` behind the begun chunk's tokens, `[N, chunk, ...]` -> `[N, chunks, chunk, ...]`.
-
-        What stands after the last token means nothing.
+    def scatter(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """x `[N, T, ...]`, placed after the tokens `before [N, chunk, ...]` of the incomplete chunk ->
+        `[N, chunks, chunk, ...]`. Rows after the last token are unspecified.
         """
         rest = x.dim() - 2
         if self.order is not None:
             x = x.take_along_dim(self.order.view(*self.order.shape, *[1] * rest), 1)
         rows = self.chunks * self.chunk
-        if self.phase is None:
+        if self.position is None:
             return F.pad(x, [0, 0] * rest + [0, rows - self.T]).unflatten(1, (self.chunks, self.chunk))
-        at, phase = torch.arange(rows, device=x.device), self.phase[:, None]
-        at = at.where(at < phase, self.chunk + at - phase).clamp(max=self.chunk + self.T - 1)
+        at, position = torch.arange(rows, device=x.device), self.position[:, None]
+        at = at.where(at < position, self.chunk + at - position).clamp(max=self.chunk + self.T - 1)
         both = torch.cat((before.to(x.dtype), x), 1)
         return both.take_along_dim(at.view(*at.shape, *[1] * rest), 1).unflatten(1, (self.chunks, self.chunk))
 
     def gather(self, y: Tensor, shift: int = 0) -> Tensor:
-        """y `[N, chunks, chunk, ...]` -> `[N, T, ...]`: the row `shift` after each token's, and for a masked
-        token that of the last valid one, wherever it stood."""
+        """y `[N, chunks, chunk, ...]` -> `[N, T, ...]`: for each token the row at offset `shift` from its
+        row; a masked token gets the row of the sequence's last valid token."""
         y = y.flatten(1, 2)
         if self.row is None:
             return y[:, shift : self.T + shift]
@@ -186,5 +190,5 @@ class Continuation:
         return y.take_along_dim(row.view(*row.shape, *[1] * (y.dim() - 2)), 1)
 
     def last(self, table: Tensor) -> Tensor:
-        """table `[N, chunks, ...]` -> `[N, ...]`: what belongs to the chunk of the token after the last."""
-        return table[torch.arange(table.shape[0], device=table.device), self.passed]
+        """table `[N, chunks, ...]` -> `[N, ...]`: the entry of the chunk that the next token belongs to."""
+        return table[torch.arange(table.shape[0], device=table.device), self.current_chunk]

@@ -1,4 +1,4 @@
-"""The fields of a configuration and of layers made without one, as the library checks and completes them."""
+"""Checks and defaults of the fields of configurations and of the options of layers, by the library."""
 
 import json
 import numbers
@@ -9,24 +9,25 @@ import torch
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it; a number that it does not have becomes words, which are refused like others."""
+    """A value as JSON can hold it. A number that JSON cannot hold becomes a string, which the library
+    refuses."""
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy's
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)  # NumPy scalars
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         return repr(value)
     return value
 
 
 def text_of(fields: dict[str, Any]) -> str:
-    """For the library, which has a configuration as JSON."""
+    """Fields as JSON, the library's format of a configuration."""
     return json.dumps({name: plain(value) for name, value in fields.items()}, default=repr)
 
 
 def completed(fields: dict[str, Any], for_layer: bool = False) -> dict[str, Any]:
-    """Every field of `girih::nn::Config` with these given, and the values that follow from them.
+    """Every field of `girih::nn::Config`: `fields`, and defaults that depend on them.
 
-    One that does not fit raises a ValueError that names it, and so does an option that the mixers do not
-    read, unless it is for a layer, which may have options that the name of a mixer sets.
+    A wrong value raises a ValueError that names the field. So does an option that no mixer reads, except
+    for_layer: a layer has options that a configuration sets by the name of the mixer.
 
     >>> completed({"hidden_size": 96})["head_dim"]
     24
@@ -35,7 +36,7 @@ def completed(fields: dict[str, Any], for_layer: bool = False) -> dict[str, Any]
 
 
 def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tuple[int, int]:
-    """num_kv_heads and head_dim of a layer, whose options are refused where `mixer`'s configuration is.
+    """num_kv_heads and head_dim of a layer. Raises as a configuration of `mixer` with these options does.
 
     >>> heads_of("gsa", 96, 4, num_kv_heads=2, num_slots=0)
     Traceback (most recent call last):
@@ -47,5 +48,5 @@ def heads_of(mixer: str, hidden_size: int, num_heads: int, **options: Any) -> tu
 
 
 def head_widths(head_dim: int, expand_k: float, expand_v: float) -> tuple[int, int]:
-    """The channels of a head's keys and values, which `heads_of` has found to be whole numbers."""
+    """Channels of the keys and the values of a head; `heads_of` has checked that they are whole numbers."""
     return round(head_dim * expand_k), round(head_dim * expand_v)

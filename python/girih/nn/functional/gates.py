@@ -1,48 +1,48 @@
-"""What becomes of a layer's small products: gates and step sizes, on a GPU in one pass each way."""
+"""Activations of gates and step sizes. On a GPU, one kernel each for forward and backward."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from girih.nn.functional.fused import has_kernel
+from girih.nn.functional.fused import has_fused_kernel
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Gates and step sizes are activated in fp32, or in fp64 when they come in fp64."""
+    """x in fp32, or in fp64 when x is fp64: the dtype in which gates and step sizes are activated."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def gated(
+def apply_gate(
     r: Tensor, gate: str, bias: Tensor | None = None, rate: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Of a product r `[..., features]`:
+    """The activation of a linear product r `[..., features]`, in fp32 or fp64 except for none:
 
-        none        r, in its dtype
-        linear      r + bias                            in fp32 at least, as all that follow
+        none        r, in the dtype of r
+        linear      r + bias
         sigmoid     scale sigmoid(r + bias)
         logsigmoid  scale log(sigmoid(r + bias))
         decay       -exp(rate) softplus(r + bias)
 
-    bias, rate: `[features]`, in fp32 at least.
+    bias, rate: `[features]`, fp32 or fp64.
     """
     if gate == "none" or (gate == "linear" and bias is None):
         return r if gate == "none" else at_least_fp32(r)
-    if has_gate(r, bias, rate):
+    if has_gate_kernel(r, bias, rate):
         return torch.ops.girih.row_gates(r, gate, bias, rate, scale)
-    return by_pytorch(r, gate, bias, rate, scale)
+    return aten_gate(r, gate, bias, rate, scale)
 
 
-def has_gate(r: Tensor, *numbers: Tensor | None) -> bool:
-    given = [x for x in numbers if x is not None]
+def has_gate_kernel(r: Tensor, *optional_vectors: Tensor | None) -> bool:
+    vectors = [x for x in optional_vectors if x is not None]
     return (
         r.dim() > 0
-        and has_kernel(r, dense=False)
-        and (not given or has_kernel(*given))
-        and all(x.dtype == torch.float32 and x.shape == r.shape[-1:] for x in given)
+        and has_fused_kernel(r, needs_contiguous=False)
+        and (not vectors or has_fused_kernel(*vectors))
+        and all(x.dtype == torch.float32 and x.shape == r.shape[-1:] for x in vectors)
     )
 
 
-def by_pytorch(r: Tensor, gate: str, bias: Tensor | None, rate: Tensor | None, scale: float) -> Tensor:
+def aten_gate(r: Tensor, gate: str, bias: Tensor | None, rate: Tensor | None, scale: float) -> Tensor:
     z = at_least_fp32(r) if bias is None else at_least_fp32(r) + bias
     if gate == "linear":
         return z

@@ -1,28 +1,29 @@
-"""Linear layers that read the same x, in training together: on a GPU, and where a compiler takes the operator
-apart. Fewer launches, fewer sums of gradients, those of weights without a rounding."""
+"""Several linear layers of the same x as one operator, in training on a GPU or under torch.compile, which
+decomposes it: fewer launches, one sum of the gradients of x, gradients of weights rounded once."""
 
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fused import autocast_dtype, has_kernel, is_compiled, is_product
+from girih.nn.functional.fused import autocast_dtype, has_fused_kernel, is_compiled, is_product
 
 
-def takes(x: Tensor, weights: list[Tensor | None]) -> bool:
-    """x in the dtype of the products, by weights alone."""
+def has_linears_kernel(x: Tensor, weights: list[Tensor | None]) -> bool:
+    """Whether the operator supports x and the weights: x has the dtype of the products; None: not a plain
+    weight."""
     return (
-        isinstance(x, Tensor)  # and no tracer's
+        isinstance(x, Tensor)  # not a proxy of torch.fx
         and torch.is_grad_enabled()
         and x.dim() > 1
         and all(weight is not None for weight in weights)
-        and (is_compiled(x, *weights) or has_kernel(x, *weights))
+        and (is_compiled(x, *weights) or has_fused_kernel(x, *weights))
         and all(weight.dtype == weights[0].dtype for weight in weights)
         and x.dtype == (autocast_dtype(x) or weights[0].dtype)
     )
 
 
-def together(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
-    """What each of these linear layers makes of x."""
+def apply_linears(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
+    """The outputs of all these linear layers for x."""
     weights = [linear.weight if is_product(linear) else None for linear in linears]
-    if takes(x, weights):
+    if has_linears_kernel(x, weights):
         return torch.ops.girih.linears(x, weights)
     return [linear(x) for linear in linears]

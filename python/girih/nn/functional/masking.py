@@ -1,4 +1,4 @@
-"""Masks of tokens: which are valid, and the order that moves valid tokens to the front."""
+"""Attention masks: checks, concatenation, and the permutation that moves valid tokens to the front."""
 
 import torch
 from torch import Tensor
@@ -18,26 +18,29 @@ def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
 
 
 def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order `[B, T]` that moves each row's valid tokens to its front, each token's place in it, and how
-    many are valid, `[B]`. Both parts keep their order."""
+    """A stable permutation `[B, T]` that moves the valid tokens of each row to the front, the inverse
+    permutation `[B, T]`, and the number of valid tokens `[B]`."""
     count = valid.sum(1)
-    place = torch.where(valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1)
-    token = torch.arange(valid.shape[1], device=valid.device).expand_as(place)
-    return torch.empty_like(place).scatter_(1, place, token), place, count
+    inverse_order = torch.where(
+        valid, valid.cumsum(1) - 1, count[:, None] + valid.logical_not().cumsum(1) - 1
+    )
+    token = torch.arange(valid.shape[1], device=valid.device).expand_as(inverse_order)
+    return torch.empty_like(inverse_order).scatter_(1, inverse_order, token), inverse_order, count
 
 
-def joined_masks(past: Tensor | None, now: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
-    """The mask `[B, tokens + T]` of past tokens and of x `[B, T, ...]` after them; None: all count."""
-    if past is None and now is None:
+def joined_masks(past: Tensor | None, current: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
+    """Concatenates the mask `past` of `tokens` tokens and the mask `current` of x `[B, T, ...]`:
+    `[B, tokens + T]`. A mask None counts as ones; the result is None if both are."""
+    if past is None and current is None:
         return None
-    every = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
+    ones = [x.new_ones(x.shape[0], n, dtype=torch.bool) for n in (tokens, x.shape[1])]
     return torch.cat(
-        [m if mask is None else mask.bool() for m, mask in zip(every, (past, now), strict=True)], 1
+        [m if mask is None else mask.bool() for m, mask in zip(ones, (past, current), strict=True)], 1
     )
 
 
 def check_mask(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Refuses a mask beside packed sequences, and one that is not x's `[B, T]`."""
+    """Raises unless attention_mask is None, or has x's shape `[B, T]` and cu_seqlens is None."""
     if attention_mask is None:
         return
     if cu_seqlens is not None:

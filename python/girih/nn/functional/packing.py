@@ -1,4 +1,4 @@
-"""Sequences packed into one row: where they start, from whatever a collator says of it."""
+"""Bounds of sequences packed into one row, from the formats that collators use."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from girih.nn.functional.state import check_batch
 
 
 def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Refuses what does not pack sequences into the one row of x `[1, T, ...]`."""
+    """Raises unless cu_seqlens is None, or `[N + 1]` with x `[1, T, ...]`."""
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or x.shape[0] != 1):
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and x has {x.shape[0]} rows; "
@@ -24,12 +24,13 @@ def bounds(
     seq_idx: Tensor | None,
     position_ids: Tensor | None,
 ) -> Tensor | None:
-    """`cu_seqlens [N + 1]` of the sequences in x `[1, T, ...]`; None if each row of x `[B, T, ...]` is one.
+    """`cu_seqlens [N + 1]` of the sequences in x `[1, T, ...]`; None if each row of x `[B, T, ...]` is one
+    sequence.
 
-    cu_seqlens and cu_seq_lens_q say it themselves. Otherwise a new sequence starts where seq_idx changes, or
-    where position_ids, which rise by one, restart. How many do is read on the host, so these two wait for the
-    device (and cost `torch.compile` a break of the graph); the other two do not. attention_mask `[B, T]`:
-    positions of masked tokens say nothing.
+    cu_seqlens and cu_seq_lens_q are returned as they are. Otherwise a new sequence starts where seq_idx
+    changes, or where position_ids, which rise by one, restart. The host reads the number of sequences, so
+    seq_idx and position_ids wait for the device and break the graph of `torch.compile`. attention_mask
+    `[B, T]`: positions of masked tokens are ignored.
     """
     if cu_seqlens is not None and cu_seq_lens_q is not None:
         raise ValueError("cu_seqlens and cu_seq_lens_q: give one, both are the bounds of packed sequences")
@@ -60,28 +61,27 @@ def bounds(
 
 
 def bounds_from_starts(starts: Tensor, tokens: int) -> Tensor:
-    """`cu_seqlens [N + 1]` int32 from the tokens at which all sequences but the first start, `[N - 1]`."""
+    """`cu_seqlens [N + 1]` int32 from the first tokens of all sequences except the first, `[N - 1]`."""
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).int()
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Which of the packed sequences each token belongs to, `[T]` int64."""
+    """Index of the packed sequence of each token, `[T]` int64."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
 def count_sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The sequences of x `[B, T, ...]`: those that cu_seqlens `[N + 1]` packs into one row, or else one in
-    each row."""
+    """Number of sequences of x `[B, T, ...]`: N for cu_seqlens `[N + 1]`, else B."""
     is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
     return cu_seqlens.shape[0] - 1 if is_packed else x.shape[0]
 
 
 def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each token's place in its sequence, `[B, T]`, and the length of each sequence after x, `[N]`.
+    """Position of each token in its sequence, `[B, T]`, and length of each sequence after x, `[N]`.
 
-    x `[B, T, ...]`. before: the lengths before x, `[N]` int64; None: x begins them. cu_seqlens: `[N + 1]`,
-    rows' bounds `[B, 2]`, or None.
+    x `[B, T, ...]`. before: lengths of the sequences before x, `[N]` int64; None: 0. cu_seqlens: `[N + 1]`,
+    bounds of rows `[B, 2]`, or None.
     """
     T = x.shape[1]
     token = torch.arange(T, device=x.device)

@@ -1,4 +1,4 @@
-"""What a layer carries from one call to the next, and how an operator advances it."""
+"""States of layers: checks, the call of an operator with a state, and functions of nested states."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -11,33 +11,33 @@ from girih import ops
 
 
 class LayerState(NamedTuple):
-    """A mixer's state after its last token: the short convolution's and the memory's (each may be None)."""
+    """A mixer's state after its last token: states of the short convolution and of the memory, or None."""
 
     conv: Any
     memory: Any
 
 
 class Like(NamedTuple):
-    """A tensor of a state: its shape `[N, ...]`, and its dtype, of which None is any floating one."""
+    """The expected shape `[N, ...]` and dtype of a tensor in a state; dtype None: any floating dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
     def fits(self, part: Tensor) -> bool:
-        is_right = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
-        return is_right and part.shape == self.shape
+        has_dtype = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
+        return has_dtype and part.shape == self.shape
 
 
 def check_batch(part: Tensor, sequences: int) -> None:
-    """Refuses a state of another number of sequences; part: a tensor of it, `[N, ...]`."""
+    """Raises unless `part`, a tensor `[N, ...]` of a state, has this number of sequences."""
     if part.dim() > 0 and part.shape[0] != sequences:
-        raise ValueError(f"state is of {part.shape[0]} sequences; expected one of {sequences}")
+        raise ValueError(f"state has {part.shape[0]} sequences; expected {sequences}")
 
 
 def check_state(state: Any, like: Any, name: str = "state") -> None:
-    """Refuses a state that has other parts than `like`: the tuples of a state, with a `Like` for each tensor.
+    """Raises unless a state matches `like`: the same nested tuples, with a `Like` for each tensor.
 
-    A layer that several operators write calls it before the first of them.
+    A layer with several operators calls this before the first of them writes its state.
     """
     if isinstance(like, Like) and isinstance(state, Tensor):
         check_batch(state, like.shape[0])
@@ -67,11 +67,10 @@ def advance(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`girih.ops.<name>`, or its step when that may write `state` in place: one token without gradient.
+    """Calls `girih.ops.<name>`, or its step, which writes `state` in place, for one token without gradient.
 
-    `in_place` says that the caller gives `state` up for the one it gets: an earlier call returned it and this
-    one returns the next. A first memory is never written, nor a state without use_cache. Returns the output
-    and the state after the last token.
+    in_place: whether `state` may be overwritten, because the caller uses the returned state instead. False
+    for a first memory and without use_cache. Returns the output and the state after the last token.
     """
     if in_place and is_step(data[0], cu_seqlens):
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
@@ -79,30 +78,30 @@ def advance(
 
 
 def is_step(x: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """One token of each sequence, without gradient."""
+    """Whether the call has one token of each sequence and no gradient."""
     return cu_seqlens is None and x.shape[1] == 1 and not torch.is_grad_enabled()
 
 
 def map_state(f: Callable[[Tensor], Tensor], state: Any, device_only: bool = False) -> Any:
-    """`state` with f applied to every tensor in it; None and numbers stay, named tuples keep their type.
+    """`state` with f applied to every tensor; None and numbers stay, named tuples keep their types.
 
-    device_only: not to what a named tuple says that the host has for itself, by its `on_host`.
+    device_only: do not apply f to the fields that a named tuple lists in `on_host`.
     """
     if isinstance(state, Tensor):
         return f(state)
     if not isinstance(state, tuple):
         return state
-    left = getattr(state, "on_host", ()) if device_only else ()
+    host_fields = getattr(state, "on_host", ()) if device_only else ()
     names = getattr(state, "_fields", range(len(state)))
     parts = [
-        part if name in left else map_state(f, part, device_only)
+        part if name in host_fields else map_state(f, part, device_only)
         for name, part in zip(names, state, strict=True)
     ]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def first_tensor(state: Any) -> Tensor | None:
-    """The first tensor in a state; None: there is none."""
+    """The first tensor in a state, or None."""
     if isinstance(state, Tensor):
         return state
     parts = state if isinstance(state, tuple) else ()
@@ -110,7 +109,8 @@ def first_tensor(state: Any) -> Tensor | None:
 
 
 def by_itself(x: Tensor) -> bool:
-    """Whether what is done with x is done now and no more: it is neither traced nor watched nor recorded."""
+    """Whether operators on x run immediately and unobserved: no compiler, tracer, gradient, dispatch mode,
+    transform or CUDA graph capture is active."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -123,11 +123,11 @@ def by_itself(x: Tensor) -> bool:
 
 
 def stepped(state: Any) -> tuple[Hashable, Any] | None:
-    """Of a step of one token that works in place: what it runs, where that is not always the same, and
-    `state` after it, whose tensors the device writes; the same object where it has nothing else.
+    """The kind and the resulting state of an in-place step of one token, without computing the step.
 
-    A named tuple that has numbers says it by a method of this name. None: what the step does cannot be told,
-    or it makes new tensors, as for more room.
+    kind: equal for steps that launch the same kernels. The resulting state has the tensors of `state`, which
+    the device writes, and updated numbers; without numbers it is the same object. A named tuple with numbers
+    has a method of this name. None: unknown, or the step allocates tensors, as when a cache grows.
     """
     if state is None or isinstance(state, Tensor):
         return (), state

@@ -1,4 +1,5 @@
-"""What a decoding step computes beside its mixers' own steps: products of a few rows, by one kernel each."""
+"""Linear products of up to 16 rows with the norm before and the gate after, in one kernel: all that a
+decoding step computes beside the steps of the mixers."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -10,16 +11,17 @@ from torch import Tensor
 
 from girih.nn.functional import fused
 from girih.nn.functional.fused import silu_product
-from girih.nn.functional.gates import gated
+from girih.nn.functional.gates import apply_gate
 
-# A model's blocks have nothing in them but weights: no hook, no adapter. Who records a step says so.
+# True while a step is captured: the model's blocks have no hooks or adapters, so a step reads their weights
+# only.
 by_weights_alone: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
 
-ROWS, MATRICES, WIDEST, ELEMENTS = 16, 8, 8192, 96 * 1024  # of the kernel
+ROWS, MAX_MATRICES, MAX_WIDTH, MAX_ELEMENTS = 16, 8, 8192, 96 * 1024  # limits of the kernel
 
 
 class Product(NamedTuple):
-    """x W^T, W `[features, width]`, and what becomes of it: `gates.gated`, bias and rate in fp32."""
+    """gate(x W^T), W `[features, width]`: the arguments of `gates.apply_gate`; bias and rate are fp32."""
 
     weight: Tensor
     gate: str = "none"
@@ -29,10 +31,11 @@ class Product(NamedTuple):
 
 
 class RowInput(NamedTuple):
-    """What is made of rows x before their products.
+    """A function of x that is applied before linear products.
 
-    plain: x.  rms_norm: the RMS norm of x with weight `other`.  silu_rms_norm: that of silu(x).
-    silu_product: silu(x) * other, `other` of x's shape.
+    plain: x.  rms_norm: RMS norm of x with weight `other`.  silu_rms_norm: RMS norm of silu(x) with weight
+        `other`.
+    silu_product: silu(x) * other; `other` has the shape of x.
     """
 
     kind: str = "plain"
@@ -44,46 +47,48 @@ PLAIN = RowInput()
 
 
 def products(
-    x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN, residual: Tensor | None = None
+    x: Tensor, specs: Sequence[Product], row_input: RowInput = PLAIN, residual: Tensor | None = None
 ) -> list[Tensor]:
-    """Each product of x `[..., width]`; residual is added to that of a single one without a gate.
+    """Applies `row_input` to x `[..., width]`, then computes every product of the result.
 
-    One launch where `has_kernel`, of whose sums nothing is rounded before the end; else as the layers do.
+    residual: added to the result of a single product without gate. If `has_skinny_gemm`, one launch, which
+    rounds only the final results; else the functions that layers use.
     """
-    if has_kernel(x, wanted, given, residual):
-        weights, gates, biases, rates, scales = (list(part) for part in zip(*wanted, strict=True))
+    if has_skinny_gemm(x, specs, row_input, residual):
+        weights, gates, biases, rates, scales = (list(part) for part in zip(*specs, strict=True))
         return torch.ops.girih.few_rows(
-            x, weights, gates, biases, rates, scales, given.kind, given.other, given.eps, residual
+            x, weights, gates, biases, rates, scales, row_input.kind, row_input.other, row_input.eps, residual
         )
-    if given.kind == "rms_norm":
-        x = fused.rms_norm(x, given.other, given.eps)
-    elif given.kind == "silu_rms_norm":
-        x = fused.silu_rms_norm(x, given.other, given.eps)
-    elif given.kind == "silu_product":
-        x = silu_product(x, given.other)
-    results = [gated(F.linear(x, product.weight), *product[1:]) for product in wanted]
+    if row_input.kind == "rms_norm":
+        x = fused.rms_norm(x, row_input.other, row_input.eps)
+    elif row_input.kind == "silu_rms_norm":
+        x = fused.silu_rms_norm(x, row_input.other, row_input.eps)
+    elif row_input.kind == "silu_product":
+        x = silu_product(x, row_input.other)
+    results = [apply_gate(F.linear(x, product.weight), *product[1:]) for product in specs]
     return results if residual is None else [residual + results[0]]
 
 
-def has_kernel(
-    x: Tensor, wanted: Sequence[Product], given: RowInput = PLAIN, residual: Tensor | None = None
+def has_skinny_gemm(
+    x: Tensor, specs: Sequence[Product], row_input: RowInput = PLAIN, residual: Tensor | None = None
 ) -> bool:
-    """A GPU, 16 bits, up to 16 rows, no autocast, and tensors as they were made: dense, of one dtype."""
+    """Whether the kernel supports the call: fp16 or bf16 on a GPU, 1 to 16 rows, no gradient, no autocast,
+    contiguous tensors of one dtype."""
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
-    matrices = [x, *(p.weight for p in wanted), *(m for m in (given.other, residual) if m is not None)]
-    numbers = [part for p in wanted for part in (p.bias, p.rate) if part is not None]
+    matrices = [x, *(p.weight for p in specs), *(m for m in (row_input.other, residual) if m is not None)]
+    vectors = [part for p in specs for part in (p.bias, p.rate) if part is not None]
     return (
         x.is_cuda
-        and hasattr(torch.ops.girih, "few_rows")  # not where the library was built without CUDA
+        and hasattr(torch.ops.girih, "few_rows")  # absent if the library was built without CUDA
         and x.dtype in (torch.bfloat16, torch.float16)
         and 1 <= rows <= ROWS
         and width % 8 == 0
-        and width <= WIDEST
-        and rows * width <= ELEMENTS
-        and len(wanted) <= MATRICES
+        and width <= MAX_WIDTH
+        and rows * width <= MAX_ELEMENTS
+        and len(specs) <= MAX_MATRICES
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cuda")
         and all(m.dtype == x.dtype and m.is_contiguous() and m.data_ptr() % 16 == 0 for m in matrices)
-        and all(m.dtype == torch.float32 and m.is_contiguous() for m in numbers)
+        and all(m.dtype == torch.float32 and m.is_contiguous() for m in vectors)
     )

@@ -1,4 +1,4 @@
-"""Softmax attention with rotary positions: the baseline, the base of a mixture, and CAT's building block."""
+"""Softmax attention with rotary positions and a key-value cache."""
 
 import weakref
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from girih._torch_internals import register_dataclass
 from girih.nn.functional.fields import heads_of
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, joined_masks
 from girih.nn.functional.packing import check_packing
-from girih.nn.functional.rotary import rotary_factors, rotate_row, turned
+from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.state import Like, by_itself, check_state
 from girih.nn.functional.step import Product
 from girih.nn.layers.mixers import register_layer
@@ -23,40 +23,40 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 def with_spare(tokens: int) -> int:
-    """Slots for so many tokens and those that come. All of them are read, so not many; where they are full
-    the keys are copied and a CUDA graph made anew, so not few. Of whole 256, as cuDNN makes a plan for each
-    number, tens of milliseconds long."""
+    """Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time;
+    a full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan
+    for each size, which takes tens of milliseconds."""
     return -(-(tokens + max(64, tokens // 8)) // 256) * 256
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """What a step needs to know of slots, made once. None of it belongs to a sequence.
+    """Tables that a step reads, one entry for each slot of the key-value cache; shared by all sequences.
 
-    turn: `[slots, 2, head_dim]`; x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i.
-    see: `[2 slots - 1]`; the slots from slots - 1 - i on are added to the scores of a token at i.
+    turn: `[slots, 2, head_dim]`; rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
+    see: `[2 slots - 1]`; see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf.
     """
 
     turn: Tensor
     see: Tensor
 
 
-register_dataclass(Slots, "girih.nn.attention.Slots")  # programs may return it
+register_dataclass(Slots, "girih.nn.attention.Slots")  # exported programs may return it
 _slots: weakref.WeakValueDictionary[tuple, Slots] = weakref.WeakValueDictionary()
 
 
-def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
-    """For `[N, slots, heads, head_dim]`; the same for all layers and caches of one stream, as `turn` is as
-    large as one sequence's keys and values of one head."""
-    slots, head_dim = kept.shape[1], kept.shape[-1]
-    shared = by_itself(kept)
+def make_slots(cached: Tensor, theta: float, window: int | None) -> Slots:
+    """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
+    `turn` is as large as the keys and values of one head of a sequence."""
+    slots, head_dim = cached.shape[1], cached.shape[-1]
+    shared = by_itself(cached)
     if shared:
-        stream = torch.cuda.current_stream(kept.device) if kept.is_cuda else None
-        key = slots, head_dim, theta, window, kept.dtype, kept.device, stream
+        stream = torch.cuda.current_stream(cached.device) if cached.is_cuda else None
+        key = slots, head_dim, theta, window, cached.dtype, cached.device, stream
         if (found := _slots.get(key)) is not None:
             return found
-    turn = rotary_factors(torch.arange(slots, device=kept.device), head_dim, theta, kept.dtype)
-    see = torch.zeros(2 * slots - 1, dtype=kept.dtype, device=kept.device)
+    turn = rotary_factors(torch.arange(slots, device=cached.device), head_dim, theta, cached.dtype)
+    see = torch.zeros(2 * slots - 1, dtype=cached.dtype, device=cached.device)
     see[slots:] = -torch.inf
     if window is not None and window < slots:
         see[: slots - window] = -torch.inf
@@ -67,10 +67,10 @@ def slots_of(kept: Tensor, theta: float, window: int | None) -> Slots:
 
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query row `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]`, of q's shape.
+    """Attention of one query q `[N, 1, heads, D]` to k and v `[N, slots, kv_heads, D]` -> `[N, 1, heads, D]`.
 
-    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so no
-    key is repeated for them.
+    mask `[N, 1, 1, slots]` is added to the scores. The queries of one key head are rows of one product, so
+    keys are not repeated.
     """
     o = F.scaled_dot_product_attention(
         q[:, 0].unflatten(1, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
@@ -79,10 +79,11 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class AttentionState(NamedTuple):
-    """Turned keys and values `[N, slots, heads, head_dim]`, of which the first `tokens` are there.
+    """Rotated keys and values `[N, slots, heads, head_dim]`; the first `tokens` slots are used.
 
-    valid: `[N, slots]`, false at masked tokens; None: there are none.  place: `[N]`, `tokens` on the device.
-    slots: what a step reads of them; without gradients, else None.
+    valid: `[N, slots]`, false at masked tokens; None: no token is masked.  place: `[N]`, `tokens` on the
+        device.
+    slots: the tables of a step; None if the state was returned with gradients enabled.
     """
 
     k: Tensor
@@ -98,25 +99,25 @@ class AttentionState(NamedTuple):
         return (), self._replace(tokens=self.tokens + 1)
 
     def with_slots(self, slots: int, theta: float, window: int | None) -> "AttentionState":
-        def roomy(kept: Tensor, value: bool) -> Tensor:
-            return F.pad(kept, (0, 0) * (kept.dim() - 2) + (0, slots - kept.shape[1]), value=value)
+        def padded(cached: Tensor, value: bool) -> Tensor:
+            return F.pad(cached, (0, 0) * (cached.dim() - 2) + (0, slots - cached.shape[1]), value=value)
 
-        k, v = roomy(self.k, False), roomy(self.v, False)
-        valid = None if self.valid is None else roomy(self.valid, True)
+        k, v = padded(self.k, False), padded(self.v, False)
+        valid = None if self.valid is None else padded(self.valid, True)
         place = torch.full((k.shape[0],), self.tokens, device=k.device)
-        return AttentionState(k, v, valid, self.tokens, place, slots_of(k, theta, window))
+        return AttentionState(k, v, valid, self.tokens, place, make_slots(k, theta, window))
 
 
-def appended(kept: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
-    """The first `tokens` slots of kept, then x `[N, T, ...]`, in a new tensor of at least so many slots."""
+def append_tokens(cached: Tensor | None, tokens: int, x: Tensor, slots: int) -> Tensor:
+    """A new tensor with at least `slots` slots: the first `tokens` slots of cached, then x `[N, T, ...]`."""
     end = tokens + x.shape[1]
     if slots <= end:
-        return x if kept is None else torch.cat((kept[:, :tokens], x), 1)
-    roomy = x.new_zeros(x.shape[0], slots, *x.shape[2:])
-    if kept is not None:
-        roomy[:, :tokens] = kept[:, :tokens]
-    roomy[:, tokens:end] = x
-    return roomy
+        return x if cached is None else torch.cat((cached[:, :tokens], x), 1)
+    padded = x.new_zeros(x.shape[0], slots, *x.shape[2:])
+    if cached is not None:
+        padded[:, :tokens] = cached[:, :tokens]
+    padded[:, tokens:end] = x
+    return padded
 
 
 class Attention(SequenceLayer):
@@ -124,11 +125,11 @@ class Attention(SequenceLayer):
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
-    x, y `[B, T, hidden_size]`. The state is the key-value cache; with use_cache and without gradients it has
-    slots for tokens that come, and a single one is written there.
+    x, y `[B, T, hidden_size]`. The state is the key-value cache. With use_cache and without gradients it has
+    spare slots, and a step writes its token there in place.
 
-    window: a query sees the last so many tokens, itself among them (sliding-window attention); causal alone.
-        The state still keeps all of them.
+    window: tokens that a query attends to, itself included (sliding-window attention); only with causal. The
+        state has the keys of all tokens.
 
     >>> layer = Attention(64, num_heads=4, num_kv_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -165,36 +166,41 @@ class Attention(SequenceLayer):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def check_state(self, state: AttentionState, x: Tensor) -> None:
-        """Refuses a state that is not this layer's after tokens of as many sequences as x has."""
+        """Raises unless this layer can have returned the state for the sequences of x."""
         if not isinstance(state, AttentionState):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
-        kept = (x.shape[0], slots, self.heads[1], self.head_dim)
-        check_state(state.k, Like(kept), "state.k")
-        check_state(state.v, Like(kept, state.k.dtype), "state.v")
+        shape = (x.shape[0], slots, self.heads[1], self.head_dim)
+        check_state(state.k, Like(shape), "state.k")
+        check_state(state.v, Like(shape, state.k.dtype), "state.v")
         if not 0 <= state.tokens <= slots:
-            raise ValueError(
-                f"state.tokens is {state.tokens}; expected 0 to {slots}, as state.k has room for"
-            )
+            raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:
             check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
         if state.place is not None:
             check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
 
-    def visible(
+    def make_mask(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
     ) -> Tensor | None:
-        """Which keys a query sees, `[T, past + T]` or `[B, 1, T, past + T]`; None: all, or all up to itself.
+        """The mask of attention, true where a query attends to a key: `[T, past + T]` or
+        `[B, 1, T, past + T]`.
 
-        A query always sees its own token, so that a masked one has something to attend to.
+        None: no mask beside causality. A query always attends to its own token, so that the softmax of a
+        masked query is defined.
         """
-        is_cut = self.window is not None and self.window < past + T
-        if valid is None and cu_seqlens is None and not is_cut and (past == 0 or T == 1 or not self.causal):
+        has_window = self.window is not None and self.window < past + T
+        if (
+            valid is None
+            and cu_seqlens is None
+            and not has_window
+            and (past == 0 or T == 1 or not self.causal)
+        ):
             return None
         key = torch.arange(past + T, device=device)
         query = key[past:, None]
         see = key <= query if self.causal else torch.ones_like(key <= query)
-        if is_cut:
+        if has_window:
             see = see & (key > query - self.window)
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens, key, right=True)
@@ -213,11 +219,11 @@ class Attention(SequenceLayer):
         check_packing(x, cu_seqlens)
         if cu_seqlens is not None and (use_cache or state is not None):
             raise ValueError(
-                "cu_seqlens: attention keeps no cache of packed sequences; call it with use_cache=False"
+                "cu_seqlens: attention has no cache for packed sequences; call it with use_cache=False"
             )
         projected = projections(self, ["qkv_proj"], x)
         o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
-        return together(o, [self.o_proj])[0], state
+        return apply_linears(o, [self.o_proj])[0], state
 
     def products(self) -> tuple[Product, ...]:
         return (Product(self.qkv_proj.weight),)
@@ -239,16 +245,16 @@ class Attention(SequenceLayer):
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)
         position = torch.arange(past, past + T, device=x.device)
-        q, k, v = turned(qkv, self.heads, position, self.rope_theta)
+        q, k, v = split_and_rotate(qkv, self.heads, position, self.rope_theta)
         before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
         if before_valid is not None:
             before_valid = before_valid[:, :past]
         valid = joined_masks(before_valid, attention_mask, past, x)
         slots = with_spare(past + T) if in_place else past + T
-        kept = appended(before_k, past, k, slots), appended(before_v, past, v, slots)
-        k, v = (part[:, : past + T] for part in kept)
-        see = self.visible(past, T, valid, cu_seqlens, x.device)
-        if q.numel() == 0:  # no token has no output; on CUDA, in 16 bits, PyTorch's attention returns None
+        cached = append_tokens(before_k, past, k, slots), append_tokens(before_v, past, v, slots)
+        k, v = (part[:, : past + T] for part in cached)
+        see = self.make_mask(past, T, valid, cu_seqlens, x.device)
+        if q.numel() == 0:  # without tokens PyTorch's attention returns None (CUDA, 16-bit types)
             o = q
         else:
             o = F.scaled_dot_product_attention(
@@ -261,14 +267,15 @@ class Attention(SequenceLayer):
         if not use_cache:
             return o, None
         if valid is not None:
-            valid = F.pad(valid, (0, kept[0].shape[1] - past - T), value=True)
+            valid = F.pad(valid, (0, cached[0].shape[1] - past - T), value=True)
         place = torch.full((x.shape[0],), past + T, device=x.device)
-        slots = slots_of(kept[0], self.rope_theta, self.window) if in_place else None
-        return o, AttentionState(*kept, valid, past + T, place, slots)
+        slots = make_slots(cached[0], self.rope_theta, self.window) if in_place else None
+        return o, AttentionState(*cached, valid, past + T, place, slots)
 
-    def step(self, qkv: Tensor, state: AttentionState, now: Tensor | None) -> tuple[Tensor, AttentionState]:
-        """One token of each sequence, `[N, 1, heads, head_dim]`; now: its mask, `[N, 1]`. Writes the state's
-        tensors; nothing on the device depends on how many tokens the host knows of."""
+    def step(self, qkv: Tensor, state: AttentionState, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
+        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: its mask, `[N, 1]`. Writes the
+        state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
+        can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
             state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
@@ -277,16 +284,16 @@ class Attention(SequenceLayer):
         state.k.index_copy_(1, place, k)
         state.v.index_copy_(1, place, v)
         see = slots.see.unfold(0, n, 1).index_select(0, n - 1 - place).expand(len(q), -1)
-        if now is not None:
-            valid = now.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
-            valid.index_copy_(1, place, now.bool())
+        if mask is not None:
+            valid = mask.new_ones(len(q), n, dtype=torch.bool) if valid is None else valid
+            valid.index_copy_(1, place, mask.bool())
         if valid is not None:
             see = see.where(valid, -torch.inf)
-        if now is not None:
-            see = see.index_fill_(1, place, 0.0)  # a masked token sees itself, for something to attend to
+        if mask is not None:
+            see = see.index_fill_(1, place, 0.0)  # a masked token attends to itself
         o = attend_row(q, state.k, state.v, see[:, None, None])
         state.place.add_(1)
-        # Not by _replace, of which torch.compile makes an empty tuple.
+        # _replace fails under torch.compile, which returns an empty tuple.
         return o.flatten(2), AttentionState(state.k, state.v, valid, state.tokens + 1, state.place, slots)
 
 

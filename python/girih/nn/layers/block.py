@@ -13,7 +13,7 @@ from girih.nn.layers.swiglu import SwiGLU
 class Block(nn.Module):
     """The Llama block: `x + mixer(RMSNorm(x))`, then `x + SwiGLU(RMSNorm(x))`.
 
-    Takes and returns what its mixer does. With `intermediate_size=None` the second part is absent, as in
+    Arguments and results are those of the mixer. With `intermediate_size=None` there is no SwiGLU, as in
     Mamba-2.
 
     >>> from girih.nn import Attention
@@ -51,14 +51,14 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """`forward` of x + branch whose last sum is left to the norm that comes next and adds: x + branch,
-        the two parts of the result, the state."""
-        given, normed = residual_norm(self.mixer_norm, x, branch)
+        """`forward` of x + branch without the last sum, which the next norm computes. Returns x + branch, the
+        two terms of the result, and the state."""
+        total, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
         if self.mlp is None:
-            return given, given, y, state
-        x, normed = residual_norm(self.mlp_norm, given, y)
-        return given, x, self.mlp(normed), state
+            return total, total, y, state
+        x, normed = residual_norm(self.mlp_norm, total, y)
+        return total, x, self.mlp(normed), state
 
     def step(
         self,
@@ -68,18 +68,17 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """`forward` of few tokens by products, which have nothing of modules but their weights: no hook
-        runs. Norms, activations and sums stand with the products beside them. Where a module has been put in
-        another's place it is `forward`."""
-        if not self.is_as_made():
+        """`forward` of few tokens by `products`, which read the weights and call no module: hooks do not run.
+        Norms, activations and sums are fused with products. Calls `forward` if a module was replaced."""
+        if not self.has_known_modules():
             return self(x, attention_mask, state, use_cache, cu_seqlens)
         mixer, mlp = self.mixer, self.mlp
-        wanted = mixer.products()
-        if wanted is None or attention_mask is not None:
+        specs = mixer.products()
+        if specs is None or attention_mask is not None:
             y, state = mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
             x = x + y
         else:
-            projected = products(x, wanted, norm_of(self.mixer_norm))
+            projected = products(x, specs, norm_of(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
             (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.before_output(), residual=x)
         if mlp is None:
@@ -90,8 +89,8 @@ class Block(nn.Module):
         (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
         return x, state
 
-    def is_as_made(self) -> bool:
-        """All modules are this package's, and linear layers without a bias."""
+    def has_known_modules(self) -> bool:
+        """Whether all modules are classes of this package or linear layers without bias."""
         return type(self.mlp) in (SwiGLU, type(None)) and all(
             type(m).__module__.startswith("girih.")
             or type(m) is nn.Sequential

@@ -1,4 +1,4 @@
-"""The attention of CAT over rows in chunks, and what it keeps while a text is written."""
+"""The attention of CAT over rows in chunks, and its key-value cache."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,37 +9,37 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.functional.fields import heads_of
-from girih.nn.functional.linears import together
-from girih.nn.functional.rotary import rotary_factors, rotate_row, turned
+from girih.nn.functional.linears import apply_linears
+from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.step import Product
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import projections
 from girih.nn.layers.sequence_layer import SequenceLayer
 
-ROOM = 16  # a cache grows by so many headers: rarely, as it is copied, and little, as every slot is read
+ROOM = 16  # headers by which a cache grows; growth copies the cache, and a step reads all slots
 
 
 class KeyValues(NamedTuple):
-    """Turned keys and values `[N, slots, heads, head_dim]`: chunk - 1 slots for the rows that follow the
-    current chunk's header, then one slot for each header."""
+    """Rotated keys and values `[N, slots, heads, head_dim]`: chunk - 1 slots for the rows after the header of
+    the current chunk, then one slot for each header."""
 
     k: Tensor
     v: Tensor
 
 
 class ChunkRows(NamedTuple):
-    """Where the rows of a call stand, and what their sequences keep: the state of a `ChunkAttention`.
+    """Positions of the rows of a call, and the cache of their sequences: the state of a `ChunkAttention`.
 
-    chunk: rows of a chunk, the header among them.
-    first: `[N]`, the place of each sequence's first row; the start of a chunk if a call has several rows.
-    end: `[N]`, the place after the last row that stays.
-    headers: how many headers the sequences have at most after the call.
+    chunk: rows of a chunk, header included.
+    first: `[N]`, position of each sequence's first row; a multiple of chunk if a call has several rows.
+    end: `[N]`, position after the last row that the cache stores.
+    headers: largest number of headers of a sequence after the call.
     past: keys and values of all rows before `first`; None at the start.
-    slot, see, turn: of a single row, computed once for all layers. slot `[N]`: where its key goes. see
-        `[N, 1, 1, slots]`: what is added to its scores, -inf at slots that it does not read. turn: two
-        `[N, 1, 1, D]`, the `rotary_factors` of its position.
+    slot, see, turn: for a call of a single row, computed once for all layers. slot `[N]`: slot of the row's
+        key. see `[N, 1, 1, slots]`: added to the row's scores, -inf at slots that the row does not read.
+        turn: two `[N, 1, 1, D]`, the `rotary_factors` of the row's position.
 
-    Without `first` each sequence begins here and nothing is kept.
+    Without `first` each sequence begins with this call and there is no cache.
     """
 
     chunk: int
@@ -52,20 +52,20 @@ class ChunkRows(NamedTuple):
     turn: tuple[Tensor, Tensor] | None = None
 
 
-def with_room(kept: Tensor, chunk: int, headers: int) -> Tensor:
-    """kept `[N, slots, ...]`, or a copy of it with slots for at least so many headers."""
-    more = chunk - 1 + headers - kept.shape[1]
-    return F.pad(kept, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else kept
+def with_room(cache: Tensor, chunk: int, headers: int) -> Tensor:
+    """cache `[N, slots, ...]` if it has slots for `headers` headers, else a zero-padded copy that has."""
+    more = chunk - 1 + headers - cache.shape[1]
+    return F.pad(cache, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else cache
 
 
 class ChunkAttention(SequenceLayer):
-    """Attention of rows in chunks, row 0 of each its header (the decoder of CAT).
+    """Attention of rows in chunks; row 0 of a chunk is its header (the decoder of CAT).
 
-    A row sees the headers of its own and of all earlier chunks, and its own chunk up to itself. Rotary
-    positions are 0..chunk-1 in every chunk; with `running_positions` chunk k starts at k, as if each earlier
-    one were one token. x, y `[B, rows, hidden_size]`; `cu_seqlens` counts rows and cuts between chunks. There
-    is no mask. The state is a `ChunkRows`, which may name another chunk than the layer's; with use_cache the
-    `KeyValues` are returned, those of a single row written in place.
+    A row attends to the headers of all earlier chunks and to the rows of its own chunk up to itself. Rotary
+    positions are 0..chunk-1 in every chunk; with `running_positions` chunk k starts at position k, as if each
+    earlier chunk were one token. x, y `[B, rows, hidden_size]`; `cu_seqlens` counts rows, and its bounds are
+    multiples of chunk. There is no mask. The state is a `ChunkRows`, whose chunk may differ from the layer's.
+    With use_cache the call returns `KeyValues`; a single row is written to the given ones in place.
 
     >>> ChunkAttention(64, num_heads=2, chunk=4)(torch.randn(3, 12, 64))[0].shape
     torch.Size([3, 12, 64])
@@ -115,8 +115,8 @@ class ChunkAttention(SequenceLayer):
                 "use_cache: expected True exactly with a state that says where the rows stand (`first`), and "
                 "then without cu_seqlens"
             )
-        o, kept = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
-        return together(o, [self.o_proj])[0], kept
+        o, cache = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
+        return apply_linears(o, [self.o_proj])[0], cache
 
     def products(self) -> tuple[Product, ...]:
         return (Product(self.qkv_proj.weight),)
@@ -126,7 +126,7 @@ class ChunkAttention(SequenceLayer):
     ) -> tuple[Tensor, KeyValues | None]:
         qkv = projected[0].unflatten(-1, (-1, self.head_dim))
         past = rows.past
-        if past is not None and past.k.dtype != qkv.dtype:  # one call was under autocast, one was not
+        if past is not None and past.k.dtype != qkv.dtype:  # only one of two calls ran under autocast
             past = KeyValues(*(part.to(qkv.dtype) for part in past))
             rows = rows._replace(past=past)
         if rows.slot is not None and rows.see.dtype != qkv.dtype:
@@ -135,34 +135,34 @@ class ChunkAttention(SequenceLayer):
             return self.step(qkv, rows).flatten(-2), past
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
         q, k, v = self.rotate_qk(qkv, rows, cu_chunks)
-        kept = self.keep(k, v, rows) if use_cache else None
+        cache = self.update_cache(k, v, rows) if use_cache else None
         if past is None:
             o = ops.cat_attention(q, k, v, chunk=rows.chunk, cu_chunks=cu_chunks)
         else:
-            o = self.extend(q, k, v, rows, kept)
-        return o.flatten(-2), kept
+            o = self.extend(q, k, v, rows, cache)
+        return o.flatten(-2), cache
 
     def rotate_qk(
         self, qkv: Tensor, rows: ChunkRows, cu_chunks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of qkv `[B, rows, sum of heads, D]`, q and k turned to their places."""
+        """qkv `[B, rows, sum of heads, D]` -> q and k rotated to their positions, and v."""
         row = torch.arange(qkv.shape[1], device=qkv.device)
         if rows.first is not None:
             row = row + rows.first[:, None]
         first = None
         if cu_chunks is not None:
             first = cu_chunks[torch.searchsorted(cu_chunks[1:-1], row // rows.chunk, right=True)]
-        return turned(qkv, self.heads, self.position(row, rows.chunk, first), self.rope_theta)
+        return split_and_rotate(qkv, self.heads, self.position(row, rows.chunk, first), self.rope_theta)
 
     def position(self, row: Tensor, chunk: int, first: Tensor | None = None) -> Tensor:
-        """The rotary position of a row; first: the chunk that its sequence begins with."""
+        """Rotary position of a row. first: first chunk of the row's sequence."""
         position = row % chunk
         if not self.running_positions:
             return position
         return position + row // chunk - (0 if first is None else first)
 
     def prepare_row(self, chunk: int, place: Tensor, past: KeyValues) -> ChunkRows:
-        """One row of each sequence, at `place [N]`, that reads `past` and writes its own keys into it."""
+        """The `ChunkRows` of one row of each sequence, at `place [N]`, which reads and writes `past`."""
         k, j = place // chunk, place % chunk
         at = torch.arange(past.k.shape[1], device=place.device)
         header = at - (chunk - 1)
@@ -174,22 +174,22 @@ class ChunkAttention(SequenceLayer):
         return ChunkRows(chunk, place, past=past, slot=slot, see=see, turn=turn)
 
     def step(self, qkv: Tensor, rows: ChunkRows) -> Tensor:
-        """One row over K + chunk slots: its own key and value are written first, as it sees itself."""
+        """Attention of one row to K + chunk slots, after its own key and value are written."""
         q, k, v = rotate_row(qkv, self.heads, rows.turn)
         sequence = torch.arange(len(q), device=q.device)
-        for kept, new in zip(rows.past, (k, v), strict=True):
-            kept[sequence, rows.slot] = new[:, 0]
+        for cache, new in zip(rows.past, (k, v), strict=True):
+            cache[sequence, rows.slot] = new[:, 0]
         return attend_row(q, *rows.past, rows.see)
 
-    def keep(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
-        """The cache after whole chunks of rows: their headers, and the rows of the chunk that goes on."""
+    def update_cache(self, k: Tensor, v: Tensor, rows: ChunkRows) -> KeyValues:
+        """The cache after the rows of a call: headers of all chunks, and rows of the current chunk."""
         C, (N, T, H, D) = rows.chunk, k.shape
         sequence = torch.arange(N, device=k.device)
         chunk = rows.first[:, None] // C + torch.arange(-(-T // C), device=k.device)
-        # The chunk of the next row; of a new one only its header is here, or not even that.
+        # Rows of the current chunk after its header. A new chunk has none: indices are clamped.
         own = (rows.end // C * C - rows.first)[:, None] + torch.arange(1, C, device=k.device)
         own = own.clamp(max=T - 1)[..., None, None]
-        kept = []
+        cache = []
         for new, past in zip((k, v), rows.past or (None, None), strict=True):
             if past is None:
                 past = new.new_zeros(N, C - 1 + -(-rows.headers // ROOM) * ROOM, H, D)
@@ -197,25 +197,25 @@ class ChunkAttention(SequenceLayer):
                 past = with_room(past, C, rows.headers).clone()
             past[sequence[:, None], C - 1 + chunk] = new[:, ::C]
             past[:, : C - 1] = new.take_along_dim(own, 1)
-            kept.append(past)
-        return KeyValues(*kept)
+            cache.append(past)
+        return KeyValues(*cache)
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows, kept: KeyValues) -> Tensor:
-        """Rows of chunks that begin after others: softmax over the own chunk's rows up to oneself and the
-        headers of all earlier chunks, T (K + chunk) scores, of which K are in the cache."""
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, rows: ChunkRows, cache: KeyValues) -> Tensor:
+        """Attention of rows that continue cached sequences. A row attends to the rows of its chunk up to
+        itself and to the K headers of earlier chunks in the cache: T (K + chunk) scores."""
         C, (_, T, H, D), G = rows.chunk, k.shape, self.heads[0] // self.heads[1]
         K = -(-T // C)
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, K * C - T)).unflatten(1, (K, C)) for x in (q, k, v))
         q = q.unflatten(3, (H, G)) * D**-0.5
-        header_k, header_v = (x[:, C - 1 :] for x in kept)
+        header_k, header_v = (x[:, C - 1 :] for x in cache)
         wide = torch.promote_types(q.dtype, torch.float32)
         row = torch.arange(C, device=q.device)
-        later = row > row[:, None]
+        is_later = row > row[:, None]
         at = rows.first[:, None] // C + torch.arange(K, device=q.device)
         header = torch.arange(header_k.shape[1], device=q.device)
-        unseen = (header >= at[..., None])[:, None, None, :, None]  # the own header is a row of the own chunk
-        own = torch.einsum("nkchgd,nkehd->nhgkce", q, k).to(wide).masked_fill(later, -torch.inf)
-        past = torch.einsum("nkchgd,nshd->nhgkcs", q, header_k).to(wide).masked_fill(unseen, -torch.inf)
+        is_masked = (header >= at[..., None])[:, None, None, :, None]  # its own header is a row of its chunk
+        own = torch.einsum("nkchgd,nkehd->nhgkce", q, k).to(wide).masked_fill(is_later, -torch.inf)
+        past = torch.einsum("nkchgd,nshd->nhgkcs", q, header_k).to(wide).masked_fill(is_masked, -torch.inf)
         p = torch.cat((own, past), -1).softmax(-1).to(v.dtype)
         o = torch.einsum("nhgkce,nkehd->nkchgd", p[..., :C], v)
         o = o + torch.einsum("nhgkcs,nshd->nkchgd", p[..., C:], header_v)

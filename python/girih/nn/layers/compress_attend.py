@@ -1,4 +1,4 @@
-"""CAT: attention to compressed past chunks and to the own chunk, as a layer."""
+"""CAT as a layer: attention to compressed earlier chunks and to the current chunk."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.chunks import Continuation, Reached, chunk_table, most
+from girih.nn.functional.chunks import Continuation, Reached, chunk_table, max_tokens
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
@@ -18,33 +18,34 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 class CompressAttendState(NamedTuple):
-    """K headers and one chunk: `x [N, C, hidden_size]` the inputs of the chunk that goes on, `header
-    [N, hidden_size]` its header, keys and values of its tokens and of all headers, and how far they reach."""
+    """`x [N, C, hidden_size]`: inputs of the current chunk. `header [N, hidden_size]`: its header. kv: keys
+    and values of its tokens and of all headers. seq_lengths: lengths of the sequences."""
 
     x: Tensor
     header: Tensor
     kv: KeyValues
-    reached: Reached
+    seq_lengths: Reached
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
-        """One graph for each number of chunks that a step compresses."""
-        C, reached = self.x.shape[1], self.reached._replace(known=self.reached.known + 1)
-        if self.kv.k.shape[1] <= C + most(reached.known) // C:
+        """The kind of a step is the number of chunks that it compresses."""
+        C = self.x.shape[1]
+        seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
+        if self.kv.k.shape[1] <= C + max_tokens(seq_lengths.host_tokens) // C:
             return None
-        return reached.step_kind(C), self._replace(reached=reached)
+        return seq_lengths.step_kind(C), self._replace(seq_lengths=seq_lengths)
 
 
 class CompressAttend(SequenceLayer):
-    """A chunk of C tokens becomes one header for all later ones: compress and attend (CAT), as a layer.
+    """Compress and attend (CAT) as a layer: later chunks attend to a chunk of C tokens by one header.
 
         header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
         chunk k:  [header_k, x_{kC}, ..., x_{kC+C-1}]
 
-    A token sees headers 0..k and its own chunk up to itself. x, y `[B, T, hidden_size]`. Padded and packed
-    sequences are laid on whole chunks of their own first. The state has a slot for each header and for each
-    token of one chunk, 1/C of a Transformer's; a token is one row over them, and a finished chunk one product
-    with W_c. `torch.export` takes a dynamic T from C on with `prefer_deferred_runtime_asserts_over_guards=
-    True`, as C divides T or not.
+    A token attends to headers 0..k and to its chunk up to itself. x, y `[B, T, hidden_size]`. Padded and
+    packed sequences are first placed in whole chunks. The state has a slot for each header and for each token
+    of one chunk, 1/C of a Transformer's cache. A decoding step attends to these slots, and compresses a
+    complete chunk by one product with W_c. `torch.export` with a dynamic T of at least C needs
+    `prefer_deferred_runtime_asserts_over_guards=True`, because C may or may not divide T.
 
     >>> layer = CompressAttend(64, num_heads=2, chunk=4)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -106,10 +107,10 @@ class CompressAttend(SequenceLayer):
         if cu_seqlens is not None:
             if use_cache or state is not None:
                 raise ValueError(
-                    "cu_seqlens: CAT keeps no cache of packed sequences; call it with use_cache=False"
+                    "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
                 )
             table = chunk_table(x, self.chunk, cu_seqlens)
-            tokens = table.spread(x, self.chunk)
+            tokens = table.scatter(x, self.chunk)
             headers = self.headers(tokens, self.header, table.first)
             y, _ = self.attend(headers, tokens, None, table.cu_chunks)
             return table.gather(y), None
@@ -120,31 +121,31 @@ class CompressAttend(SequenceLayer):
             y, state = self.step(x, state if in_place else map_state(torch.clone, state))
             return y, state if use_cache else None
         past = state is not None
-        keep = use_cache or past
-        table = Continuation(x, self.chunk, attention_mask, state.reached if past else None, keep)
-        tokens = table.spread(x, state.x if past else None)
+        needs_cache = use_cache or past
+        table = Continuation(x, self.chunk, attention_mask, state.seq_lengths if past else None, needs_cache)
+        tokens = table.scatter(x, state.x if past else None)
         headers = self.headers(tokens, state.header[:, None] if past else self.header)
         rows = None
-        if keep:
+        if needs_cache:
             C = self.chunk + 1
-            n = table.reached.tokens
+            n = table.seq_lengths.tokens
             end = n // self.chunk * C + n % self.chunk + 1
-            # Every sequence's rows have slots, those after its last token too.
-            room = table.chunks + (most(state.reached.known) // self.chunk if past else 0)
-            rows = ChunkRows(C, table.begun * C, end, room, state.kv if past else None)
+            # All rows of the table have slots, including rows after a sequence's last token.
+            room = table.chunks + (max_tokens(state.seq_lengths.host_tokens) // self.chunk if past else 0)
+            rows = ChunkRows(C, table.first_chunk * C, end, room, state.kv if past else None)
         y, kv = self.attend(headers, tokens, rows, None)
         y = table.gather(y)
-        if attention_mask is not None:  # there may be no valid token before a masked one
+        if attention_mask is not None:  # a masked token may have no valid token before it
             y = y.masked_fill(~attention_mask.bool()[..., None], 0)
         if not use_cache:
             return y, None
-        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.reached)
+        return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.seq_lengths)
 
     def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
-        """tokens `[B, K, C, hidden_size]` -> each chunk's header, `[B, K, hidden_size]`: `first` (where it is
-        `where [K]`, by default the first chunk), then what the chunk before has become."""
-        # The last chunk is nobody's past; left out before, its being alone would show in a shape and
-        # torch.export take no dynamic T.
+        """tokens `[B, K, C, hidden_size]` -> header of each chunk, `[B, K, hidden_size]`: `first` where
+        `where [K]` is true (default: at chunk 0), else the compression of the preceding chunk."""
+        # The compression of the last chunk is dropped. Without computing it, K = 1 would be a special case of
+        # the shapes, and torch.export would not accept a dynamic T.
         headers = F.pad(projections(self, ["compress"], tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
         if where is None:
             where = torch.arange(tokens.shape[1], device=tokens.device) == 0
@@ -153,34 +154,35 @@ class CompressAttend(SequenceLayer):
     def attend(
         self, headers: Tensor, tokens: Tensor, state: ChunkRows | None, cu_chunks: Tensor | None
     ) -> tuple[Tensor, KeyValues | None]:
-        """headers `[B, K, hidden_size]` and their chunks' tokens -> the tokens' outputs `[B, K, C, ...]`."""
+        """headers `[B, K, hidden_size]` and tokens `[B, K, C, ...]` -> outputs of the tokens,
+        `[B, K, C, ...]`."""
         rows = torch.cat((headers[:, :, None], tokens), 2)
         cu_rows = None if cu_chunks is None else cu_chunks * (self.chunk + 1)
         y, kv = self.attention(rows.flatten(1, 2), None, state, state is not None, cu_rows)
         return y.view_as(rows)[:, :, 1:], kv
 
     def step(self, x: Tensor, state: CompressAttendState) -> tuple[Tensor, CompressAttendState]:
-        """One token `[N, 1, hidden_size]` of each sequence; writes the state's tensors."""
-        C, n, known = self.chunk, state.reached.tokens, state.reached.known + 1
-        kv = KeyValues(*(with_room(part, C + 1, most(known) // C + 1) for part in state.kv))
+        """One token x `[N, 1, hidden_size]` of each sequence; writes the state's tensors in place."""
+        C, n, host_tokens = self.chunk, state.seq_lengths.tokens, state.seq_lengths.host_tokens + 1
+        kv = KeyValues(*(with_room(part, C + 1, max_tokens(host_tokens) // C + 1) for part in state.kv))
         sequence = torch.arange(x.shape[0], device=x.device)
         state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
         place = n // C * (C + 1) + n % C + 1
         n.add_(1)
-        reached = Reached(n, known)
-        if (compressions := reached.find_compressions(C)) is not None:
-            # The next chunk's header: this token does not see it.
-            these = compressions.sequences
-            header, k = projections(self, ["compress"], state.x[these].flatten(1))[0], n[these] // C
-            state.header[these] = compressions.select(header, state.header[these])
+        seq_lengths = Reached(n, host_tokens)
+        if (compressions := seq_lengths.find_compressions(C)) is not None:
+            # The header of the next chunk. The current token does not attend to it.
+            sequences = compressions.sequences
+            header, k = projections(self, ["compress"], state.x[sequences].flatten(1))[0], n[sequences] // C
+            state.header[sequences] = compressions.select(header, state.header[sequences])
             qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
             at = ChunkRows(C + 1, k * (C + 1))
             _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
-            for kept, part in zip(kv, new, strict=True):
-                slot = sequence[these], C + k
-                kept[slot] = compressions.select(part[:, 0], kept[slot])
+            for cache, part in zip(kv, new, strict=True):
+                slot = sequence[sequences], C + k
+                cache[slot] = compressions.select(part[:, 0], cache[slot])
         y, kv = self.attention(x, None, self.attention.prepare_row(C + 1, place, kv), True)
-        return y, CompressAttendState(state.x, state.header, kv, reached)
+        return y, CompressAttendState(state.x, state.header, kv, seq_lengths)
 
 
 register_layer(

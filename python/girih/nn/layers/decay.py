@@ -1,4 +1,4 @@
-"""The decay gate of Mamba-2 and Gated DeltaNet, and where step sizes start."""
+"""The decay gate of Mamba-2 and Gated DeltaNet, and the initial bias of step sizes."""
 
 import math
 
@@ -12,23 +12,23 @@ from girih.nn.layers.layer import Layer, projection
 
 
 def first_step_bias(chunk: int) -> float:
-    """b with sigmoid(b) = 1 / (4 max(chunk, 16)), where step sizes start.
+    """The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)).
 
-    All steps of a chunk follow gradients at its first state, so it is their sum that must not overshoot. With
-    sigmoid(0) Trellis's gradients explode, and Lattice was 0.2 bits a byte behind after 120 steps. In chunks
-    of one token norms of Trellis's gradients reach 1e11 from 1/4 on, and 880 at most from 1/64 on.
+    All gradients of a chunk are computed at the chunk's first state, so the sum of the chunk's steps must not
+    overshoot. With b = 0 the gradients of Trellis explode, and Lattice was 0.2 bits a byte worse after 120
+    steps. At chunk 1 the gradient norms of Trellis reach 1e11 with initial steps of 1/4, and at most 880 with
+    steps of 1/64.
     """
     return -math.log(4.0 * max(chunk, 16) - 1.0)
 
 
 class DecayGate(Layer):
-    """One decay e^g a head, and the step dt it comes from (Mamba-2, Gated DeltaNet).
+    """One decay e^g for each head, and the step dt that determines it (Mamba-2, Gated DeltaNet).
 
         dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
 
-    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 under autocast too. Starts with rates
-    exp(A_log) from 1 to 16 and steps from `largest_step / 100` to `largest_step`, both spread evenly in the
-    logarithm.
+    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 also under autocast. Initial rates exp(A_log)
+    are log-uniform in [1, 16], initial steps softplus(dt_bias) in `[largest_step / 100, largest_step]`.
 
     >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
     >>> g.shape, bool((g < 0).all())
@@ -47,11 +47,11 @@ class DecayGate(Layer):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
-        most = math.log(self.largest_step)  # softplus(b) = exp(b) down here
+        most = math.log(self.largest_step)  # softplus(b) is close to exp(b) for small b
         nn.init.uniform_(self.dt_bias, most - math.log(100.0), most)
 
     def product(self) -> Product:
-        """g's."""
+        """The product that computes g."""
         return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

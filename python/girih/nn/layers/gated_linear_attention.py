@@ -1,4 +1,4 @@
-"""Linear attention with every kind of decay: the baselines linear attention, RetNet and GLA."""
+"""Linear attention without decay and with three kinds of decay: linear attention, RetNet, GLA."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ ROPE_THETA = 10000.0
 
 
 class RotaryState(NamedTuple):
-    """`LayerState`, and how many tokens each sequence has had, `[N]` int64."""
+    """`LayerState`, and the number of tokens of each sequence, `[N]` int64."""
 
     conv: Any
     memory: Any
@@ -31,18 +31,17 @@ class RotaryState(NamedTuple):
 
 
 class GatedLinearAttention(RecurrentLayer):
-    """One matrix memory a head that only ever adds (Katharopoulos et al. 2020) and forgets by a gate.
+    """One matrix memory for each head that adds k v^T (Katharopoulos et al. 2020) and decays by a gate.
 
         S <- e^g S + k v^T,   o = scale S^T q,   y = W_o (RMSNorm(o) * silu(x W_g))
 
-    gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm stands for its
-    denominator).
+    gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm replaces the denominator).
     gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet).
-    gate="scalar": Mamba-2's decay a head, v scaled by its step dt, and o + v * skip.
-    gate="vector": one decay a key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer (GLA).
-    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
+    gate="scalar": Mamba-2's decay for each head, v scaled by its step dt, and o + v * skip.
+    gate="vector": one decay for each key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer
+    (GLA). x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
     `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers. With `rotary` q and k
-    are turned by their token's place in its sequence (`girih.nn.rotary`, with `rope_theta`), as in RetNet.
+    are rotated by their position in the sequence (`girih.nn.rotary`, with `rope_theta`), as in RetNet.
 
     >>> layer = GatedLinearAttention(64, num_heads=2, gate="vector")
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -114,7 +113,7 @@ class GatedLinearAttention(RecurrentLayer):
             nn.init.zeros_(self.decay[1].bias)
 
     def log_decay(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """g, and the step dt where the gate has one."""
+        """The log decay g and, for gate="scalar", the step dt."""
         if self.gate == "none":
             return None, None
         if self.gate == "fixed":
@@ -135,7 +134,7 @@ class GatedLinearAttention(RecurrentLayer):
     ) -> tuple[Tensor, Any]:
         if state is not None and len(state) != 2 + self.rotary:
             raise ValueError(
-                f"state: it has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
+                f"state has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
             )
         conv, memory, *length = state or (None, None)
         qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
@@ -166,7 +165,7 @@ register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
 
 
 def _retnet(config: Any) -> nn.Module:
-    # Without rotary positions rope_theta is that of the model's other layers.
+    # Without rotary positions the field rope_theta belongs to other layers of the model.
     rotary_fields = ("rotary", "rope_theta") if config.rotary else ()
     return layer_of(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.mixers import register_layer
@@ -27,11 +27,11 @@ class GatedSlotAttention(RecurrentLayer):
         y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
 
     `gated=False` is ABC: `x W_f` are the logits s of a running softmax over the tokens, one for every slot.
-    `data_dependent_decay=False` has learned `decay_logits [num_kv_heads, num_slots]` in place of `x W_f`, the
-    same for all tokens (the paper's ablation); slots then start with time constants -1 / g from 4 to 4096
-    tokens, spread evenly in the logarithm, as equal ones would hold the same.
-    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size` puts a short
-    convolution before the SiLU of q, k and v; the paper has none.
+    `data_dependent_decay=False`: learned `decay_logits [num_kv_heads, num_slots]` replace `x W_f`, equal for
+    all tokens (the paper's ablation). The initial time constants -1 / g of the slots are then 4 to 4096
+    tokens, evenly spaced in the logarithm; with equal time constants all slots would hold equal values.
+    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size`: width of a
+    short convolution before the SiLU of q, k and v; the paper has none.
 
     >>> layer = GatedSlotAttention(64, num_heads=2, num_slots=16)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -102,7 +102,7 @@ class GatedSlotAttention(RecurrentLayer):
         return projections(self, ["qkv_proj", "f_proj"], x, gates={"f_proj": f})
 
     def output(self, o: Tensor) -> Tensor:
-        return together(silu_norm(self.norm, o), [self.o_proj])[0]
+        return apply_linears(silu_norm(self.norm, o), [self.o_proj])[0]
 
     def products(self) -> tuple[Product, ...]:
         if self.f_proj is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import head_widths, heads_of
 from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.mixers import register_layer
@@ -19,13 +19,13 @@ from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 
 class HGRN2(RecurrentLayer):
-    """A memory whose keys are what its gate forgets (HGRN2; Qin et al. 2024).
+    """A memory with forget gates f and keys 1 - f (HGRN2; Qin et al. 2024).
 
         f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
         S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
 
-    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. A
-    model gives layer i of L the `lower_bound` i / L, where the paper's learned bounds begin. x, y
+    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. In a
+    model layer i of L has the `lower_bound` i / L, the initial value of the paper's learned bounds. x, y
     `[B, T, hidden_size]`.
 
     >>> layer = HGRN2(64, num_heads=2)
@@ -86,7 +86,7 @@ class HGRN2(RecurrentLayer):
     ) -> tuple[Tensor, LayerState | None]:
         q, f, v = split_heads(projected[0], self.heads, self.key_dim, self.value_dim)
         logits, bound = at_least_fp32(f), self.lower_bound
-        # log f; without a bound sigmoid(logits) may be too small for its logarithm.
+        # g = log f. sigmoid(logits) may underflow: without a bound use logsigmoid.
         g = torch.log(bound + (1 - bound) * logits.sigmoid()) if bound else F.logsigmoid(logits)
         k = ((1 - bound) * torch.sigmoid(-logits)).to(v.dtype)  # 1 - f
         o, memory = self.scan(
@@ -106,7 +106,7 @@ class HGRN2(RecurrentLayer):
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:
-        return together(residual_norm(self.norm, o)[1], [self.o_proj])[0]
+        return apply_linears(residual_norm(self.norm, o)[1], [self.o_proj])[0]
 
 
 register_layer("hgrn2", HGRN2, "head_dim", "expand_k", "expand_v", "norm_eps", compared=False)

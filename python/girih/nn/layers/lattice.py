@@ -20,20 +20,19 @@ from girih.nn.layers.short_conv import ShortConv
 
 
 class Lattice(RecurrentLayer):
-    """M slots on the unit sphere, each moved only along what it does not hold yet (Lattice, eq. 10-11, 15).
+    """M slots on the unit sphere, each updated orthogonally to its value (Lattice, eq. 10-11, 15).
 
         d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
         y = W_o (o * gelu(x W_g))
 
-    (h, c) follow from `objective`: decode, encode or similarity. q and k `[num_slots]` a head share one
-    projection and have a short convolution each; v has `head_dim`, and unit length for encode, whose steps
-    grow with `|v|^2`; `gamma = sigmoid(x W + b)`. The start is a free parameter whose columns are scaled to
-    unit length, orthonormal at first if num_slots <= head_dim. `chunk` is part of the model.
-    x, y `[B, T, hidden_size]`.
+    `objective` defines (h, c): decode, encode or similarity. q and k have `num_slots` channels in each head,
+    share one projection and have a short convolution each. v has `head_dim` channels; with encode, whose
+    steps grow with `|v|^2`, v is a unit vector. `gamma = sigmoid(x W + b)`. The first memory is a parameter
+    whose columns are scaled to unit length; it is initialized orthonormal if num_slots <= head_dim. `chunk`
+    is part of the model. x, y `[B, T, hidden_size]`.
 
-    normalize: False leaves slots as long as they become (eq. 10 alone), in chunks of 1; the start is not
-        scaled then.
-    shrinkage: lambda of the l1 shrinkage of slots (eq. 16-17), in chunks of 1.
+    normalize: False: slots are not normalized (eq. 10 alone), nor is the first memory; only at chunk 1.
+    shrinkage: lambda of the l1 shrinkage of slots (eq. 16-17); only at chunk 1.
     post_norm: y = W_o (RMSNorm(o) * gelu(x W_g)).
 
     >>> layer = Lattice(64, num_heads=2, num_slots=16, chunk=8)
@@ -92,7 +91,7 @@ class Lattice(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for slots in self.memory:  # one head's [D, M]
+        for slots in self.memory:  # [D, M] of one head
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 

@@ -1,4 +1,4 @@
-"""What layers have in common: parameters that stay in fp32, parameters that do not decay, how they print."""
+"""The base class of layers: parameters that stay in fp32, parameters without weight decay, extra_repr."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -11,7 +11,7 @@ from girih.nn.functional.gates import at_least_fp32
 
 
 def projection(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """What a layer's projection of this name makes of x: all features, as heads were counted beforehand."""
+    """The output of a layer's projection for x. Raises unless it has all features, as heads are fixed."""
     y = getattr(layer, name)(x)
     check_features(layer, name, y)
     return y
@@ -27,41 +27,41 @@ def check_features(layer: nn.Module, name: str, y: Tensor) -> None:
 
 
 class Layer(nn.Module):
-    """A module that says of its own parameters, by name, what must not happen to them.
+    """A module that lists its parameters with special treatment by name.
 
-    undecayed: those that weight decay would pull to a value that means something else: memories, gate biases,
-        time scales, norms. `decay_parameter_names` reads them. Names, as a copy of a parameter has no marks.
-    fp32: those whose rounding grows with the sequence, time scales and memories: they stay in fp32 when the
-        layer goes to bf16 or fp16, and are made in it.
+    undecayed: parameters without weight decay: memories, gate biases, time scales, norms. Zero is not a
+        neutral value for these. `decay_parameter_names` reads the names. Names, because a copy of a parameter
+        loses attributes.
+    fp32: parameters that are created in fp32 and stay in fp32 when the layer is converted to bf16 or fp16:
+        time scales and memories. The error of rounding them grows with the length of the sequence.
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
 
     def set_depth(self, layer: int, num_layers: int) -> None:
-        """A model calls this once for every layer in it, which may depend on where it is: `layer` of
-        `num_layers`, from 0."""
+        """Called once by the model for every layer: `layer`, from 0, of `num_layers`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Layer":
         own = self._parameters | self._buffers
-        kept = {id(t) for name in self.fp32 if (p := own.get(name)) is not None for t in (p, p.grad)}
+        fp32_ids = {id(t) for name in self.fp32 if (p := own.get(name)) is not None for t in (p, p.grad)}
 
-        def keeping(t: Tensor) -> Tensor:
+        def cast(t: Tensor) -> Tensor:
             to = fn(t)
-            low = id(t) in kept and to.dtype in (torch.float16, torch.bfloat16)
+            low = id(t) in fp32_ids and to.dtype in (torch.float16, torch.bfloat16)
             return at_least_fp32(t.to(to.device)) if low else to
 
-        return super()._apply(keeping, recurse)
+        return super()._apply(cast, recurse)
 
     def extra_repr(self) -> str:
-        """Its options: what it keeps beside parameters and modules."""
+        """The layer's options: its attributes of plain types."""
         plain = (bool, int, float, str, tuple)
         options = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if k != "training")
 
 
 class GateLinear(nn.Linear, Layer):
-    """x W^T in the dtype of x, plus b in fp32 at least: a gate's bias is its time scale."""
+    """x W^T in the dtype of x, plus b in fp32 or fp64: the bias of a gate sets its time scale."""
 
     undecayed = fp32 = ("bias",)
 
@@ -74,9 +74,9 @@ class GateLinear(nn.Linear, Layer):
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """The parameters that weight decay is for: all but the memories, gate biases, time scales and norms.
+    """Names of the parameters with weight decay: all except memories, gate biases, time scales and norms.
 
-    transformers' Trainer, and those that derive from it, ask for them here:
+    For transformers' Trainer and classes derived from it:
 
         class MyTrainer(Trainer):
             get_decay_parameter_names = staticmethod(girih.nn.decay_parameter_names)
@@ -84,9 +84,9 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     >>> decay_parameter_names(nn.Sequential(GateLinear(8, 2), nn.Linear(2, 8)))
     ['0.weight', '1.weight', '1.bias']
     """
-    kept = {
+    undecayed = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, "undecayed", ())
     }
-    return [name for name, _ in model.named_parameters() if name not in kept]
+    return [name for name, _ in model.named_parameters() if name not in undecayed]

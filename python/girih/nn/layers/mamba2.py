@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import residual_norm, silu_product
 from girih.nn.functional.gates import at_least_fp32
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
@@ -28,8 +28,8 @@ class Mamba2(RecurrentLayer):
         S <- e^{-exp(A_log) dt} S + dt B x^T,   o = S^T C + skip x
         y = W_o RMSNorm(o * silu(u W_z))
 
-    x has `expand_v * num_heads` heads of `head_dim` channels, with a decay each; all share B and C of
-    `state_size` channels. u, y `[B, T, hidden_size]`.
+    x has `expand_v * num_heads` heads of `head_dim` channels with one decay for each head; all heads share B
+    and C of `state_size` channels. u, y `[B, T, hidden_size]`.
 
     >>> layer = Mamba2(64, num_heads=2, state_size=16)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -76,8 +76,7 @@ class Mamba2(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates exp(A_log) spread evenly from 1 to 16; steps softplus(dt_bias) from 0.001 to 0.1, in the
-        logarithm."""
+        """Rates exp(A_log) are uniform in [1, 16], steps softplus(dt_bias) log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(1.0, 16.0).log_()
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -123,11 +122,11 @@ class Mamba2(RecurrentLayer):
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:
-        return together(residual_norm(self.norm, o)[1], [self.o_proj])[0]
+        return apply_linears(residual_norm(self.norm, o)[1], [self.o_proj])[0]
 
 
 _FIELDS = ("head_dim", "expand_v", "state_size", "conv_size", "norm_eps")
-# On attention's projections, of which B, C and x of a head are k, q and v: the decay, the step and the skip.
+# On attention's projections k, q and v are B, C and x of each head; decay, step and skip are added.
 _ON_ATTENTION = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
 register(
     "mamba2",

@@ -1,4 +1,4 @@
-"""Memory as Gate (MaG): two mixers on the same input, mixed by a weight."""
+"""Memory as Gate (MaG): a weighted sum of two mixers of the same input."""
 
 import math
 from numbers import Real
@@ -26,8 +26,8 @@ def mix_weight(
 ) -> float:
     """The weight m at a training step (TPTT, section 4).
 
-    constant: `final`. gradual: from `first` to `final` in a line over `steps` steps. cyclic: the next of
-    `levels` every `steps` steps, round and round.
+    constant: `final`. gradual: linear from `first` to `final` over `steps` steps. cyclic: every `steps` steps
+    the next of `levels`, repeated.
 
     >>> [mix_weight("gradual", step, first=0.0, steps=10) for step in (0, 5, 20)]
     [0.0, 0.25, 0.5]
@@ -40,12 +40,12 @@ def mix_weight(
 
 
 def is_weight(value: Any) -> bool:
-    """Whether it is a number from 0 to 1."""
+    """Whether value is a number from 0 to 1."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= 1.0
 
 
 def check_mixture(weight: Any, learned: bool) -> None:
-    """Refuses a weight that is none, and a learned one that a sigmoid does not reach."""
+    """Raises unless 0 <= weight <= 1; a learned weight is a sigmoid and cannot be 0 or 1."""
     if not is_weight(weight) or (learned and weight in (0.0, 1.0)):
         raise ValueError(
             f"weight is {weight!r}; expected a number from 0 to 1, and between them if it is learned"
@@ -58,10 +58,10 @@ class MixState(NamedTuple):
 
 
 class MemoryAsGate(Layer):
-    """The weight m of `(1 - m) base + m mixed`, with `cross` their product on top (TPTT eq. 7, 8).
+    """The mixture `(1 - m) base + m mixed`; with `cross`, plus the product of both terms (TPTT eq. 7, 8).
 
-    m is the buffer `weight`, which `set_weight(mix_weight(...))` moves during training; with `learned` it is
-    `sigmoid(logit)`, a parameter. At m = 0 the mixture is base, bit for bit.
+    m is the buffer `weight`, which `set_weight(mix_weight(...))` changes during training; with `learned` m is
+    `sigmoid(logit)` of the parameter `logit`. At m = 0 the mixture is bitwise equal to base.
     """
 
     undecayed = ("logit",)
@@ -70,23 +70,23 @@ class MemoryAsGate(Layer):
     def __init__(self, *, weight: float = 0.5, learned: bool = False, cross: bool = False):
         super().__init__()
         check_mixture(weight, learned)
-        self.first_weight, self.learned, self.cross = weight, learned, cross
+        self.initial_weight, self.learned, self.cross = weight, learned, cross
         if learned:
-            self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard takes no scalar
+            self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard does not accept scalars
         else:
             self.register_buffer("weight", at_least_fp32(torch.empty(())))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.learned:
-            nn.init.constant_(self.logit, math.log(self.first_weight / (1.0 - self.first_weight)))
+            nn.init.constant_(self.logit, math.log(self.initial_weight / (1.0 - self.initial_weight)))
         else:
-            nn.init.constant_(self.weight, self.first_weight)
+            nn.init.constant_(self.weight, self.initial_weight)
 
     def set_weight(self, weight: float) -> None:
         """Moves m, without waiting for the device."""
         if self.learned:
-            raise ValueError("weight: this mixture learns it, a schedule cannot move it")
+            raise ValueError("weight is learned by this mixture; a schedule cannot set it")
         if not is_weight(weight):
             raise ValueError(f"weight is {weight!r}; expected a number from 0 to 1")
         self.weight.fill_(weight)
@@ -96,7 +96,7 @@ class MemoryAsGate(Layer):
         return self.logit.sigmoid() if self.learned else self.weight
 
     def mixture(self, base: Tensor, mixed: Tensor) -> Tensor:
-        """base and mixed have one shape, which is the mixture's."""
+        """The mixture of base and mixed, which have equal shapes."""
         m, dtype = self.current_weight(), torch.promote_types(base.dtype, mixed.dtype)
         if not self.cross:
             return torch.lerp(base.to(dtype), mixed.to(dtype), m.to(dtype))

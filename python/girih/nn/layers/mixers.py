@@ -1,4 +1,4 @@
-"""The mixers that a configuration can name. Each registers itself beside its layer."""
+"""Registry of the mixers that a configuration can name. The file of a layer registers the layer's mixers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from torch import nn
 
 
 class Mixer(NamedTuple):
-    """build: configuration -> layer. fields: what it reads beside hidden_size and num_heads.
+    """build: configuration -> layer. fields: fields that it reads, apart from hidden_size and num_heads.
 
     compared: whether `girih.compare` trains it when no mixers are named.
     has_mlp: whether its blocks have a feed-forward layer.
-    on_attention: what `girih.replace_attention` puts on an attention's projections, where these do not fit
-        the layer itself.
+    on_attention: the mixer that `girih.replace_attention` builds on attention's projections, if they do not
+        fit this one.
     """
 
     build: Callable[[Any], nn.Module]
@@ -26,9 +26,9 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more: Any) -> None:
-    """Makes a mixer known; `girih::nn` registers the same names with the same fields, and their bounds.
+    """Registers a mixer; `girih::nn` registers the same names and fields, and the bounds of the fields.
 
-    more: `Mixer`'s.
+    more: fields of `Mixer`.
     """
     MIXERS[name] = Mixer(build, fields, **more)
     for known in sorted(MIXERS):
@@ -36,12 +36,12 @@ def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more:
 
 
 def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
-    """A layer from a configuration's fields of the same names. One that is None keeps `fixed`, or the layer's
-    own default."""
+    """A builder that passes the fields of a configuration to the layer's keywords of the same names. A field
+    that is None leaves the value of `fixed` or the layer's default."""
 
     def build(config: Any) -> nn.Module:
-        given = {field: value for field in fields if (value := getattr(config, field)) is not None}
-        return layer(config.hidden_size, config.num_heads, **(fixed | given))
+        values = {field: value for field in fields if (value := getattr(config, field)) is not None}
+        return layer(config.hidden_size, config.num_heads, **(fixed | values))
 
     return build
 
@@ -49,5 +49,5 @@ def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[An
 def register_layer(
     name: str, layer: type[nn.Module], *fields: str, compared: bool = True, **fixed: Any
 ) -> None:
-    """Registers a layer whose keywords are the configuration's fields; `fixed` are the mixer's own."""
+    """Registers a mixer with the builder `layer_of`; `fixed`: keyword arguments of this mixer."""
     register(name, layer_of(layer, *fields, **fixed), *fields, compared=compared)

@@ -10,7 +10,7 @@ ACTIVATIONS = words("gated_rms_norm", "activation")
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm in the dtype of x (sums in fp32), with a weight that weight decay leaves alone.
+    """torch's RMSNorm in the dtype of x (sums in fp32); its weight has no weight decay.
 
     >>> RMSNorm(8)(torch.full((2, 8), 3.0)).mean().round(decimals=3).item()
     1.0
@@ -46,5 +46,5 @@ class GatedRMSNorm(RMSNorm):
 
 
 def gated_output(norm: GatedRMSNorm | None, o: Tensor, gate: Tensor) -> Tensor:
-    """norm(o, gate), or o * gelu(gate) without a norm."""
+    """norm(o, gate); without a norm, o * gelu(gate)."""
     return o * F.gelu(gate.to(o.dtype)) if norm is None else norm(o, gate)

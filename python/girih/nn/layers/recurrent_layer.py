@@ -1,4 +1,4 @@
-"""Masked tokens do nothing: a recurrent layer reads each row's valid tokens alone."""
+"""Layers with a state: a recurrent layer reads only the valid tokens of each row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from girih.nn.functional.linears import together
+from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, valid_first
 from girih.nn.functional.state import advance
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 class RecurrentLayer(SequenceLayer):
-    """A layer that reads tokens in order and carries a state; `mix` is written without masks.
+    """A layer that reads tokens in order and has a state; `mix` does not handle masks.
 
-    Each row's valid tokens move to its front and its bounds go to the operators, so that the rest belongs to
-    no sequence: it moves no state, no position in a chunk and no window of a convolution, wherever it stood.
-    What comes out at masked tokens means nothing.
+    The valid tokens of each row are moved to the front, and operators get the bounds of the rows. Masked
+    tokens are outside of the bounds: they do not change states, positions in a chunk or windows of
+    convolutions. Outputs at masked tokens are unspecified.
     """
 
     def forward(
@@ -31,24 +31,27 @@ class RecurrentLayer(SequenceLayer):
         if attention_mask is None:
             return self.mix(x, state, use_cache, cu_seqlens)
         check_mask(x, attention_mask, cu_seqlens)
-        order, place, count = valid_first(attention_mask.bool())
+        order, inverse_order, count = valid_first(attention_mask.bool())
         bounds = torch.stack((torch.zeros_like(count), count), 1)
         y, state = self.mix(x.take_along_dim(order[..., None], 1), state, use_cache, bounds)
-        return y.take_along_dim(place[..., None], 1), state
+        return y.take_along_dim(inverse_order[..., None], 1), state
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        """`forward` on valid tokens; cu_seqlens may be `[B, 2]`, the rows' bounds."""
+        """`forward` without a mask; cu_seqlens may be `[B, 2]`, the bounds of rows."""
         o, state = self.core(self.projected(x), state, use_cache, cu_seqlens)
         return self.output(o), state
 
     def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:
-        """The layer's operator over its tokens, `state.advance`; a layer of an encoder scans both ways."""
+        """Calls the layer's operator (`state.advance`); layers of an encoder override it to scan in both
+        directions."""
         return advance(name, *data, **call)
 
     def projected(self, x: Tensor) -> Sequence[Tensor]:
-        """What `core` takes, by the layer's modules, as `products` says it by their weights."""
+        """The arguments of `core`, computed by the layer's modules; `products` describes the same by
+        weights."""
         raise NotImplementedError
 
     def output(self, o: Tensor) -> Tensor:
-        """y of core's o, by the layer's modules, as `before_output` and `o_proj` say it by their weights."""
-        return together(o, [self.o_proj])[0]
+        """y of core's o, computed by the layer's modules; `before_output` and `o_proj` describe the same by
+        weights."""
+        return apply_linears(o, [self.o_proj])[0]

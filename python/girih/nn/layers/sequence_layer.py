@@ -1,4 +1,4 @@
-"""A layer in the place of attention: its own call, and the call that transformers' attention modules get."""
+"""A layer that can replace attention: its own call, and the call of transformers' attention modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -8,21 +8,21 @@ from torch import Tensor
 from girih.nn.functional.step import PLAIN, Product, RowInput
 from girih.nn.layers.layer import Layer
 
-# Names of the cache in attention modules: transformers 5.24; older versions; GPT-NeoX and GPT-BigCode; models
-# with code of their own that older versions ran, as OpenELM.
+# Names of the cache argument of attention modules: transformers 5.24; older versions; GPT-NeoX and
+# GPT-BigCode; models with remote code for older versions, such as OpenELM.
 CACHES = ("cache", "past_key_values", "layer_past", "past_key_value")
-# By any of these a call is one of transformers' and not one of a layer's own.
+# A call with any of these arguments is a call by transformers, not a layer's own call.
 OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
 
 class SequenceLayer(Layer):
-    """A layer that takes the place of attention: `layer(x, attention_mask, state, use_cache, cu_seqlens)`.
+    """A layer that can replace attention: `layer(x, attention_mask, state, use_cache, cu_seqlens)`.
 
-    It also takes the call that attention modules of transformers get, and answers as they do. `layer_idx`,
-    which they have too, is its place in a cache.
+    It also accepts the arguments of transformers' attention modules, and then returns what these return.
+    `layer_idx` is its index in a cache, as in attention modules.
 
-    attention_call: answers that call, as `attention_call(layer, hidden_states, layer_idx, **call)`, where
-        `layer` takes a layer's own call. Layers do not know the models' cache: `girih._auto` sets
+    attention_call: handles such a call, `attention_call(layer, hidden_states, layer_idx, **call)`; `layer` is
+        the layer's own call. Layers do not import the models' cache: `girih._auto` sets
         `girih.models.adapters.attention_call.attend`.
     """
 
@@ -35,8 +35,8 @@ class SequenceLayer(Layer):
         if len(args) > 1:
             names = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
             raise ValueError(
-                f"{type(self).__name__}: {names} beside {len(args)} arguments without a name; expected "
-                "hidden_states alone without one"
+                f"{type(self).__name__}: {names} beside {len(args)} positional arguments; expected "
+                "hidden_states as the only one"
             )
         if args:
             kwargs["hidden_states"] = args[0]
@@ -44,16 +44,16 @@ class SequenceLayer(Layer):
         return self.attention_call(super().__call__, x, self.layer_idx, **kwargs)
 
     def products(self) -> tuple[Product, ...] | None:
-        """Of a layer that is `o_proj(core(projections of x))`: those, for a step that computes them at once
-        and has nothing of modules but weights. None: a step calls the layer."""
+        """The projections of x, for a layer that is `o_proj(core(projections of x))`: a decoding step
+        computes them in one launch from their weights. None: a step calls the layer."""
         return None
 
     def core(
         self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """What `o_proj` takes, but for `before_output`, and the state."""
+        """The layer between the projections and `before_output`. Returns o and the state."""
         raise NotImplementedError
 
     def before_output(self) -> RowInput:
-        """What is left to do with core's output."""
+        """The function of core's output that precedes `o_proj`."""
         return PLAIN

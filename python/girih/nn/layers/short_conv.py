@@ -1,4 +1,4 @@
-"""The short convolution in front of a mixer."""
+"""The short convolution before a mixer."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from girih.nn.functional.state import advance
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 ACTIVATIONS = ops.words("short_conv", "activation")
-WIDEST = ops.describe()["short_conv"]["sizes"]["W"]["most"]
+MAX_WIDTH = ops.describe()["short_conv"]["sizes"]["W"]["most"]
 
 
 def convolution_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
-    """state in the dtype in which x is convolved: one call may be under autocast and another one not."""
+    """state in the dtype in which x is convolved; calls with and without autocast differ in it."""
     dtype = autocast_dtype(x) or x.dtype
     if state is None or state.x.dtype == dtype or not state.x.is_floating_point():
         return state
@@ -42,8 +42,8 @@ class ShortConv(RecurrentLayer):
         super().__init__()
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected None or {', '.join(ACTIVATIONS)}")
-        if not 0 <= kernel_size <= WIDEST:
-            raise ValueError(f"kernel_size is {kernel_size}; expected 0 to {WIDEST}")
+        if not 0 <= kernel_size <= MAX_WIDTH:
+            raise ValueError(f"kernel_size is {kernel_size}; expected 0 to {MAX_WIDTH}")
         self.kernel_size, self.activation = kernel_size, activation
         self.weight = nn.Parameter(torch.empty(channels, kernel_size)) if kernel_size else None
         self.bias = nn.Parameter(torch.empty(channels)) if kernel_size and bias else None

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fused import has_kernel, is_product, silu_product, takes_kernel
-from girih.nn.functional.linears import together
+from girih.nn.functional.fused import has_fused_kernel, has_silu_product_kernel, is_product, silu_product
+from girih.nn.functional.linears import apply_linears
 
 
 class SwiGLU(nn.Module):
@@ -21,12 +21,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        (gate, up), down = together(x, [self.gate_proj, self.up_proj]), self.down_proj
+        (gate, up), down = apply_linears(x, [self.gate_proj, self.up_proj]), self.down_proj
         if (
             torch.is_grad_enabled()
             and is_product(down)
-            and takes_kernel(gate, up)
-            and has_kernel(down.weight)
+            and has_silu_product_kernel(gate, up)
+            and has_fused_kernel(down.weight)
         ):
             return torch.ops.girih.silu_product_linear(gate, up, down.weight)
-        return together(silu_product(gate, up), [down])[0]
+        return apply_linears(silu_product(gate, up), [down])[0]

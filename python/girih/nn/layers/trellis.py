@@ -25,22 +25,22 @@ class Trellis(RecurrentLayer):
         A <- e^g A - gamma J_phi(A' x)^T (phi(A' x) - a) x^T      A_k for x = k, A_v for x = v
         o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    A' is A at the start of the chunk. q and k have a projection and a short convolution each, keys and values
-    one target a = x W_a; `gamma = sigmoid(x W + b)`. Both memories start from learned ones. A step grows with
-    `|x|^2`: k and v are unit vectors, or the gradients of a chunk may add up to more than the memory can
-    follow (phi identity and silu diverge). `chunk` is part of the model.
+    A' is A at the start of the chunk. q and k have a projection and a short convolution each; keys and values
+    have one target a = x W_a; `gamma = sigmoid(x W + b)`. The first memories are learned. A step grows with
+    `|x|^2`: k and v are unit vectors, because otherwise the sum of a chunk's gradients may overshoot (phi
+    identity and silu diverge). `chunk` is part of the model.
 
-    shared_qk: one projection for q and k (as Lattice has).
-    normalize_kv: False leaves k and v as they are projected, as the paper does.
-    value_read: "phi" reads the value pass as o = phi(A_v^T f(A_k q)), the paper's sentence after eq. 14 taken
-        literally; it learned less in every comparison.
-    post_norm: False leaves out the RMSNorm.
+    shared_qk: one projection for q and k, as in Lattice.
+    normalize_kv: False: k and v are not normalized, as in the paper.
+    value_read: "phi": o = phi(A_v^T f(A_k q)), the literal meaning of the paper's sentence after eq. 14. Its
+        results were worse in every comparison.
+    post_norm: False: no RMSNorm.
 
-    A normalising phi does not see the size s of A's entries, but its slope is 1 / s: a step has curvature
-    gamma / s^2. Decay e^-lambda shrinks s, steps raise it, and where the two balance the curvature is about
-    sqrt(2 lambda D), whatever gamma and the first s were. At lambda = 0.01 a chunk overshoots: gradients grow
-    up to 10^4 times on their way through 512 tokens, and a text model learns no more than the frequencies of
-    bytes. So the memories start with s = 1 and the forget gates, though learned, start almost closed.
+    A normalizing phi does not depend on the size s of A's entries, but its slope is 1 / s: a step has
+    curvature gamma / s^2. Decay e^-lambda reduces s, steps increase s, and at the equilibrium the curvature
+    is about sqrt(2 lambda D), independent of gamma and the initial s. At lambda = 0.01 a chunk overshoots:
+    gradients grow up to 10^4 times over 512 tokens, and a text model learns only the frequencies of bytes.
+    Therefore the memories start with s = 1, and the initial decay e^g is close to 1.
     x, y `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
@@ -108,7 +108,7 @@ class Trellis(RecurrentLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.key_memory)  # of size 1, which the normalising phis divide by
+        nn.init.normal_(self.key_memory)  # entries of size 1: normalizing phis divide by their size
         nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
 

@@ -25,11 +25,11 @@ class TTTLinear(RecurrentLayer):
         f(x) = x + w * LayerNorm(A x) + b,   A <- A - gamma d|f'(k) - v|^2 / 2 dA'
         o = f(q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    f' is f with A', the memory at the start of the chunk, the paper's mini-batch, whose length is part of the
-    model. q and k are unit vectors, after a projection and a short convolution each;
-    `gamma = sigmoid(x W + b_gamma)`; the memory starts from a learned one. The paper has rotary positions
-    within a mini-batch in place of the unit length, and a layer norm in place of the RMSNorm; of its models
-    with a gate the convolutions and the gate are the same.
+    f' is f with A', the memory at the start of the chunk. A chunk is the paper's mini-batch; its length is
+    part of the model. q and k have a projection and a short convolution each and are unit vectors;
+    `gamma = sigmoid(x W + b_gamma)`; the first memory is learned. The paper has rotary positions within a
+    mini-batch instead of unit vectors, and a layer norm instead of the RMSNorm. The convolutions and the gate
+    are those of the paper's models with a gate.
     x, y `[B, T, hidden_size]`.
 
     >>> layer = TTTLinear(64, num_heads=2, chunk=8)
@@ -78,7 +78,7 @@ class TTTLinear(RecurrentLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.memory)  # of size 1, which the layer norm divides by
+        nn.init.normal_(self.memory)  # entries of size 1: the layer norm divides by their size
         nn.init.ones_(self.inner_weight)
         nn.init.zeros_(self.inner_bias)
         nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
