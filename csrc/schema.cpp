@@ -8,10 +8,10 @@
 namespace girih {
 
 const std::vector<Operator>& operators() {
-  constexpr auto floating = Kind::floating, position = Kind::position, data = Kind::data;
-  constexpr double any = std::numeric_limits<double>::max(), longest_chunk = 64;
-  const std::vector<std::string> maps = {"identity", "silu",    "l2norm", "layer_norm",
-                                         "l2_silu",  "ln_silu", "softmax"};
+  constexpr auto floating = TensorKind::floating, position = TensorKind::position, data = TensorKind::data;
+  constexpr double unbounded = std::numeric_limits<double>::max(), max_chunk = 64;
+  const std::vector<std::string> phi_names = {"identity", "silu",    "l2norm", "layer_norm",
+                                              "l2_silu",  "ln_silu", "softmax"};
   static const std::vector<Operator> all = {
       Operator(
           {.name = "gsa",
@@ -47,7 +47,7 @@ const std::vector<Operator>& operators() {
                 .options = {{"int n", {}, 1},
                             {"float? scale=None"},
                             {"bool l2norm_qk=False"},
-                            {"int? chunk=None", {}, 1, longest_chunk},
+                            {"int? chunk=None", {}, 1, max_chunk},
                             {"str? between_chunks=None", {"gelu", "tanh"}}},
                 .output = {"o", "[B, T, HO, V]"},
                 .saved = {{"states", "[chunks, H, V, D]"},
@@ -66,9 +66,9 @@ const std::vector<Operator>& operators() {
                           {"Tensor v", "[N, H, M, V]"},
                           {"Tensor position", "[N]", position}},
                 .packing = "cu_seqlens",
-                .options = {{"int chunk", {}, 1, longest_chunk},
-                            {"str phi='ln_silu'", maps},
-                            {"str f='ln_silu'", maps}},
+                .options = {{"int chunk", {}, 1, max_chunk},
+                            {"str phi='ln_silu'", phi_names},
+                            {"str f='ln_silu'", phi_names}},
                 .output = {"o", "[B, T, HQ, V]"},
                 .saved = {{"memories_k", "[chunks, HQ, tile, tile]"},
                           {"memories_v", "[chunks, HQ, tile, tile]"},
@@ -86,9 +86,9 @@ const std::vector<Operator>& operators() {
                           {"Tensor k", "[N, H, M, D]"},
                           {"Tensor position", "[N]", position}},
                 .packing = "cu_seqlens",
-                .options = {{"int chunk", {}, 1, longest_chunk},
-                            {"str phi='layer_norm'", maps},
-                            {"str f='identity'", maps}},
+                .options = {{"int chunk", {}, 1, max_chunk},
+                            {"str phi='layer_norm'", phi_names},
+                            {"str f='identity'", phi_names}},
                 .output = {"o", "[B, T, HQ, M]"},
                 .saved = {{"memories_k", "[chunks, HQ, tile, tile]"},
                           {"z", "[1, B, T, HQ, M]"},
@@ -105,10 +105,10 @@ const std::vector<Operator>& operators() {
                           {"Tensor? decay", "[N, H]"},
                           {"Tensor position", "[N]", position}},
                 .packing = "cu_seqlens",
-                .options = {{"int chunk", {}, 1, longest_chunk},
+                .options = {{"int chunk", {}, 1, max_chunk},
                             {"str objective='decode'", {"decode", "encode", "similarity"}},
                             {"bool normalize=True"},
-                            {"float shrinkage=0.", {}, 0, any}},
+                            {"float shrinkage=0.", {}, 0, unbounded}},
                 .output = {"o", "[B, T, HQ, D]"},
                 .saved = {{"memories", "[chunks, H, M, D]"},
                           {"ends", "[chunks, H, 2, M]"},
@@ -128,7 +128,7 @@ const std::vector<Operator>& operators() {
                          {"Tensor weight", "[dim]", floating},
                          {"Tensor? gate", "[..., dim]"}},
                 .options = {{"str activation='silu'", {"silu", "gelu", "sigmoid"}},
-                            {"float eps=1e-06", {}, 0, any}},
+                            {"float eps=1e-06", {}, 0, unbounded}},
                 .output = {"y", "[..., dim]"}}),
       Operator({.name = "cat_attention",
                 .data = {{"Tensor q", "[B, T, HQ, D]"},
@@ -144,7 +144,7 @@ const std::vector<Operator>& operators() {
 }
 
 TORCH_LIBRARY(girih, m) {
-  m.def("describe() -> str", &description);
+  m.def("describe() -> str", &operators_json);
   for (const auto& op : operators()) {
     m.def(op.schema().c_str());
     m.def(op.forward_schema().c_str());

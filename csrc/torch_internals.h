@@ -103,7 +103,7 @@ variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variab
 class SingleThreadedEngine {
  public:
   SingleThreadedEngine() { set(false); }
-  ~SingleThreadedEngine() { set(before_); }
+  ~SingleThreadedEngine() { set(was_multithreaded_); }
   SingleThreadedEngine(const SingleThreadedEngine&) = delete;
   SingleThreadedEngine& operator=(const SingleThreadedEngine&) = delete;
 
@@ -111,7 +111,7 @@ class SingleThreadedEngine {
   static c10::AutogradState& state() { return c10::AutogradState::get_tls_state(); }
   static void set(bool threads) { state().set_multithreading_enabled(threads); }
 
-  const bool before_ = state().get_multithreading_enabled();
+  const bool was_multithreaded_ = state().get_multithreading_enabled();
 };
 
 // Releases the GIL of Python while an object exists; the autograd engine refuses to run with it. libgirih.so
@@ -167,8 +167,8 @@ inline int64_t vmap_level() {
 // tensor is not mapped.
 inline std::pair<at::Tensor, std::optional<int64_t>> remove_mapped_dimension(const at::Tensor& tensor,
                                                                              int64_t level) {
-  auto [inside, dimension] = at::functorch::unwrapTensorAtLevel(tensor, level);
-  return {std::move(inside), dimension};
+  auto [unwrapped, dimension] = at::functorch::unwrapTensorAtLevel(tensor, level);
+  return {std::move(unwrapped), dimension};
 }
 
 // Marks the first dimension of the tensor as mapped at this level.

@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "../ops/registration/operator.h"
-#include "chunk_rows.h"
 #include "chunks.h"
+#include "header_cache.h"
 #include "mixers.h"
 
 namespace girih::nn {
@@ -37,8 +37,8 @@ Tensor CompressorImpl::forward(const Tensor& chunks, const Tensor& index) {
   auto x = at::cat({place.unsqueeze(2), embed_tokens(chunks)}, 2).flatten(0, 1);
   for (size_t i = 0; i < layers->size(); ++i) x = layers->at<BlockImpl>(i).forward(x).first;
   x = norm(x).slice(1, 1).flatten(1);
-  const auto mine = std::ranges::find(lengths_, C);
-  const auto before = std::accumulate(lengths_.begin(), mine, int64_t(0)) * x.size(1) / C;
+  const auto length = std::ranges::find(lengths_, C);
+  const auto before = std::accumulate(lengths_.begin(), length, int64_t(0)) * x.size(1) / C;
   return at::linear(x, proj->weight.slice(1, before, before + x.size(1))).unflatten(0, {B, K});
 }
 
@@ -54,7 +54,7 @@ CatModelImpl::CatModelImpl(const Config& config)
   no_weight_decay({header});
   compressor = register_module("compressor", Compressor(config));
   layers = register_module("layers", torch::nn::ModuleList());
-  const auto options = options_of<ChunkAttentionOptions>(config);
+  const auto options = options_from_config<ChunkAttentionOptions>(config);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const ChunkAttention attention(config.hidden_size, config.num_heads, options);
     layers->push_back(Block(attention.ptr(), config.hidden_size, *config.intermediate_size, config.norm_eps));
@@ -85,79 +85,83 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   if (past) check_batch(call.state.tensors[0], ids.size(0));
   const auto& before = call.state.tensors;
   const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
-  std::vector<State> kept(layers->size());
+  std::vector<State> cache(layers->size());
   if (call.cu_seqlens.defined()) {
     const ChunkTable table(ids, C, call.cu_seqlens, /*room=*/1);
-    const auto chunks = table.spread(ids);
+    const auto chunks = table.scatter(ids);
     const auto first = (table.index == 0).unsqueeze(-1);
     const auto x = rows_of(headers(chunks, first_header(C), table.index, first), chunks);
-    const auto y = decode(x.flatten(1, 2), {.chunk = C}, kept, table.cu_chunks);
+    const auto y = decode(x.flatten(1, 2), {.chunk = C}, cache, table.cu_chunks);
     return {table.gather(y.view_as(x), /*shift=*/1), {}};
   }
-  const auto reached = past ? Reached{before[2], before[3]} : Reached();
+  const auto seq_lengths = past ? SequenceLengths{before[2], before[3]} : SequenceLengths();
   // Counts masked tokens too: the number of valid tokens is on the device.
-  const auto longest = T + (past ? reached.most() : 0);
-  TORCH_CHECK_VALUE(longest <= max_position_embeddings_, "input_ids has ", longest,
+  const auto max_tokens = T + (past ? seq_lengths.most() : 0);
+  TORCH_CHECK_VALUE(max_tokens <= max_position_embeddings_, "input_ids has ", max_tokens,
                     " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
   if (past && !call.attention_mask.defined() && T == 1) {
     return step(ids,
                 call.steps(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   // The incomplete chunk is read again from its start.
-  const bool keeps = past || call.use_cache;
-  const Continuation table(ids, C, call.attention_mask, reached, keeps);
-  const auto chunks = table.spread(ids, past ? before[0] : Tensor());
-  const auto index = table.begun.unsqueeze(-1) + at::arange(table.chunks, ids.options());
-  const auto heads = headers(chunks, past ? before[1].unsqueeze(1) : first_header(C), index,
-                             (index == index.slice(1, 0, 1)).unsqueeze(-1));
+  const bool needs_cache = past || call.use_cache;
+  const Continuation table(ids, C, call.attention_mask, seq_lengths, needs_cache);
+  const auto chunks = table.scatter(ids, past ? before[0] : Tensor());
+  const auto index = table.first_chunk.unsqueeze(-1) + at::arange(table.chunks, ids.options());
+  const auto chunk_headers = headers(chunks, past ? before[1].unsqueeze(1) : first_header(C), index,
+                                     (index == index.slice(1, 0, 1)).unsqueeze(-1));
   ChunkRows rows{.chunk = C};
-  if (keeps) {
-    rows.first = table.begun * C;
-    rows.end = table.reached.tokens + 1;
-    rows.headers = table.chunks + (past ? reached.most() / C : 0);
+  if (needs_cache) {
+    rows.first = table.first_chunk * C;
+    rows.end = table.seq_lengths.tokens + 1;
+    rows.headers = table.chunks + (past ? seq_lengths.most() / C : 0);
   }
-  if (past) kept = call.state.parts;
-  const auto x = rows_of(heads, chunks);
-  const auto y = table.gather(decode(x.flatten(1, 2), rows, kept).view_as(x), /*shift=*/1);
+  if (past) cache = call.state.parts;
+  const auto x = rows_of(chunk_headers, chunks);
+  const auto y = table.gather(decode(x.flatten(1, 2), rows, cache).view_as(x), /*shift=*/1);
   if (!call.use_cache) return {y, {}};
-  return {y, {{table.last(chunks), table.last(heads), table.reached.tokens, table.reached.known}, kept}};
+  return {y,
+          {{table.last(chunks), table.last(chunk_headers), table.seq_lengths.tokens,
+            table.seq_lengths.host_tokens},
+           cache}};
 }
 
 // One token [N, 1] of each sequence. The row that is read is the token, or, if the token completes a chunk,
 // the header of the next chunk. Writes the state's tensors in place.
 Output CatModelImpl::step(const Tensor& ids, const State& state) {
-  auto chunk = state.tensors[0], kept_header = state.tensors[1];
-  const Reached before{state.tensors[2], state.tensors[3]};
+  auto chunk = state.tensors[0], cached_header = state.tensors[1];
+  const SequenceLengths before{state.tensors[2], state.tensors[3]};
   const auto C = chunk.size(1);
   const auto& n = before.tokens;
-  auto kept = state.parts;
+  auto cache = state.parts;
   const auto room = (before.most() + 1) / C + 1;
-  for (auto& part : kept) part = part.map([&](const Tensor& t) { return with_room(t, C, room); });
+  for (auto& part : cache) part = part.map([&](const Tensor& t) { return with_room(t, C, room); });
   chunk.index_put_({at::arange(ids.size(0), n.options()), n.remainder(C)}, ids.select(1, 0));
   n.add_(1);
-  const Reached after{n, before.known + 1};
+  const SequenceLengths after{n, before.host_tokens + 1};
   auto x = embed_tokens(ids);
   if (const auto compressions = after.find_compressions(C)) {
-    const auto& these = compressions->sequences;
-    const auto place = (at::floor_divide(n.index_select(0, these), C) - 1).unsqueeze(-1);
-    const auto next = compressor(chunk.index_select(0, these).unsqueeze(1), place);
-    kept_header.index_put_({these}, compressions->select(next.select(1, 0), kept_header.index({these})));
-    x = x.index_put({these}, compressions->select(next, x.index({these})));
+    const auto& sequences = compressions->sequences;
+    const auto place = (at::floor_divide(n.index_select(0, sequences), C) - 1).unsqueeze(-1);
+    const auto next = compressor(chunk.index_select(0, sequences).unsqueeze(1), place);
+    cached_header.index_put_({sequences},
+                             compressions->select(next.select(1, 0), cached_header.index({sequences})));
+    x = x.index_put({sequences}, compressions->select(next, x.index({sequences})));
   }
   const auto rows = dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(0).mixer)
-                        .prepare_row(C, n, kept[0].tensors[0]);
-  const auto y = decode(x, rows, kept);
-  return {y, {{chunk, kept_header, n, after.known}, kept}};
+                        .prepare_row(C, n, cache[0].tensors[0]);
+  const auto y = decode(x, rows, cache);
+  return {y, {{chunk, cached_header, n, after.host_tokens}, cache}};
 }
 
 bool CatModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   check_state(state, 4, layers->size());
   const auto C = state.tensors[0].size(1);
-  const Reached after{state.tensors[2], state.tensors[3] + 1};
+  const SequenceLengths after{state.tensors[2], state.tensors[3] + 1};
   if (after.most() > max_position_embeddings_ || state.parts[0].tensors[0].size(1) < C + after.most() / C)
     return false;
-  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.level())});
-  state.tensors[3] = after.known;
+  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.is_uniform())});
+  state.tensors[3] = after.host_tokens;
   return true;
 }
 
@@ -182,20 +186,20 @@ Tensor CatModelImpl::rows_of(const Tensor& headers, const Tensor& chunks) {
 
 // Applies the blocks and the norm to x [B, rows, hidden_size]; updates `kept`, the key-value cache of each
 // layer.
-Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>& kept,
+Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>& cache,
                             const Tensor& cu_chunks) {
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
     auto& attention = dynamic_cast<ChunkAttentionImpl&>(*block.mixer);
     x = block.around(x, [&](const Tensor& y, const RowInput& input, const Tensor& residual) {
-      return attention.attend(y, rows, kept[i], cu_chunks, input, residual);
+      return attention.attend(y, rows, cache[i], cu_chunks, input, residual);
     });
   }
   return norm(x);
 }
 
 void check_cat_model(const Config& c) {
-  const auto& chunk = describe("cat_attention").option("chunk");
+  const auto& chunk = get_operator("cat_attention").option("chunk");
   TORCH_CHECK_VALUE(c.chunk >= int64_t(chunk.least) && c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk,
                     "; expected ", int64_t(chunk.least), " to ", int64_t(chunk.most), " for cat");
   if (c.chunks) {
@@ -206,7 +210,7 @@ void check_cat_model(const Config& c) {
                       "]; expected ascending multiples of the first, from ", int64_t(chunk.least),
                       " on, with chunk, ", c.chunk, ", among them");
   }
-  expect_pairs(c);
+  check_even_head_dim(c);
   TORCH_CHECK_VALUE(*c.compressor_hidden_size % *c.head_dim == 0, "compressor_hidden_size is ",
                     *c.compressor_hidden_size, "; expected a multiple of head_dim ", *c.head_dim);
   // The compressor's intermediate_size is scaled by its width.

@@ -17,7 +17,7 @@ struct ChunkTable {
   // For x [1, T, ...].
   ChunkTable(const Tensor& x, int64_t chunk, const Tensor& cu_seqlens, int64_t room = 0);
   // x [1, T, ...] -> [1, chunks, chunk, ...]; rows without a token are zero.
-  Tensor spread(const Tensor& x) const;
+  Tensor scatter(const Tensor& x) const;
   // y [1, chunks, chunk, ...] -> [1, T, ...]: for each token the row at offset `shift` from its row.
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
 };
@@ -33,12 +33,14 @@ struct Compressions {
 
 // Number of tokens of each of N sequences, int64 [N]: `tokens` on the device, for computations; `known` on
 // the CPU, for the host's choice of kernels and sizes.
-struct Reached {
-  Tensor tokens, known;
+struct SequenceLengths {
+  Tensor tokens, host_tokens;
 
-  int64_t most() const { return known.numel() > 0 ? known.max().item<int64_t>() : 0; }
+  int64_t most() const { return host_tokens.numel() > 0 ? host_tokens.max().item<int64_t>() : 0; }
   // Whether all sequences have the same length.
-  bool level() const { return known.numel() > 0 && (known == known[0]).all().item<bool>(); }
+  bool is_uniform() const {
+    return host_tokens.numel() > 0 && (host_tokens == host_tokens[0]).all().item<bool>();
+  }
   // Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of complete
   // chunks, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra rows are
   // computed and discarded.
@@ -54,28 +56,29 @@ struct Reached {
 class Continuation {
  public:
   // past: lengths before the call; past.tokens is undefined at the start of the sequences.
-  Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past, bool keep);
+  Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const SequenceLengths& past,
+               bool use_cache);
 
   // x [N, T, ...], placed after the tokens `before` [N, chunk, ...] of the incomplete chunk ->
   // [N, chunks, chunk, ...]. Rows after the last token are unspecified.
-  Tensor spread(const Tensor& x, const Tensor& before) const;
+  Tensor scatter(const Tensor& x, const Tensor& before) const;
   // y [N, chunks, chunk, ...] -> [N, T, ...]: for each token the row at offset `shift` from its row; a masked
   // token gets the row of the sequence's last valid token.
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
   // table [N, chunks, ...] -> [N, ...]: the entry of the chunk that the next token belongs to.
   Tensor last(const Tensor& table) const;
 
-  Tensor begun;     // [N]: index of the table's first chunk in the sequence
-  int64_t chunks;   // chunks of the table; the next token's chunk is one of them
-  Reached reached;  // lengths after the call, with `keep`
+  Tensor first_chunk;           // [N]: index of the table's first chunk in the sequence
+  int64_t chunks;               // chunks of the table; the next token's chunk is one of them
+  SequenceLengths seq_lengths;  // lengths after the call, with `keep`
 
  private:
   int64_t chunk_, T_;
-  Tensor order_, row_, phase_, passed_;
+  Tensor order_, row_, position_, current_chunk_;
 };
 
 // index [N, T] -> [N, T, 1, ...], with as many dimensions as x, for take_along_dim.
-inline Tensor along(const Tensor& index, const Tensor& x) {
+inline Tensor broadcast_index(const Tensor& index, const Tensor& x) {
   auto sizes = index.sizes().vec();
   sizes.resize(x.dim(), 1);
   return index.view(sizes);

@@ -1,7 +1,7 @@
 // CAT as a layer: ChunkAttention and CompressAttend.
-#include "chunk_rows.h"
 #include "chunks.h"
 #include "fused.h"
+#include "header_cache.h"
 #include "mixers.h"
 
 namespace girih::nn {
@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kRoom = 16;
 
 // The cache after the rows of a call: the headers of all chunks, and the rows of the current chunk.
-State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State& past) {
+State update_cache(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State& past) {
   const auto C = rows.chunk, N = k.size(0), T = k.size(1);
   const auto sequence = at::arange(N, rows.first.options()).unsqueeze(-1);
   const auto chunk =
@@ -27,7 +27,7 @@ State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State&
                                                  fresh.size(2), fresh.size(3)})
                               : with_room(past.tensors[i], C, rows.headers).clone();
     slots.index_put_({sequence, chunk + (C - 1)}, fresh.slice(1, 0, T, C));
-    slots.slice(1, 0, C - 1).copy_(fresh.take_along_dim(along(own, fresh), 1));
+    slots.slice(1, 0, C - 1).copy_(fresh.take_along_dim(broadcast_index(own, fresh), 1));
     after.tensors.push_back(slots);
   }
   return after;
@@ -35,10 +35,10 @@ State keep(const Tensor& k, const Tensor& v, const ChunkRows& rows, const State&
 
 }  // namespace
 
-Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers) {
-  const auto more = chunk - 1 + headers - kept.size(1);
-  if (more <= 0) return kept;
-  return at::constant_pad_nd(kept, {0, 0, 0, 0, 0, (more + kRoom - 1) / kRoom * kRoom});
+Tensor with_room(const Tensor& cache, int64_t chunk, int64_t headers) {
+  const auto more = chunk - 1 + headers - cache.size(1);
+  if (more <= 0) return cache;
+  return at::constant_pad_nd(cache, {0, 0, 0, 0, 0, (more + kRoom - 1) / kRoom * kRoom});
 }
 
 ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions settings)
@@ -58,25 +58,25 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
   return {attend(x, {.chunk = options.chunk}, none, cu_chunks), {}};
 }
 
-Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, State& kept,
+Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, State& cache,
                                   const Tensor& cu_chunks, const RowInput& input, const Tensor& residual) {
-  const auto qkv = nn::products(x, {product_of(qkv_proj)}, input)[0].unflatten(-1, {-1, head_dim_});
+  const auto qkv = nn::products(x, {make_product(qkv_proj)}, input)[0].unflatten(-1, {-1, head_dim_});
   auto rows = call_rows;
   // The dtypes differ when only some calls run under autocast.
-  for (auto& part : kept.tensors) part = part.to(qkv.scalar_type());
+  for (auto& part : cache.tensors) part = part.to(qkv.scalar_type());
   if (rows.slot.defined() && rows.see.scalar_type() != qkv.scalar_type())
-    rows = prepare_row(rows.chunk, rows.first, kept.tensors[0]);
+    rows = prepare_row(rows.chunk, rows.first, cache.tensors[0]);
   Tensor o;
   if (rows.slot.defined()) {
-    o = step(qkv, rows, kept);
+    o = step(qkv, rows, cache);
   } else {
-    const bool starts = kept.empty();
+    const bool is_start = cache.empty();
     const auto p = rotate_qk(qkv, rows, cu_chunks);
-    if (rows.first.defined()) kept = keep(p[1], p[2], rows, kept);
-    o = starts ? ops::cat_attention(p[0], p[1], p[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
-               : extend(p, rows, kept);
+    if (rows.first.defined()) cache = update_cache(p[1], p[2], rows, cache);
+    o = is_start ? ops::cat_attention(p[0], p[1], p[2], {.chunk = rows.chunk, .cu_chunks = cu_chunks})
+                 : extend(p, rows, cache);
   }
-  return nn::products(o.flatten(-2), {product_of(o_proj)}, {}, residual)[0];
+  return nn::products(o.flatten(-2), {make_product(o_proj)}, {}, residual)[0];
 }
 
 std::vector<Tensor> ChunkAttentionImpl::project(const Tensor& x, const ChunkRows& rows) {
@@ -93,7 +93,7 @@ std::vector<Tensor> ChunkAttentionImpl::rotate_qk(const Tensor& qkv, const Chunk
     const auto k = at::floor_divide(row, rows.chunk);
     first = cu_chunks.index_select(0, at::searchsorted(cu_chunks.slice(0, 1, -1), k, false, /*right=*/true));
   }
-  const auto [q, k, v] = turned(qkv, heads_, position(row, rows.chunk, first), options.rope_theta);
+  const auto [q, k, v] = split_and_rotate(qkv, heads_, position(row, rows.chunk, first), options.rope_theta);
   return {q, k, v};
 }
 
@@ -121,10 +121,10 @@ ChunkRows ChunkAttentionImpl::prepare_row(int64_t chunk, const Tensor& place, co
 
 // Attention of one row to K + chunk slots. Its key and value are written first, because the row attends to
 // itself.
-Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const {
+Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const State& cache) const {
   const auto [q, k, v] = rotate_row(qkv, heads_, rows.turn);
   const auto sequence = at::arange(qkv.size(0), rows.slot.options());
-  auto past_k = kept.tensors[0], past_v = kept.tensors[1];
+  auto past_k = cache.tensors[0], past_v = cache.tensors[1];
   past_k.index_put_({sequence, rows.slot}, k.select(1, 0));
   past_v.index_put_({sequence, rows.slot}, v.select(1, 0));
   return attend_row(q, past_k, past_v, rows.see);
@@ -133,24 +133,24 @@ Tensor ChunkAttentionImpl::step(const Tensor& qkv, const ChunkRows& rows, const 
 // Attention of rows that continue cached sequences. A row attends to the rows of its chunk up to itself and
 // to the K headers of earlier chunks in the cache: T (K + chunk) scores.
 Tensor ChunkAttentionImpl::extend(const std::vector<Tensor>& qkv, const ChunkRows& rows,
-                                  const State& kept) const {
+                                  const State& cache) const {
   const auto C = rows.chunk, T = qkv[0].size(1), K = (T + C - 1) / C, H = heads_[1], G = heads_[0] / H;
-  const auto cut = [&](const Tensor& x) {
+  const auto split_chunks = [&](const Tensor& x) {
     return at::constant_pad_nd(x, {0, 0, 0, 0, 0, K * C - T}).unflatten(1, {K, C});
   };
-  const auto q = cut(qkv[0]).unflatten(3, {H, G}) * (1 / std::sqrt(double(head_dim_))), k = cut(qkv[1]),
-             v = cut(qkv[2]), header_k = kept.tensors[0].slice(1, C - 1),
-             header_v = kept.tensors[1].slice(1, C - 1);
-  const double never = -std::numeric_limits<double>::infinity();
+  const auto q = split_chunks(qkv[0]).unflatten(3, {H, G}) * (1 / std::sqrt(double(head_dim_))),
+             k = split_chunks(qkv[1]), v = split_chunks(qkv[2]), header_k = cache.tensors[0].slice(1, C - 1),
+             header_v = cache.tensors[1].slice(1, C - 1);
+  const double minus_infinity = -std::numeric_limits<double>::infinity();
   const auto row = at::arange(C, rows.first.options());
   const auto at = at::floor_divide(rows.first, C).unsqueeze(-1) + at::arange(K, row.options());
   const auto header = at::arange(header_k.size(1), row.options());
   // The header of a row's own chunk is one of the chunk's rows.
-  const auto unseen = (header >= at.unsqueeze(-1)).unsqueeze(1).unsqueeze(1).unsqueeze(4);
-  const auto own = at_least_fp32(at::einsum("nkchgd,nkehd->nhgkce", {q, k}))
-                       .masked_fill(row > row.unsqueeze(-1), never),
-             past =
-                 at_least_fp32(at::einsum("nkchgd,nshd->nhgkcs", {q, header_k})).masked_fill(unseen, never);
+  const auto is_masked = (header >= at.unsqueeze(-1)).unsqueeze(1).unsqueeze(1).unsqueeze(4);
+  const auto own = promote_to_fp32(at::einsum("nkchgd,nkehd->nhgkce", {q, k}))
+                       .masked_fill(row > row.unsqueeze(-1), minus_infinity),
+             past = promote_to_fp32(at::einsum("nkchgd,nshd->nhgkcs", {q, header_k}))
+                        .masked_fill(is_masked, minus_infinity);
   const auto p = at::cat({own, past}, -1).softmax(-1).to(v.scalar_type());
   const auto o = at::einsum("nhgkce,nkehd->nkchgd", {p.slice(-1, 0, C), v}) +
                  at::einsum("nhgkcs,nshd->nkchgd", {p.slice(-1, C), header_v});
@@ -178,11 +178,11 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const auto C = options.chunk;
-  State kept;
+  State cache;
   if (call.cu_seqlens.defined()) {
     const ChunkTable table(x, C, call.cu_seqlens);
-    const auto tokens = table.spread(x);
-    return {table.gather(attend(headers(tokens, header, table.index == 0), tokens, {.chunk = C + 1}, kept,
+    const auto tokens = table.scatter(x);
+    return {table.gather(attend(headers(tokens, header, table.index == 0), tokens, {.chunk = C + 1}, cache,
                                 table.cu_chunks)),
             {}};
   }
@@ -193,29 +193,29 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
     return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   const auto& before = call.state.tensors;
-  const auto reached = past ? Reached{before[4], before[5]} : Reached();
-  const bool keeps = past || call.use_cache;
-  const Continuation table(x, C, call.attention_mask, reached, keeps);
-  const auto tokens = table.spread(x, past ? before[0] : Tensor());
+  const auto seq_lengths = past ? SequenceLengths{before[4], before[5]} : SequenceLengths();
+  const bool needs_cache = past || call.use_cache;
+  const Continuation table(x, C, call.attention_mask, seq_lengths, needs_cache);
+  const auto tokens = table.scatter(x, past ? before[0] : Tensor());
   const auto heads = headers(tokens, past ? before[1].unsqueeze(1) : header,
-                             at::arange(table.chunks, table.begun.options()) == 0);
+                             at::arange(table.chunks, table.first_chunk.options()) == 0);
   ChunkRows rows{.chunk = C + 1};
-  if (keeps) {
-    const auto& n = table.reached.tokens;
-    rows.first = table.begun * (C + 1);
+  if (needs_cache) {
+    const auto& n = table.seq_lengths.tokens;
+    rows.first = table.first_chunk * (C + 1);
     rows.end = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
     // All rows of the table have slots, including rows after a sequence's last token.
-    rows.headers = table.chunks + (past ? reached.most() / C : 0);
-    if (past) kept = {{before[2], before[3]}};
+    rows.headers = table.chunks + (past ? seq_lengths.most() / C : 0);
+    if (past) cache = {{before[2], before[3]}};
   }
-  auto y = table.gather(attend(heads, tokens, rows, kept, {}));
+  auto y = table.gather(attend(heads, tokens, rows, cache, {}));
   // A masked token without a valid token before it has no defined row.
   if (call.attention_mask.defined())
     y = y.masked_fill(call.attention_mask.to(at::kBool).logical_not().unsqueeze(-1), 0);
   if (!call.use_cache) return {y, {}};
   return {y,
-          {{table.last(tokens), table.last(heads), kept.tensors[0], kept.tensors[1], table.reached.tokens,
-            table.reached.known}}};
+          {{table.last(tokens), table.last(heads), cache.tensors[0], cache.tensors[1],
+            table.seq_lengths.tokens, table.seq_lengths.host_tokens}}};
 }
 
 // tokens [B, K, C, hidden_size] -> header of each chunk, [B, K, hidden_size]: `first` where `where` [K] is
@@ -228,61 +228,62 @@ Tensor CompressAttendImpl::headers(const Tensor& tokens, const Tensor& first, co
 // headers [B, K, hidden_size] and tokens [B, K, C, hidden_size] -> outputs of the tokens,
 // [B, K, C, hidden_size].
 Tensor CompressAttendImpl::attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows,
-                                  State& kept, const Tensor& cu_chunks) {
+                                  State& cache, const Tensor& cu_chunks) {
   const auto all = at::cat({headers.unsqueeze(2), tokens}, 2);
-  return attention->attend(all.flatten(1, 2), rows, kept, cu_chunks).view_as(all).slice(2, 1);
+  return attention->attend(all.flatten(1, 2), rows, cache, cu_chunks).view_as(all).slice(2, 1);
 }
 
 // One token x [N, 1, hidden_size] of each sequence; writes the state's tensors in place.
 Output CompressAttendImpl::step(const Tensor& x, const State& state) {
   const auto C = options.chunk;
   auto inputs = state.tensors[0], header = state.tensors[1];
-  const Reached before{state.tensors[4], state.tensors[5]};
+  const SequenceLengths before{state.tensors[4], state.tensors[5]};
   const auto& n = before.tokens;
   const auto room = (before.most() + 1) / C + 1;
-  State kept{{with_room(state.tensors[2], C + 1, room), with_room(state.tensors[3], C + 1, room)}};
+  State cache{{with_room(state.tensors[2], C + 1, room), with_room(state.tensors[3], C + 1, room)}};
   const auto sequence = at::arange(x.size(0), n.options());
   inputs.index_put_({sequence, n.remainder(C)}, x.select(1, 0).to(inputs.scalar_type()));
   const auto place = at::floor_divide(n, C) * (C + 1) + n.remainder(C) + 1;
   n.add_(1);
-  const Reached after{n, before.known + 1};
+  const SequenceLengths after{n, before.host_tokens + 1};
   if (const auto compressions = after.find_compressions(C)) {
     // The header of the next chunk. The current token does not attend to it.
-    const auto& these = compressions->sequences;
-    const auto next = compress(inputs.index_select(0, these).flatten(1));
-    const auto k = at::floor_divide(n.index_select(0, these), C);
-    header.index_put_({these}, compressions->select(next, header.index({these})));
+    const auto& sequences = compressions->sequences;
+    const auto next = compress(inputs.index_select(0, sequences).flatten(1));
+    const auto k = at::floor_divide(n.index_select(0, sequences), C);
+    header.index_put_({sequences}, compressions->select(next, header.index({sequences})));
     const auto qkv = attention->project(next.unsqueeze(1), {.chunk = C + 1, .first = k * (C + 1)});
     for (size_t i = 0; i < 2; ++i) {
-      auto& slots = kept.tensors[i];
-      slots.index_put_({these, k + C},
-                       compressions->select(qkv[i + 1].select(1, 0), slots.index({these, k + C})));
+      auto& slots = cache.tensors[i];
+      slots.index_put_({sequences, k + C},
+                       compressions->select(qkv[i + 1].select(1, 0), slots.index({sequences, k + C})));
     }
   }
-  const auto y = attention->attend(x, attention->prepare_row(C + 1, place, kept.tensors[0]), kept);
-  return {y, {{inputs, header, kept.tensors[0], kept.tensors[1], n, after.known}}};
+  const auto y = attention->attend(x, attention->prepare_row(C + 1, place, cache.tensors[0]), cache);
+  return {y, {{inputs, header, cache.tensors[0], cache.tensors[1], n, after.host_tokens}}};
 }
 
 bool CompressAttendImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   check_state(state, 6, 0);
   const auto C = options.chunk;
-  const Reached after{state.tensors[4], state.tensors[5] + 1};
+  const SequenceLengths after{state.tensors[4], state.tensors[5] + 1};
   if (state.tensors[2].size(1) <= C + after.most() / C) return false;
-  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.level())});
-  state.tensors[5] = after.known;
+  kind.insert(kind.end(), {after.count_compressions(C), int64_t(after.is_uniform())});
+  state.tensors[5] = after.host_tokens;
   return true;
 }
 
 namespace {
 
-const Registered cat({
+const MixerRegistration cat({
     "cat",
     [](const Config& c) -> AnyLayer {
       return std::make_shared<CompressAttendImpl>(c.hidden_size, c.num_heads,
-                                                  options_of<ChunkAttentionOptions>(c));
+                                                  options_from_config<ChunkAttentionOptions>(c));
     },
-    {"num_kv_heads", "head_dim", chunk_of("cat_attention", /*header=*/1), "rope_theta", "running_positions"},
-    expect_pairs,
+    {"num_kv_heads", "head_dim", chunk_field("cat_attention", /*header=*/1), "rope_theta",
+     "running_positions"},
+    check_even_head_dim,
 });
 
 }  // namespace

@@ -19,20 +19,20 @@ namespace {
 using nlohmann::json;
 
 // A value for an error message: escaped, at most 60 characters; lists and objects by their kind.
-std::string shown(const json& value) {
+std::string format_value(const json& value) {
   if (value.is_structured()) return value.is_array() ? "a list" : "an object";
   const auto text = value.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
   return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
 // A string value for an error message, in single quotes.
-std::string quoted_word(const std::string& word) {
-  const auto text = shown(word);
+std::string quote_word(const std::string& word) {
+  const auto text = format_value(word);
   return "'" + text.substr(1, text.size() - (text.ends_with('"') ? 2 : 1)) + "'";
 }
 
 [[noreturn]] void refuse_type(const char* name, const json& value, const char* type) {
-  TORCH_CHECK_VALUE(false, name, " is ", shown(value), "; expected ", type);
+  TORCH_CHECK_VALUE(false, name, " is ", format_value(value), "; expected ", type);
 }
 
 void read_value(const char* name, const json& value, int64_t& field) {
@@ -68,44 +68,44 @@ void read_value(const char* name, const json& value, std::optional<T>& field) {
 }
 
 template <class T>
-json written(const T& field) {
+json to_json_value(const T& field) {
   return field;
 }
-json written(const TokenIds& field) {
+json to_json_value(const TokenIds& field) {
   return std::visit([](const auto& ids) { return json(ids); }, field);
 }
 template <class T>
-json written(const std::optional<T>& field) {
-  return field ? written(*field) : json();
+json to_json_value(const std::optional<T>& field) {
+  return field ? to_json_value(*field) : json();
 }
 
 }  // namespace
 
-void check_value(const char* name, int64_t value, const Allowed& allowed) {
+void check_value(const char* name, int64_t value, const AllowedValues& allowed) {
   TORCH_CHECK_VALUE(double(value) >= allowed.least && double(value) <= allowed.most, name, " is ", value,
                     "; expected ", int64_t(allowed.least), " to ", int64_t(allowed.most));
 }
-void check_value(const char* name, const std::string& value, const Allowed& allowed) {
+void check_value(const char* name, const std::string& value, const AllowedValues& allowed) {
   TORCH_CHECK_VALUE(allowed.words.empty() || std::ranges::count(allowed.words, value) > 0, name, " is ",
-                    quoted_word(value), "; expected one of ", c10::Join(", ", allowed.words));
+                    quote_word(value), "; expected one of ", c10::Join(", ", allowed.words));
 }
 
 namespace {
 
-void check_value(const char* name, double value, const Allowed& allowed) {
+void check_value(const char* name, double value, const AllowedValues& allowed) {
   TORCH_CHECK_VALUE(value >= allowed.least && value <= allowed.most, name, " is ", value, "; expected ",
                     allowed.least, " to ", allowed.most);
 }
-void check_value(const char*, bool, const Allowed&) {}
-void check_value(const char* name, const std::vector<int64_t>& value, const Allowed& allowed) {
+void check_value(const char*, bool, const AllowedValues&) {}
+void check_value(const char* name, const std::vector<int64_t>& value, const AllowedValues& allowed) {
   for (const auto item : value) check_value(name, item, allowed);
 }
-void check_value(const char* name, const TokenIds& value, const Allowed& allowed) {
+void check_value(const char* name, const TokenIds& value, const AllowedValues& allowed) {
   if (const auto* id = std::get_if<int64_t>(&value)) return check_value(name, *id, allowed);
   for (const auto id : std::get<std::vector<int64_t>>(value)) check_value(name, id, allowed);
 }
 template <class T>
-void check_value(const char* name, const std::optional<T>& value, const Allowed& allowed) {
+void check_value(const char* name, const std::optional<T>& value, const AllowedValues& allowed) {
   if (value) check_value(name, *value, allowed);
 }
 
@@ -113,7 +113,7 @@ void check_value(const char* name, const std::optional<T>& value, const Allowed&
 void check_mixer(const Config& c, const Mixer& mixer) {
   for (const auto& field : mixer.fields) {
     if (!field.least) continue;
-    for_each_field(c, [&](const char* name, const auto& value, const Allowed&) {
+    for_each_field(c, [&](const char* name, const auto& value, const AllowedValues&) {
       if constexpr (std::is_same_v<std::decay_t<decltype(value)>, int64_t>) {
         TORCH_CHECK_VALUE(field.name != name || (value >= *field.least && value <= *field.most), name, " is ",
                           value, "; expected ", *field.least, " to ", *field.most, " for ", mixer.name);
@@ -123,9 +123,9 @@ void check_mixer(const Config& c, const Mixer& mixer) {
   mixer.check(c);
 }
 
-void check_names(const Config& c) {
+void check_mixer_names(const Config& c) {
   for (const auto& name : c.mixers()) {
-    TORCH_CHECK_VALUE(mixers().contains(name), "mixer is ", quoted_word(name), "; expected one of ",
+    TORCH_CHECK_VALUE(mixers().contains(name), "mixer is ", quote_word(name), "; expected one of ",
                       c10::Join(", ", mixer_names()));
   }
 }
@@ -146,7 +146,7 @@ void check_mixers(const Config& c) {
 }
 
 // Indices of the layers whose mixer is attention; attention inside mag or CAT does not count.
-std::vector<int64_t> attention_layers(const Config& c) {
+std::vector<int64_t> find_attention_layers(const Config& c) {
   std::vector<int64_t> found;
   const auto names = c.mixers();
   for (size_t i = 0; i < names.size(); ++i)
@@ -155,13 +155,14 @@ std::vector<int64_t> attention_layers(const Config& c) {
 }
 
 void check_injections(const Config& c) {
-  const auto attention = attention_layers(c);
+  const auto attention = find_attention_layers(c);
   std::set<int64_t> injected;
   for (const auto& injection : c.injections) {
-    for_each_injected(injection, [](const char* name, const auto& field, const Allowed& allowed) {
-      check_value((std::string("girih.") + name).c_str(), field, allowed);
-    });
-    check_path(injection.path);
+    for_each_injection_field(injection,
+                             [](const char* name, const auto& field, const AllowedValues& allowed) {
+                               check_value((std::string("girih.") + name).c_str(), field, allowed);
+                             });
+    check_path_options(injection.path);
     check_mixture(injection.mix);
     TORCH_CHECK_VALUE(!attention.empty(), "girih: the model has no attention to inject into; expected mixer ",
                       "'attention', or a list with it");
@@ -189,10 +190,11 @@ bool is_option(const std::string& field) {
   return all.contains(field);
 }
 
-std::map<std::string, json> written_fields(const Config& c) {
+std::map<std::string, json> fields_to_json(const Config& c) {
   std::map<std::string, json> fields;
-  for_each_field(c,
-                 [&](const char* name, const auto& field, const Allowed&) { fields[name] = written(field); });
+  for_each_field(c, [&](const char* name, const auto& field, const AllowedValues&) {
+    fields[name] = to_json_value(field);
+  });
   return fields;
 }
 
@@ -214,7 +216,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 const std::set<std::string>& field_names() {
   static const std::set<std::string> all = [] {
     std::set<std::string> found = {"mixer"};
-    for (const auto& [name, value] : written_fields(Config{})) found.insert(name);
+    for (const auto& [name, value] : fields_to_json(Config{})) found.insert(name);
     return found;
   }();
   return all;
@@ -256,38 +258,39 @@ void read_mixer(const json& value, Config& config) {
 
 // Reads an entry of the list `girih`. Throws for a field that this version does not have.
 Injection read_injection(const json& entry) {
-  TORCH_CHECK_VALUE(entry.is_object() && entry.contains("how"), "girih holds ", shown(entry),
+  TORCH_CHECK_VALUE(entry.is_object() && entry.contains("how"), "girih holds ", format_value(entry),
                     "; expected what girih.inject saved");
-  TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", shown(entry["how"]),
+  TORCH_CHECK_VALUE(entry["how"] == "inject", "girih.how is ", format_value(entry["how"]),
                     "; expected inject: only Python reads replaced attention");
   const auto mixer = entry.value("mixer", json("delta_product"));
-  TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", shown(mixer),
+  TORCH_CHECK_VALUE(mixer == "delta_product", "girih.mixer is ", format_value(mixer),
                     "; expected delta_product: only Python reads other paths");
   const auto window = entry.value("max_self_attn_length", json());
-  TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", shown(window),
+  TORCH_CHECK_VALUE(window.is_null(), "girih.max_self_attn_length is ", format_value(window),
                     "; expected null: girih's own attention keeps all keys");
-  std::set<std::string> known = {"how", "mixer", "max_self_attn_length"};
+  std::set<std::string> known_names = {"how", "mixer", "max_self_attn_length"};
   Injection injection;
-  for_each_injected(injection, [&](const char* name, auto& field, const Allowed&) {
-    known.insert(name);
+  for_each_injection_field(injection, [&](const char* name, auto& field, const AllowedValues&) {
+    known_names.insert(name);
     if (const auto value = entry.find(name); value != entry.end())
       read_value((std::string("girih.") + name).c_str(), *value, field);
   });
   for (const auto& [name, value] : entry.items())
-    TORCH_CHECK_VALUE(known.contains(name), "girih has ", quoted_word(name),
+    TORCH_CHECK_VALUE(known_names.contains(name), "girih has ", quote_word(name),
                       ", which this version of girih does not know");
   return injection;
 }
 
-json written(const Injection& injection) {
+json to_json_value(const Injection& injection) {
   json entry = {{"how", "inject"}, {"mixer", "delta_product"}, {"max_self_attn_length", nullptr}};
-  for_each_injected(
-      injection, [&](const char* name, const auto& field, const Allowed&) { entry[name] = written(field); });
+  for_each_injection_field(injection, [&](const char* name, const auto& field, const AllowedValues&) {
+    entry[name] = to_json_value(field);
+  });
   return entry;
 }
 
 void read_fields(const json& values, Config& config) {
-  for_each_field(config, [&](const char* name, auto& field, const Allowed&) {
+  for_each_field(config, [&](const char* name, auto& field, const AllowedValues&) {
     if (const auto value = values.find(name); value != values.end()) read_value(name, *value, field);
   });
   if (const auto mixer = values.find("mixer"); mixer != values.end()) read_mixer(*mixer, config);
@@ -303,7 +306,7 @@ json parse_options(const std::string& options) {
   std::istringstream in(options);
   for (std::string option; in >> option;) {
     const auto equals = option.find('=');
-    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "options: ", quoted_word(option),
+    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "options: ", quote_word(option),
                       " is not name=value");
     const auto name = option.substr(0, equals), text = option.substr(equals + 1);
     TORCH_CHECK_VALUE(is_field(name), name, " is not a field of a configuration; did you mean ",
@@ -317,16 +320,16 @@ json parse_options(const std::string& options) {
   return values;
 }
 
-// Config::completed without check_unread and the checks of mixers.
+// Config::completed without check_unread_options and the checks of mixers.
 Config complete(const Config& config) {
-  for_each_field(config, [](const char* name, const auto& field, const Allowed& allowed) {
+  for_each_field(config, [](const char* name, const auto& field, const AllowedValues& allowed) {
     check_value(name, field, allowed);
   });
   auto c = config;
   const auto layers = c.mixers();
   TORCH_CHECK_VALUE(int64_t(layers.size()) == c.num_hidden_layers, "mixer names ", layers.size(),
                     " layers; expected num_hidden_layers, ", c.num_hidden_layers);
-  check_names(c);
+  check_mixer_names(c);
   TORCH_CHECK_VALUE(!c.chunks || c.is_whole_cat(), "chunks is [", c10::Join(", ", *c.chunks),
                     "]; expected none: only the CAT model, mixer 'cat', has a choice of chunks");
   if (!c.num_kv_heads) c.num_kv_heads = c.num_heads;
@@ -348,7 +351,7 @@ Config complete(const Config& config) {
 }
 
 // Throws for an option that differs from its default and that no mixer reads: it would have no effect.
-void check_unread(const Config& c) {
+void check_unread_options(const Config& c) {
   const auto unread = c.unread_options();
   if (unread.empty()) return;
   auto used = c.mixers();
@@ -357,17 +360,17 @@ void check_unread(const Config& c) {
   const auto& name = unread[0];
   auto between = c;
   between.between_chunks = "tanh";
-  TORCH_CHECK_VALUE(false, name, " is ", shown(written_fields(c).at(name)), ", which mixer",
+  TORCH_CHECK_VALUE(false, name, " is ", format_value(fields_to_json(c).at(name)), ", which mixer",
                     used.size() > 1 ? "s " : " ", c10::Join(", ", used),
                     used.size() > 1 ? " do not read" : " does not read",
                     between.reads(name) ? " without between_chunks" : "", "; expected its default, ",
-                    shown(written_fields(Config{}).at(name)));
+                    format_value(fields_to_json(Config{}).at(name)));
 }
 
 }  // namespace
 
-void check_path(const LinearPathOptions& options) {
-  for_each_path_option(options, [](const char* name, const auto& option, const Allowed& allowed) {
+void check_path_options(const LinearPathOptions& options) {
+  for_each_path_option(options, [](const char* name, const auto& option, const AllowedValues& allowed) {
     check_value(name, option, allowed);
   });
   TORCH_CHECK_VALUE(options.between_chunks || options.chunk == LinearPathOptions{}.chunk, "chunk is ",
@@ -377,10 +380,10 @@ void check_path(const LinearPathOptions& options) {
 }
 
 std::vector<int64_t> injected_layers(const Config& config, const Injection& injection) {
-  return injection.layers.value_or(attention_layers(config));
+  return injection.layers.value_or(find_attention_layers(config));
 }
 
-Config completed_for_layer(const Config& config) {
+Config complete_for_layer(const Config& config) {
   const auto c = complete(config);
   check_mixers(c);
   return c;
@@ -393,7 +396,7 @@ std::vector<std::string> Config::mixers() const {
 Config Config::completed() const {
   const auto c = complete(*this);
   nn::mixers().at("mag").check(c);  // mag_base and mag_mixer must be mixers in every configuration
-  check_unread(c);
+  check_unread_options(c);
   check_mixers(c);
   check_injections(c);
   return c;
@@ -401,8 +404,8 @@ Config Config::completed() const {
 
 std::vector<std::string> Config::unread_options() const {
   std::vector<std::string> unread;
-  const auto defaults = written_fields(Config{});
-  for (const auto& [name, value] : written_fields(*this))
+  const auto defaults = fields_to_json(Config{});
+  for (const auto& [name, value] : fields_to_json(*this))
     if (is_option(name) && value != defaults.at(name) && !reads(name)) unread.push_back(name);
   return unread;
 }
@@ -432,24 +435,25 @@ Config Config::from_json(const std::string& text) {
 
 std::string Config::to_json() const {
   json values = {{"model_type", "girih"}, {"architectures", {"GirihForCausalLM"}}};
-  for_each_field(*this,
-                 [&](const char* name, const auto& field, const Allowed&) { values[name] = written(field); });
+  for_each_field(*this, [&](const char* name, const auto& field, const AllowedValues&) {
+    values[name] = to_json_value(field);
+  });
   values["mixer"] = hybrid.empty() ? json(mixer) : json(hybrid);
-  for (const auto& injection : injections) values["girih"].push_back(written(injection));
+  for (const auto& injection : injections) values["girih"].push_back(to_json_value(injection));
   return values.dump(2) + "\n";
 }
 
 namespace {
 
-// For Python: completes a configuration, JSON -> JSON. for_layer: by completed_for_layer.
+// For Python: completes a configuration, JSON -> JSON. for_layer: by complete_for_layer.
 std::string complete_configuration(const std::string& text, bool for_layer) {
   const auto config = Config::from_json(text);
-  return (for_layer ? completed_for_layer(config) : config.completed()).to_json();
+  return (for_layer ? complete_for_layer(config) : config.completed()).to_json();
 }
 
 // For Python: throws if the model's parameters exceed the memory of this machine.
 void check_memory(const std::string& text, int64_t element_size) {
-  expect_memory(Config::from_json(text).completed(), element_size);
+  check_memory_size(Config::from_json(text).completed(), element_size);
 }
 
 // For Python: options that differ from their defaults and that no mixer reads.

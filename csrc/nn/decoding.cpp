@@ -7,16 +7,18 @@ namespace {
 
 // Whether a captured step returned the state `expected`: the tensors that `expected` shares with `before` are
 // the same objects in `after`, and the others, which live on the host, have equal values.
-bool as_expected(const State& before, const State& expected, const State& after) {
+bool is_expected_state(const State& before, const State& expected, const State& after) {
   if (after.tensors.size() != before.tensors.size() || after.parts.size() != before.parts.size() ||
       after.tokens != expected.tokens || after.slots != before.slots)
     return false;
   for (size_t i = 0; i < before.tensors.size(); ++i) {
-    const auto &was = before.tensors[i], &is = after.tensors[i], &wanted = expected.tensors[i];
-    if (wanted.is_same(was) ? !is.is_same(was) : !is.equal(wanted)) return false;
+    const auto &old_tensor = before.tensors[i], &is = after.tensors[i],
+               &expected_tensor = expected.tensors[i];
+    if (expected_tensor.is_same(old_tensor) ? !is.is_same(old_tensor) : !is.equal(expected_tensor))
+      return false;
   }
   for (size_t i = 0; i < before.parts.size(); ++i) {
-    if (!as_expected(before.parts[i], expected.parts[i], after.parts[i])) return false;
+    if (!is_expected_state(before.parts[i], expected.parts[i], after.parts[i])) return false;
   }
   return true;
 }
@@ -24,7 +26,7 @@ bool as_expected(const State& before, const State& expected, const State& after)
 }  // namespace
 
 #ifndef GIRIH_WITH_CUDA  // otherwise defined in graph/cuda.cpp
-std::unique_ptr<Recorder> recorder_for(const Tensor&) { return nullptr; }
+std::unique_ptr<GraphRecorder> make_recorder(const Tensor&) { return nullptr; }
 #endif
 
 Tensor Decoder::operator()(const Tensor& ids, const Tensor& attention_mask) {
@@ -39,7 +41,7 @@ Tensor Decoder::operator()(const Tensor& ids, const Tensor& attention_mask) {
   if (!step.logits.defined()) return step.logits = run(ids, {});
   if (!step.replay) {
     if (!ids_.defined()) ids_ = ids.clone();
-    step.replay = recorded(after, step.logits);
+    step.replay = capture_step(after, step.logits);
     if (!step.replay) {
       recorder_.reset();
       steps_.clear();
@@ -59,18 +61,18 @@ Tensor Decoder::run(const Tensor& ids, const Tensor& attention_mask) {
 }
 
 // Captures a step from state_ to `after`; null if the capture fails.
-std::function<void()> Decoder::recorded(const State& after, const Tensor& logits) {
+std::function<void()> Decoder::capture_step(const State& after, const Tensor& logits) {
   try {
     return recorder_->record([this, before = state_, after, logits] {
-      auto [x, now] = model_.model->forward(ids_, {}, before, /*use_cache=*/true);
-      TORCH_CHECK(as_expected(before, after, now),
+      auto [x, captured_state] = model_.model->forward(ids_, {}, before, /*use_cache=*/true);
+      TORCH_CHECK(is_expected_state(before, after, captured_state),
                   "a captured step returned other tensors than those of the state");
       logits.copy_(model_.head(x.select(1, -1)));
     });
   } catch (const std::exception& error) {  // work that cannot be captured; the device ran nothing
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_WARN("a decoding step cannot be captured as a CUDA graph and runs eagerly: ",
-               known != nullptr ? known->what_without_backtrace() : error.what());
+               torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
     return {};
   }
 }

@@ -8,15 +8,15 @@
 namespace girih::nn {
 
 // Captures device work for replay.
-class Recorder {
+class GraphRecorder {
  public:
-  virtual ~Recorder() = default;
+  virtual ~GraphRecorder() = default;
   // Captures the device work of `work` without executing it. The returned function executes it.
   virtual std::function<void()> record(const std::function<void()>& work) = 0;
 };
 
 // A recorder of CUDA graphs on the device of ids; null if ids are on the CPU or capture is not possible.
-std::unique_ptr<Recorder> recorder_for(const Tensor& ids);
+std::unique_ptr<GraphRecorder> make_recorder(const Tensor& ids);
 
 // Continues a batch of texts with each call. A step has one token for every sequence. For each kind of step
 // that LayerImpl::stepped reports, the first step runs eagerly, the second is captured, later ones are
@@ -24,7 +24,7 @@ std::unique_ptr<Recorder> recorder_for(const Tensor& ids);
 class Decoder {
  public:
   // recorder: null: every step runs eagerly.
-  Decoder(LanguageModelImpl& model, std::unique_ptr<Recorder> recorder)
+  Decoder(LanguageModelImpl& model, std::unique_ptr<GraphRecorder> recorder)
       : model_(model), recorder_(std::move(recorder)) {}
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
@@ -39,10 +39,10 @@ class Decoder {
     Tensor logits;  // output of the replay
   };
   Tensor run(const Tensor& ids, const Tensor& attention_mask);
-  std::function<void()> recorded(const State& after, const Tensor& logits);
+  std::function<void()> capture_step(const State& after, const Tensor& logits);
 
   LanguageModelImpl& model_;
-  std::unique_ptr<Recorder> recorder_;
+  std::unique_ptr<GraphRecorder> recorder_;
   State state_;
   Tensor ids_;  // input of captured steps
   std::map<std::vector<int64_t>, Step> steps_;

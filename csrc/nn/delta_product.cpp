@@ -5,12 +5,13 @@
 
 namespace girih::nn {
 
-DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions given)
-    : options(completed("delta_product", hidden_size, num_heads, given)),
+DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions settings)
+    : options(completed("delta_product", hidden_size, num_heads, settings)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
-  TORCH_CHECK_VALUE(!options.between_chunks || given.chunk, "chunk is missing; between_chunks requires it");
-  TORCH_CHECK_VALUE(options.between_chunks || !given.chunk, "chunk is ", given.chunk.value_or(0),
+  TORCH_CHECK_VALUE(!options.between_chunks || settings.chunk,
+                    "chunk is missing; between_chunks requires it");
+  TORCH_CHECK_VALUE(options.between_chunks || !settings.chunk, "chunk is ", settings.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
   const auto kv_heads = *options.num_kv_heads, n = options.n;
@@ -27,25 +28,25 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
 }
 
 // [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n rows of a token are adjacent.
-Tensor DeltaProductImpl::per_step(const Tensor& x) const {
+Tensor DeltaProductImpl::split_steps(const Tensor& x) const {
   return x.unflatten(2, {options.n, -1}).flatten(1, 2);
 }
 
 std::vector<Product> DeltaProductImpl::products() const {
-  std::vector<Product> all = {product_of(qkv_proj),
-                              product_of(beta_proj, "sigmoid", options.allow_neg_eigval ? 2 : 1),
-                              product_of(g_proj)};
+  std::vector<Product> all = {make_product(qkv_proj),
+                              make_product(beta_proj, "sigmoid", options.allow_neg_eigval ? 2 : 1),
+                              make_product(g_proj)};
   if (decay) all.push_back(decay->product());
   return all;
 }
 
-Product DeltaProductImpl::output() const { return product_of(o_proj); }
+Product DeltaProductImpl::output() const { return make_product(o_proj); }
 
 Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto p = split_heads(qkv, heads_, key_dim_, value_dim_);
-  const auto k = per_step(p[1]), v = per_step(p[2]);
-  const auto beta = per_step(projected[1]), g = decay ? projected[3] : Tensor();
+  const auto k = split_steps(p[1]), v = split_steps(p[2]);
+  const auto beta = split_steps(projected[1]), g = decay ? projected[3] : Tensor();
   const ops::DeltaProductOptions rule{.n = options.n,
                                       .l2norm_qk = true,
                                       .chunk = options.chunk,
@@ -61,8 +62,8 @@ Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& 
 
 namespace {
 
-AnyLayer delta_rule(const Config& c, int64_t n, bool gated, double expand_v = 1) {
-  auto options = options_of(c, DeltaProductOptions{.expand_v = expand_v});
+AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v = 1) {
+  auto options = options_from_config(c, DeltaProductOptions{.expand_v = expand_v});
   options.n = n;
   options.gated = gated;
   if (!options.between_chunks) options.chunk = {};
@@ -72,7 +73,7 @@ AnyLayer delta_rule(const Config& c, int64_t n, bool gated, double expand_v = 1)
 template <int expand_v = 1>
 void check_delta_rule(const Config& c) {
   head_widths(c, 1, expand_v);
-  const auto& chunk = describe("delta_product").option("chunk");
+  const auto& chunk = get_operator("delta_product").option("chunk");
   TORCH_CHECK_VALUE(!c.between_chunks || c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk, "; expected ",
                     int64_t(chunk.least), " to ", int64_t(chunk.most), " for between_chunks");
 }
@@ -84,13 +85,15 @@ std::vector<MixerField> delta_fields(std::initializer_list<MixerField> own) {
   return all;
 }
 
-const Registered product({"delta_product", [](const Config& c) { return delta_rule(c, c.n, c.gated); },
-                          delta_fields({"n", "gated"}), check_delta_rule<>});
-const Registered net({"deltanet", [](const Config& c) { return delta_rule(c, 1, false); }, delta_fields({}),
-                      check_delta_rule<>});
+const MixerRegistration product({"delta_product",
+                                 [](const Config& c) { return make_delta_rule(c, c.n, c.gated); },
+                                 delta_fields({"n", "gated"}), check_delta_rule<>});
+const MixerRegistration net({"deltanet", [](const Config& c) { return make_delta_rule(c, 1, false); },
+                             delta_fields({}), check_delta_rule<>});
 // expand_v = 2 (Yang et al. 2025, appendix).
-const Registered gated_net({"gated_deltanet", [](const Config& c) { return delta_rule(c, 1, true, 2); },
-                            delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
+const MixerRegistration gated_net({"gated_deltanet",
+                                   [](const Config& c) { return make_delta_rule(c, 1, true, 2); },
+                                   delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
 
 }  // namespace
 

@@ -12,32 +12,32 @@
 namespace girih::nn {
 
 // The values that a field may have: numbers from least to most, or one of `words`.
-struct Allowed {
+struct AllowedValues {
   double least = 0, most = 0;
   std::vector<std::string> words = {};
 };
 
-inline Allowed between(double least, double most) { return {least, most}; }
-inline Allowed words_of(const char* op, const char* option) {
-  return {.words = describe(op).option(option).words};
+inline AllowedValues between(double least, double most) { return {least, most}; }
+inline AllowedValues allowed_words(const char* op, const char* option) {
+  return {.words = get_operator(op).option(option).words};
 }
 
 // Width of a short convolution; 0: no convolution.
-inline Allowed conv_width() {
-  const auto& conv = describe("short_conv");
+inline AllowedValues conv_width_range() {
+  const auto& conv = get_operator("short_conv");
   return between(0, double(conv.letters[conv.letter("W")].most));
 }
 
 // Throws an error that names the field unless the value is allowed.
-void check_value(const char* name, int64_t value, const Allowed& allowed);
-void check_value(const char* name, const std::string& value, const Allowed& allowed);
+void check_value(const char* name, int64_t value, const AllowedValues& allowed);
+void check_value(const char* name, const std::string& value, const AllowedValues& allowed);
 
 // Calls visit(name, field, allowed) for every field except mixer. The upper bounds of sizes only catch typing
 // errors, which could allocate all memory.
 template <class AnyConfig, class Visit>
 void for_each_field(AnyConfig& c, Visit&& visit) {
   const auto size = between(1, 1 << 20), layers = between(1, 4096), id = between(-1, 0x7fffffff),
-             any = Allowed{};
+             unrestricted = AllowedValues{};
   visit("vocab_size", c.vocab_size, between(1, 0x7fffffff));
   visit("hidden_size", c.hidden_size, size);
   visit("num_hidden_layers", c.num_hidden_layers, layers);
@@ -46,42 +46,42 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("head_dim", c.head_dim, size);
   visit("intermediate_size", c.intermediate_size, between(1, 1 << 24));
   visit("num_slots", c.num_slots, size);
-  visit("chunk", c.chunk, between(1, describe("cat_attention").option("chunk").most));
-  visit("chunks", c.chunks, between(1, describe("cat_attention").option("chunk").most));
-  visit("n", c.n, between(describe("delta_product").option("n").least, 4096));
-  visit("gated", c.gated, any);
-  visit("conv_size", c.conv_size, conv_width());
+  visit("chunk", c.chunk, between(1, get_operator("cat_attention").option("chunk").most));
+  visit("chunks", c.chunks, between(1, get_operator("cat_attention").option("chunk").most));
+  visit("n", c.n, between(get_operator("delta_product").option("n").least, 4096));
+  visit("gated", c.gated, unrestricted);
+  visit("conv_size", c.conv_size, conv_width_range());
   visit("expand_k", c.expand_k, between(1e-3, 1e3));
   visit("expand_v", c.expand_v, between(1e-3, 1e3));
   visit("state_size", c.state_size, size);
-  visit("phi", c.phi, words_of("trellis", "phi"));
-  visit("f", c.f, words_of("trellis", "f"));
-  visit("objective", c.objective, words_of("lattice", "objective"));
-  visit("feature", c.feature, words_of("gsa", "feature"));
-  visit("between_chunks", c.between_chunks, words_of("delta_product", "between_chunks"));
-  visit("allow_neg_eigval", c.allow_neg_eigval, any);
-  visit("normalize", c.normalize, any);
+  visit("phi", c.phi, allowed_words("trellis", "phi"));
+  visit("f", c.f, allowed_words("trellis", "f"));
+  visit("objective", c.objective, allowed_words("lattice", "objective"));
+  visit("feature", c.feature, allowed_words("gsa", "feature"));
+  visit("between_chunks", c.between_chunks, allowed_words("delta_product", "between_chunks"));
+  visit("allow_neg_eigval", c.allow_neg_eigval, unrestricted);
+  visit("normalize", c.normalize, unrestricted);
   visit("shrinkage", c.shrinkage, between(0, 1e30));
-  visit("post_norm", c.post_norm, any);
-  visit("shared_qk", c.shared_qk, any);
-  visit("normalize_kv", c.normalize_kv, any);
-  visit("value_read", c.value_read, Allowed{.words = {"linear", "phi"}});
-  visit("data_dependent_decay", c.data_dependent_decay, any);
+  visit("post_norm", c.post_norm, unrestricted);
+  visit("shared_qk", c.shared_qk, unrestricted);
+  visit("normalize_kv", c.normalize_kv, unrestricted);
+  visit("value_read", c.value_read, AllowedValues{.words = {"linear", "phi"}});
+  visit("data_dependent_decay", c.data_dependent_decay, unrestricted);
   visit("window", c.window, between(1, 0x7fffffff));
-  visit("rotary", c.rotary, any);
-  visit("mag_base", c.mag_base, any);
-  visit("mag_mixer", c.mag_mixer, any);
+  visit("rotary", c.rotary, unrestricted);
+  visit("mag_base", c.mag_base, unrestricted);
+  visit("mag_mixer", c.mag_mixer, unrestricted);
   visit("mag_weight", c.mag_weight, between(0, 1));
-  visit("mag_learned", c.mag_learned, any);
-  visit("mag_cross", c.mag_cross, any);
+  visit("mag_learned", c.mag_learned, unrestricted);
+  visit("mag_cross", c.mag_cross, unrestricted);
   visit("compressor_hidden_size", c.compressor_hidden_size, size);
   visit("compressor_layers", c.compressor_layers, layers);
-  visit("running_positions", c.running_positions, any);
+  visit("running_positions", c.running_positions, unrestricted);
   visit("max_position_embeddings", c.max_position_embeddings, between(1, 0x7fffffff));
   visit("rope_theta", c.rope_theta, between(1e-6, 1e30));
   visit("norm_eps", c.norm_eps, between(0, 1e30));
   visit("initializer_range", c.initializer_range, between(0, 1e30));
-  visit("tie_word_embeddings", c.tie_word_embeddings, any);
+  visit("tie_word_embeddings", c.tie_word_embeddings, unrestricted);
   visit("bos_token_id", c.bos_token_id, id);
   visit("eos_token_id", c.eos_token_id, id);
   visit("pad_token_id", c.pad_token_id, id);
@@ -91,24 +91,24 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
 template <class AnyOptions, class Visit>
 void for_each_path_option(AnyOptions& o, Visit&& visit) {
   visit("n", o.n, between(1, 4));
-  visit("virtual_tokens", o.virtual_tokens, Allowed{.words = {"derivative", "rotary", "both"}});
-  visit("gate", o.gate, Allowed{.words = {"k", "v", "kv"}});
-  visit("gate_per", o.gate_per, Allowed{.words = {"channel", "head"}});
-  visit("pool", o.pool, Allowed{.words = {"past", "window"}});
-  visit("between_chunks", o.between_chunks, words_of("delta_product", "between_chunks"));
-  visit("chunk", o.chunk, between(1, describe("delta_product").option("chunk").most));
+  visit("virtual_tokens", o.virtual_tokens, AllowedValues{.words = {"derivative", "rotary", "both"}});
+  visit("gate", o.gate, AllowedValues{.words = {"k", "v", "kv"}});
+  visit("gate_per", o.gate_per, AllowedValues{.words = {"channel", "head"}});
+  visit("pool", o.pool, AllowedValues{.words = {"past", "window"}});
+  visit("between_chunks", o.between_chunks, allowed_words("delta_product", "between_chunks"));
+  visit("chunk", o.chunk, between(1, get_operator("delta_product").option("chunk").most));
   visit("norm_eps", o.norm_eps, between(0, 1e30));
 }
-void check_path(const LinearPathOptions& options);
+void check_path_options(const LinearPathOptions& options);
 
 // Calls visit(name, field, allowed) for every field of an injection.
 template <class AnyInjection, class Visit>
-void for_each_injected(AnyInjection& i, Visit&& visit) {
+void for_each_injection_field(AnyInjection& i, Visit&& visit) {
   visit("layers", i.layers, between(0, 0x7fffffff));
   for_each_path_option(i.path, visit);
   visit("weight", i.mix.weight, between(0, 1));
-  visit("learned", i.mix.learned, Allowed{});
-  visit("cross", i.mix.cross, Allowed{});
+  visit("learned", i.mix.learned, AllowedValues{});
+  visit("cross", i.mix.cross, AllowedValues{});
 }
 
 // Calls visit(field, option) for every field of a configuration that `Options` has too.

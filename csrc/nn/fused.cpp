@@ -12,60 +12,61 @@ namespace girih::nn {
 namespace {
 
 using girih::fused::kPack;
-constexpr int64_t kWidestRow = 8192;  // elements of the widest row that the kernels support
+constexpr int64_t kMaxRowWidth = 8192;  // elements of the widest row that the kernels support
 
-bool takes(const Tensor& x, bool dense = true) {
+bool has_fused_kernel(const Tensor& x, bool needs_contiguous = true) {
 #ifdef GIRIH_WITH_CUDA
   const auto dtype = x.scalar_type();
   return x.is_cuda() && (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
-         (x.is_contiguous() || !dense);
+         (x.is_contiguous() || !needs_contiguous);
 #else
   return false;
 #endif
 }
 
-bool takes_norm(const Tensor& x, const Tensor& weight, at::ScalarType rows) {
+bool has_norm_kernel(const Tensor& x, const Tensor& weight, at::ScalarType row_dtype) {
   const auto width = x.size(-1);
-  return takes(x) && takes(weight) && weight.dim() == 1 && weight.size(0) == width && width % kPack == 0 &&
-         width <= kWidestRow && (x.scalar_type() == rows || x.scalar_type() == at::kFloat);
+  return has_fused_kernel(x) && has_fused_kernel(weight) && weight.dim() == 1 && weight.size(0) == width &&
+         width % kPack == 0 && width <= kMaxRowWidth &&
+         (x.scalar_type() == row_dtype || x.scalar_type() == at::kFloat);
 }
 
-Tensor norm_by_aten(const Tensor& x, const Tensor& weight, double eps) {
+Tensor aten_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return at::rms_norm(x, {x.size(-1)}, weight.to(x.scalar_type()), eps);
 }
 
-bool takes_product(const Tensor& gate, const Tensor& up) {
-  return takes(gate) && takes(up) && gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type() &&
-         gate.numel() % kPack == 0;
+bool has_silu_product_kernel(const Tensor& gate, const Tensor& up) {
+  return has_fused_kernel(gate) && has_fused_kernel(up) && gate.sizes() == up.sizes() &&
+         gate.scalar_type() == up.scalar_type() && gate.numel() % kPack == 0;
 }
 
-bool is_matrix_alone(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
+bool is_plain_product(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
 
-bool takes_together(const Tensor& x, const std::vector<Product>& wanted) {
-  const auto dtype = wanted[0].weight.scalar_type();
-  return at::GradMode::is_enabled() && x.dim() > 1 && takes(x) &&
+bool has_linears_kernel(const Tensor& x, const std::vector<Product>& specs) {
+  const auto dtype = specs[0].weight.scalar_type();
+  return at::GradMode::is_enabled() && x.dim() > 1 && has_fused_kernel(x) &&
          x.scalar_type() == autocast_dtype(x, dtype) &&
-         std::ranges::all_of(wanted, [&](const Product& product) {
-           return takes(product.weight) && product.weight.scalar_type() == dtype &&
+         std::ranges::all_of(specs, [&](const Product& product) {
+           return has_fused_kernel(product.weight) && product.weight.scalar_type() == dtype &&
                   (product.gate != "none" || !product.bias.defined());
          });
 }
 
-Tensor gated(const Tensor& r, const Product& product) {
+Tensor apply_gate(const Tensor& r, const Product& product) {
   const auto& [weight, gate, bias, rate, scale] = product;
   if (gate == "none") return r;
-  const auto is_number = [&](const Tensor& x) {
-    return !x.defined() ||
-           (takes(x) && x.scalar_type() == at::kFloat && x.sizes() == r.sizes().slice(r.dim() - 1));
+  const auto is_feature_vector = [&](const Tensor& x) {
+    return !x.defined() || (has_fused_kernel(x) && x.scalar_type() == at::kFloat &&
+                            x.sizes() == r.sizes().slice(r.dim() - 1));
   };
-  if ((gate != "linear" || bias.defined()) && takes(r, /*dense=*/false) && is_number(bias) &&
-      is_number(rate)) {
-    return girih::fused::row_gates(r, gate, ops::none_if_absent(bias), ops::none_if_absent(rate), scale);
+  if ((gate != "linear" || bias.defined()) && has_fused_kernel(r, /*dense=*/false) &&
+      is_feature_vector(bias) && is_feature_vector(rate)) {
+    return girih::fused::row_gates(r, gate, ops::to_optional(bias), ops::to_optional(rate), scale);
   }
-  auto z = at_least_fp32(r);
+  auto z = promote_to_fp32(r);
   if (bias.defined()) z = z + bias;
   if (gate == "linear") return z;
-  if (gate == "decay") return -at_least_fp32(rate).exp() * at::softplus(z);
+  if (gate == "decay") return -promote_to_fp32(rate).exp() * at::softplus(z);
   TORCH_CHECK_VALUE(gate == "sigmoid" || gate == "logsigmoid", "gate is '", gate,
                     "'; expected none, linear, sigmoid, logsigmoid or decay");
   z = gate == "sigmoid" ? z.sigmoid() : at::log_sigmoid(z);
@@ -82,36 +83,38 @@ at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
 
 std::pair<Tensor, Tensor> residual_norm(const Tensor& x, const Tensor& branch, const Tensor& weight,
                                         double eps) {
-  const auto rows = autocast_dtype(x, x.scalar_type());
-  if (takes_norm(x, weight, rows) &&
-      (!branch.defined() || (takes(branch) && branch.scalar_type() == rows && branch.sizes() == x.sizes()))) {
-    const auto [s, y] = girih::fused::residual_norm(x, ops::none_if_absent(branch), weight, eps, rows);
+  const auto row_dtype = autocast_dtype(x, x.scalar_type());
+  if (has_norm_kernel(x, weight, row_dtype) &&
+      (!branch.defined() ||
+       (has_fused_kernel(branch) && branch.scalar_type() == row_dtype && branch.sizes() == x.sizes()))) {
+    const auto [s, y] = girih::fused::residual_norm(x, ops::to_optional(branch), weight, eps, row_dtype);
     return {s, y};
   }
   if (branch.defined()) return residual_norm(x + branch, {}, weight, eps);
-  return {x, norm_by_aten(x, weight, eps)};
+  return {x, aten_rms_norm(x, weight, eps)};
 }
 
 Tensor silu_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  if (takes_norm(x, weight, x.scalar_type())) return girih::fused::silu_norm(x, weight, eps);
-  return norm_by_aten(at::silu(x), weight, eps);
+  if (has_norm_kernel(x, weight, x.scalar_type())) return girih::fused::silu_norm(x, weight, eps);
+  return aten_rms_norm(at::silu(x), weight, eps);
 }
 
 Tensor unit_rows(const Tensor& x) {
-  constexpr double kZero = 1e-12;  // lower bound of |x|
+  constexpr double kMinNorm = 1e-12;  // lower bound of |x|
   const auto width = x.size(-1);
-  if (!takes(x) || width % kPack != 0 || width > kWidestRow) return unit(x, -1);
-  const double eps = kZero * kZero / double(width);
+  if (!has_fused_kernel(x) || width % kPack != 0 || width > kMaxRowWidth) return unit(x, -1);
+  const double eps = kMinNorm * kMinNorm / double(width);
   return std::get<1>(girih::fused::residual_norm(x, std::nullopt, std::nullopt, eps, x.scalar_type()));
 }
 
-std::array<Tensor, 3> turned(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position, double theta) {
-  constexpr int64_t kWidestHead = 256;
+std::array<Tensor, 3> split_and_rotate(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position,
+                                       double theta) {
+  constexpr int64_t kMaxHeadDim = 256;
   const auto D = qkv.size(-1);
-  if (at::GradMode::is_enabled() && takes(qkv, /*dense=*/false) && D % (2 * kPack) == 0 && D <= kWidestHead &&
-      qkv.size(0) * qkv.size(1) < int64_t{1} << 31) {
-    auto [q, k, v] =
-        girih::fused::rotary(qkv, heads[0], position, rates(D, theta, qkv.options().dtype(at::kFloat)));
+  if (at::GradMode::is_enabled() && has_fused_kernel(qkv, /*dense=*/false) && D % (2 * kPack) == 0 &&
+      D <= kMaxHeadDim && qkv.size(0) * qkv.size(1) < int64_t{1} << 31) {
+    auto [q, k, v] = girih::fused::rotary(qkv, heads[0], position,
+                                          rotary_frequencies(D, theta, qkv.options().dtype(at::kFloat)));
     return {std::move(q), std::move(k), std::move(v)};
   }
   const auto p = qkv.split_with_sizes(heads, 2);
@@ -119,31 +122,31 @@ std::array<Tensor, 3> turned(const Tensor& qkv, at::IntArrayRef heads, const Ten
 }
 
 Tensor silu_product(const Tensor& gate, const Tensor& up) {
-  const bool alike = gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type();
-  return alike ? girih::fused::silu_product(gate, up) : at::silu(gate) * up;
+  const bool has_same_type = gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type();
+  return has_same_type ? girih::fused::silu_product(gate, up) : at::silu(gate) * up;
 }
 
-std::vector<Tensor> together(const Tensor& x, const std::vector<Product>& wanted) {
+std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& specs) {
   std::vector<Tensor> results;
-  if (takes_together(x, wanted)) {
+  if (has_linears_kernel(x, specs)) {
     std::vector<Tensor> weights;
-    for (const auto& product : wanted) weights.push_back(product.weight);
+    for (const auto& product : specs) weights.push_back(product.weight);
     results = girih::fused::linears(x, weights);
   } else {
-    for (const auto& product : wanted) {
-      const bool added = product.gate == "none";  // `gated` adds the bias of a gate in fp32
-      results.push_back(at::linear(x, product.weight, ops::none_if_absent(added ? product.bias : Tensor())));
+    for (const auto& product : specs) {
+      const bool use_bias = product.gate == "none";  // `gated` adds the bias of a gate in fp32
+      results.push_back(at::linear(x, product.weight, ops::to_optional(use_bias ? product.bias : Tensor())));
     }
   }
-  for (size_t i = 0; i < wanted.size(); ++i) results[i] = gated(results[i], wanted[i]);
+  for (size_t i = 0; i < specs.size(); ++i) results[i] = apply_gate(results[i], specs[i]);
   return results;
 }
 
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Product& product) {
-  if (at::GradMode::is_enabled() && is_matrix_alone(product) && takes_product(gate, up) &&
-      takes(product.weight))
+  if (at::GradMode::is_enabled() && is_plain_product(product) && has_silu_product_kernel(gate, up) &&
+      has_fused_kernel(product.weight))
     return girih::fused::silu_product_linear(gate, up, product.weight);
-  return together(silu_product(gate, up), {product})[0];
+  return apply_linears(silu_product(gate, up), {product})[0];
 }
 
 }  // namespace girih::nn

@@ -25,13 +25,14 @@ Tensor silu_rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor unit_rows(const Tensor& x);
 
 // qkv [B, T, sum of heads, D] -> q and k rotated by `rotary`, and v.
-std::array<Tensor, 3> turned(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position, double theta);
+std::array<Tensor, 3> split_and_rotate(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position,
+                                       double theta);
 
 // silu(gate) * up
 Tensor silu_product(const Tensor& gate, const Tensor& up);
 
 // Computes every product of x; in training on a GPU by one operator, fused::linears.
-std::vector<Tensor> together(const Tensor& x, const std::vector<Product>& wanted);
+std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& specs);
 
 // Applies a product to silu(gate) * up.
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Product& product);

@@ -90,9 +90,9 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
 
 namespace {
 
-AnyLayer linear_mixer(const Config& c, GatedLinearAttentionOptions own) {
-  const auto has_rotary = own.rotary && c.rotary;  // the field `rotary` is read by retnet only
-  auto options = options_of(c, std::move(own));
+AnyLayer make_linear_attention(const Config& c, GatedLinearAttentionOptions defaults) {
+  const auto has_rotary = defaults.rotary && c.rotary;  // the field `rotary` is read by retnet only
+  auto options = options_from_config(c, std::move(defaults));
   options.rotary = has_rotary;
   if (!has_rotary)
     options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // the field belongs to other layers
@@ -105,24 +105,27 @@ void check_retnet(const Config& c) {
                     " channels; rotary positions turn pairs and need an even number");
 }
 
-std::vector<MixerField> linear_fields(std::initializer_list<MixerField> own) {
+std::vector<MixerField> linear_fields(std::initializer_list<MixerField> defaults) {
   std::vector<MixerField> all = {"num_kv_heads", "head_dim", "expand_k", "expand_v", "conv_size", "norm_eps"};
-  all.insert(all.begin(), own);
+  all.insert(all.begin(), defaults);
   return all;
 }
 
-const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, {.gate = "none"}); },
-                        linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
+const MixerRegistration plain({"linear_attention",
+                               [](const Config& c) { return make_linear_attention(c, {.gate = "none"}); },
+                               linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
 // expand_v = 2 and rotary positions (Sun et al. 2023).
-const Registered retnet(
-    {"retnet",
-     [](const Config& c) { return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true}); },
-     linear_fields({"rotary", "rope_theta"}), check_retnet, "had expand_v = 1, rotary = false"});
+const MixerRegistration retnet({"retnet",
+                                [](const Config& c) {
+                                  return make_linear_attention(
+                                      c, {.expand_v = 2, .gate = "fixed", .rotary = true});
+                                },
+                                linear_fields({"rotary", "rope_theta"}), check_retnet,
+                                "had expand_v = 1, rotary = false"});
 // expand_k = 0.5 (Yang et al. 2024).
-const Registered gla({"gla",
-                      [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
-                      linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); },
-                      "had expand_k = 1"});
+const MixerRegistration gla(
+    {"gla", [](const Config& c) { return make_linear_attention(c, {.expand_k = 0.5, .gate = "vector"}); },
+     linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); }, "had expand_k = 1"});
 
 }  // namespace
 

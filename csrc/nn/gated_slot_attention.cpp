@@ -5,8 +5,8 @@
 namespace girih::nn {
 
 GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads,
-                                               GatedSlotAttentionOptions given)
-    : options(completed("gsa", hidden_size, num_heads, std::move(given))) {
+                                               GatedSlotAttentionOptions settings)
+    : options(completed("gsa", hidden_size, num_heads, std::move(settings))) {
   const auto kv_heads = *options.num_kv_heads;
   const auto width = num_heads * *options.head_dim, channels = width + 2 * kv_heads * *options.head_dim;
   heads_ = {num_heads, kv_heads, kv_heads};
@@ -37,21 +37,23 @@ void GatedSlotAttentionImpl::reset_parameters() {
 }
 
 std::vector<Product> GatedSlotAttentionImpl::products() const {
-  if (!f_proj) return {product_of(qkv_proj)};
-  return {product_of(qkv_proj), options.gated
-                                    ? product_of(f_proj, "logsigmoid", 1 / options.gate_logit_normalizer)
-                                    : product_of(f_proj, "linear")};
+  if (!f_proj) return {make_product(qkv_proj)};
+  return {make_product(qkv_proj), options.gated
+                                      ? make_product(f_proj, "logsigmoid", 1 / options.gate_logit_normalizer)
+                                      : make_product(f_proj, "linear")};
 }
 
-RowInput GatedSlotAttentionImpl::before_output() const { return {"silu_rms_norm", norm->weight, norm->eps}; }
+RowInput GatedSlotAttentionImpl::output_prologue() const {
+  return {"silu_rms_norm", norm->weight, norm->eps};
+}
 
-Product GatedSlotAttentionImpl::output() const { return product_of(o_proj); }
+Product GatedSlotAttentionImpl::output() const { return make_product(o_proj); }
 
 Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
   const auto f = f_proj ? projected[1].unflatten(-1, {-1, options.num_slots})
-                        : (at::log_sigmoid(at_least_fp32(decay_logits)) / options.gate_logit_normalizer)
+                        : (at::log_sigmoid(promote_to_fp32(decay_logits)) / options.gate_logit_normalizer)
                               .expand({qkv.size(0), qkv.size(1), -1, -1});
   const auto s = options.gated ? Tensor() : f, g = options.gated ? f : Tensor();
   const ops::GSAOptions gsa{.scale = 1.0,
@@ -66,7 +68,7 @@ Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const 
 namespace {
 
 AnyLayer slots(const Config& c, bool gated) {
-  auto options = options_of<GatedSlotAttentionOptions>(c);
+  auto options = options_from_config<GatedSlotAttentionOptions>(c);
   options.gated = gated;
   if (!gated) options.data_dependent_decay = true;  // the field belongs to gsa layers of the model
   return std::make_shared<GatedSlotAttentionImpl>(c.hidden_size, c.num_heads, options);
@@ -78,9 +80,9 @@ std::vector<MixerField> slot_fields(std::initializer_list<MixerField> own) {
   return all;
 }
 
-const Registered gsa({"gsa", [](const Config& c) { return slots(c, true); },
-                      slot_fields({"data_dependent_decay"})});
-const Registered abc({"abc", [](const Config& c) { return slots(c, false); }, slot_fields({})});
+const MixerRegistration gsa({"gsa", [](const Config& c) { return slots(c, true); },
+                             slot_fields({"data_dependent_decay"})});
+const MixerRegistration abc({"abc", [](const Config& c) { return slots(c, false); }, slot_fields({})});
 
 }  // namespace
 

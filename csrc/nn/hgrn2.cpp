@@ -26,35 +26,35 @@ void HGRN2Impl::set_depth(int64_t layer, int64_t num_layers) {
   set_lower_bound(double(layer) / double(num_layers));
 }
 
-std::vector<Product> HGRN2Impl::products() const { return {product_of(qfv_proj)}; }
+std::vector<Product> HGRN2Impl::products() const { return {make_product(qfv_proj)}; }
 
-Product HGRN2Impl::output() const { return product_of(o_proj); }
+Product HGRN2Impl::output() const { return make_product(o_proj); }
 
 Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto [q, f, v] = split_heads(projected[0], heads_, key_dim_, value_dim_);
-  const auto logits = at_least_fp32(f);
+  const auto logits = promote_to_fp32(f);
   const auto bound = options.lower_bound;
   // g = log f. sigmoid(logits) may underflow: without a bound use log_sigmoid.
   const auto g = bound > 0 ? at::log(bound + (1 - bound) * logits.sigmoid()) : at::log_sigmoid(logits);
   const auto k = ((1 - bound) * at::sigmoid(-logits)).to(v.scalar_type());  // 1 - f
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
-  const auto read = at::silu(q);
-  auto [o, memory] = call.steps(projected[0]) ? std::pair(ops::gla_step(read, k, v, g, gla), gla.state)
-                                              : ops::gla(read, k, v, g, gla);
+  const auto query = at::silu(q);
+  auto [o, memory] = call.steps(projected[0]) ? std::pair(ops::gla_step(query, k, v, g, gla), gla.state)
+                                              : ops::gla(query, k, v, g, gla);
   return {o.flatten(-2), {{}, {State::of(memory)}}};
 }
 
 namespace {
 
-const Registered hgrn2({
+const MixerRegistration hgrn2({
     "hgrn2",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<HGRN2Impl>(c.hidden_size, c.num_heads, options_of<HGRN2Options>(c));
+      return std::make_shared<HGRN2Impl>(c.hidden_size, c.num_heads, options_from_config<HGRN2Options>(c));
     },
     {"head_dim", "expand_k", "expand_v", "norm_eps"},
     [](const Config& c) {
-      if (!c.reads("num_kv_heads")) expect_ungrouped(c, "hgrn2");  // else a field of other layers
+      if (!c.reads("num_kv_heads")) check_ungrouped(c, "hgrn2");  // else a field of other layers
       head_widths(c, 1, 1);
     },
 });

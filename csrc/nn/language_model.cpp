@@ -25,11 +25,11 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, std::optional<int64_t>
 
 // The state of the block is the state of its mixer.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
-  if (!are_few(x)) {
+  if (!has_few_rows(x)) {
     const auto after = parts(x, {}, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
     return {after.x + after.branch, after.state};
   }
-  auto [h, state] = run_onto(x, *mixer, mixer_norm->input(), call);
+  auto [h, state] = run_with_residual(x, *mixer, mixer_norm->input(), call);
   return {mlp ? mlp->onto(h, h, mlp_norm->input()) : h, state};
 }
 
@@ -48,7 +48,7 @@ bool BlockImpl::stepped(State& state, std::vector<int64_t>& kind) const {
 
 Tensor BlockImpl::around(const Tensor& x,
                          const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
-  if (are_few(x)) {
+  if (has_few_rows(x)) {
     const auto h = mix(x, mixer_norm->input(), x);
     return mlp ? mlp->onto(h, h, mlp_norm->input()) : h;
   }
@@ -74,11 +74,11 @@ ModelImpl::ModelImpl(const Config& config)
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids), branch = Tensor();
-  const bool few = are_few(x);
+  const bool has_few = has_few_rows(x);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
-    if (few) {
+    if (has_few) {
       std::tie(x, after.parts.emplace_back()) = run_part(block, x, call, i);
     } else {
       auto parts = block.parts(x, branch, call.attention_mask, call.part(i), call.use_cache, call.cu_seqlens);
@@ -100,12 +100,12 @@ bool ModelImpl::stepped(State& state, std::vector<int64_t>& kind) const {
 
 namespace {
 
-Config affordable(Config config) {
-  expect_memory(config, int64_t(c10::elementSize(c10::get_default_dtype_as_scalartype())));
+Config require_memory(Config config) {
+  check_memory_size(config, int64_t(c10::elementSize(c10::get_default_dtype_as_scalartype())));
   return config;
 }
 
-Tensor tokens_of(const Tensor& tensor, const char* name) {
+Tensor to_token_ids(const Tensor& tensor, const char* name) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_VALUE(tensor.dim() == 2 && (dtype == at::kLong || dtype == at::kInt), name, " is ", dtype,
                     " of shape ", tensor.sizes(), "; expected int64 or int32, [batch, tokens]");
@@ -114,7 +114,7 @@ Tensor tokens_of(const Tensor& tensor, const char* name) {
 
 }  // namespace
 
-LanguageModelImpl::LanguageModelImpl(const Config& settings) : config(affordable(settings.completed())) {
+LanguageModelImpl::LanguageModelImpl(const Config& settings) : config(require_memory(settings.completed())) {
   if (config.is_whole_cat()) {
     const auto cat = std::make_shared<CatModelImpl>(config);
     embed_tokens_ = cat->embed_tokens;
@@ -127,7 +127,7 @@ LanguageModelImpl::LanguageModelImpl(const Config& settings) : config(affordable
   register_module("model", model);
   if (!config.tie_word_embeddings)
     lm_head = register_module("lm_head", linear(config.hidden_size, config.vocab_size));
-  if (WithoutValues::on()) return;
+  if (SkipInitGuard::on()) return;
   for (const auto& module : modules(/*include_self=*/false)) {
     if (auto* layer = module->as<torch::nn::Linear>()) {
       torch::nn::init::normal_(layer->weight, 0.0, *config.initializer_range);  // layers set biases
@@ -141,7 +141,7 @@ LanguageModel inject(const LanguageModel& model, const Injection& injection) {
   auto config = model->config;
   config.injections.push_back(injection);
   LanguageModel injected = [&] {
-    const WithoutValues all_are_the_models;
+    const SkipInitGuard guard;
     return LanguageModel(config);
   }();
   const auto weight = model->parameters()[0];
@@ -174,7 +174,7 @@ Tensor LanguageModelImpl::head(const Tensor& x) const { return at::linear(x, hea
 
 // The state of the language model is the state of `model`.
 Output LanguageModelImpl::run(const Tensor& input, const Call& call) {
-  const auto ids = tokens_of(input, "ids");
+  const auto ids = to_token_ids(input, "ids");
   auto mask = call.attention_mask;
   if (mask.defined()) {
     TORCH_CHECK_VALUE(mask.dim() == 2 && mask.size(1) >= ids.size(1), "attention_mask has shape ",
@@ -188,13 +188,13 @@ Output LanguageModelImpl::run(const Tensor& input, const Call& call) {
 Tensor LanguageModelImpl::loss(const Tensor& ids, const Tensor& labels) {
   TORCH_CHECK_VALUE(!labels.defined() || labels.sizes() == ids.sizes(), "labels has shape ", labels.sizes(),
                     "; expected that of ids, ", ids.sizes());
-  constexpr int64_t kIgnored = -100, kLogits = int64_t{1} << 26;
-  const auto tokens = tokens_of(ids, "ids");
-  const auto next = (labels.defined() ? tokens_of(labels, "labels") : tokens).slice(1, 1).flatten();
+  constexpr int64_t kIgnoreIndex = -100, kMaxLogits = int64_t{1} << 26;
+  const auto tokens = to_token_ids(ids, "ids");
+  const auto next = (labels.defined() ? to_token_ids(labels, "labels") : tokens).slice(1, 1).flatten();
   const auto x = model->forward(tokens).first.slice(1, 0, -1).flatten(0, 1);
-  const auto sum = fused::linear_cross_entropy(x, head_weight(), next, kIgnored, kLogits);
-  const auto counted = next.ne(kIgnored).sum();  // without labels: NaN, with gradients of 0
-  return (sum / counted.clamp_min(1)).masked_fill(counted == 0, NAN);
+  const auto sum = fused::linear_cross_entropy(x, head_weight(), next, kIgnoreIndex, kMaxLogits);
+  const auto num_labels = next.ne(kIgnoreIndex).sum();  // without labels: NaN, with gradients of 0
+  return (sum / num_labels.clamp_min(1)).masked_fill(num_labels == 0, NAN);
 }
 
 std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
@@ -208,40 +208,42 @@ namespace {
 // Samples: chances [B, vocab_size] -> [B, 1]. multinomial checks the chances and waits for the device, so on
 // a GPU this is its formula without the check. `sound`, initially undefined, becomes false on the device if
 // any chance is not a number in [0, 1].
-Tensor draw(const Tensor& chances, const std::optional<at::Generator>& generator, Tensor& sound) {
-  if (!chances.is_cuda()) return chances.multinomial(1, /*replacement=*/false, generator);
-  const auto numbers = (chances <= 1).all();
-  sound = sound.defined() ? sound & numbers : numbers;
-  return (chances / at::empty_like(chances).exponential_(1, generator)).argmax(-1, /*keepdim=*/true);
+Tensor sample(const Tensor& probabilities, const std::optional<at::Generator>& generator, Tensor& is_valid) {
+  if (!probabilities.is_cuda()) return probabilities.multinomial(1, /*replacement=*/false, generator);
+  const auto numbers = (probabilities <= 1).all();
+  is_valid = is_valid.defined() ? is_valid & numbers : numbers;
+  return (probabilities / at::empty_like(probabilities).exponential_(1, generator))
+      .argmax(-1, /*keepdim=*/true);
 }
 
-void check_sound(const Tensor& sound) {
-  TORCH_CHECK(!sound.defined() || sound.item<bool>(),
+void check_probabilities(const Tensor& is_valid) {
+  TORCH_CHECK(!is_valid.defined() || is_valid.item<bool>(),
               "probability tensor contains either `inf`, `nan` or element < 0");  // as multinomial
 }
 
 // logits [B, vocab_size] -> [B, 1]
-Tensor choose(const Tensor& logits, const GenerateOptions& options, Tensor& sound) {
+Tensor select_token(const Tensor& logits, const GenerateOptions& options, Tensor& is_valid) {
   if (options.temperature == 0) return logits.argmax(-1, /*keepdim=*/true);
   auto scores = logits.to(at::kFloat) / options.temperature;
   if (options.top_k) {
     const auto least = std::get<0>(scores.topk(std::min(*options.top_k, scores.size(-1)))).slice(-1, -1);
     scores = scores.masked_fill(scores < least, -INFINITY);
   }
-  auto chances = scores.softmax(-1);
+  auto probabilities = scores.softmax(-1);
   if (options.top_p) {
-    const auto [sorted, order] = chances.sort(/*dim=*/-1, /*descending=*/true);
+    const auto [sorted, order] = probabilities.sort(/*dim=*/-1, /*descending=*/true);
     // Sum of the chances of more likely tokens.
     const auto before = sorted.cumsum(-1) - sorted;
-    chances = at::zeros_like(chances).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));
+    probabilities =
+        at::zeros_like(probabilities).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));
   }
-  return draw(chances, options.generator, sound);
+  return sample(probabilities, options.generator, is_valid);
 }
 
 }  // namespace
 
 Tensor LanguageModelImpl::generate(const Tensor& prompt, const GenerateOptions& options) {
-  const auto ids = tokens_of(prompt, "ids");
+  const auto ids = to_token_ids(prompt, "ids");
   TORCH_CHECK_VALUE(ids.size(1) > 0, "ids has shape ", ids.sizes(),
                     "; expected [batch, tokens] with at least one token");
   TORCH_CHECK_VALUE(options.max_new_tokens >= 0, "max_new_tokens is ", options.max_new_tokens,
@@ -253,27 +255,27 @@ Tensor LanguageModelImpl::generate(const Tensor& prompt, const GenerateOptions& 
   TORCH_CHECK_VALUE(!options.top_p || (*options.top_p > 0 && *options.top_p <= 1), "top_p is ",
                     options.top_p.value_or(0), "; expected more than 0 and at most 1");
   const at::NoGradGuard no_grad;
-  const auto ends = list_of(options.eos_token_id ? options.eos_token_id : config.eos_token_id);
-  const auto end = at::tensor(ends, ids.options());
-  auto next = ids, mask = options.attention_mask, sound = Tensor();
-  auto ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
+  const auto eos_ids = list_of(options.eos_token_id ? options.eos_token_id : config.eos_token_id);
+  const auto end = at::tensor(eos_ids, ids.options());
+  auto next = ids, mask = options.attention_mask, is_valid = Tensor();
+  auto has_ended = at::zeros({ids.size(0), 1}, ids.options().dtype(at::kBool));
   std::vector<Tensor> text{ids};
-  Decoder decode(*this, recorder_for(ids));
+  Decoder decode(*this, make_recorder(ids));
   for (int64_t i = 0; i < options.max_new_tokens; ++i) {
-    next = choose(decode(next, mask), options, sound);
+    next = select_token(decode(next, mask), options, is_valid);
     mask = Tensor();  // generated tokens are valid
-    if (!ends.empty()) {
-      next = next.masked_fill(ended, config.pad_token_id.value_or(ends[0]));
-      ended = ended | at::isin(next, end);
+    if (!eos_ids.empty()) {
+      next = next.masked_fill(has_ended, config.pad_token_id.value_or(eos_ids[0]));
+      has_ended = has_ended | at::isin(next, end);
     }
     text.push_back(next);
     if (options.on_token) options.on_token(next);
-    if (ends.empty()) continue;  // the host does not wait for the device
-    const bool all_ended = ended.all().item<bool>();
-    check_sound(sound);
+    if (eos_ids.empty()) continue;  // the host does not wait for the device
+    const bool all_ended = has_ended.all().item<bool>();
+    check_probabilities(is_valid);
     if (all_ended) break;
   }
-  check_sound(sound);
+  check_probabilities(is_valid);
   return at::cat(text, 1);
 }
 

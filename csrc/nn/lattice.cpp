@@ -5,8 +5,8 @@
 
 namespace girih::nn {
 
-LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions given)
-    : options(completed("lattice", hidden_size, num_heads, std::move(given))), num_heads_(num_heads) {
+LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions settings)
+    : options(completed("lattice", hidden_size, num_heads, std::move(settings))), num_heads_(num_heads) {
   const auto head_dim = *options.head_dim, width = num_heads * head_dim;
   const auto slots = num_heads * options.num_slots;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
@@ -28,17 +28,17 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
 void LatticeImpl::reset_parameters() {
   at::NoGradGuard no_grad;
   for (auto& slots : memory.unbind(0)) torch::nn::init::orthogonal_(slots);  // [D, M] of one head
-  torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
+  torch::nn::init::constant_(gamma_proj->bias, initial_step_size_bias(options.chunk));
 }
 
 std::vector<Product> LatticeImpl::products() const {
-  std::vector<Product> all = {product_of(qk_proj), product_of(v_proj), product_of(g_proj),
-                              product_of(gamma_proj, "sigmoid")};
+  std::vector<Product> all = {make_product(qk_proj), make_product(v_proj), make_product(g_proj),
+                              make_product(gamma_proj, "sigmoid")};
   if (decay) all.push_back(decay->product());
   return all;
 }
 
-Product LatticeImpl::output() const { return product_of(o_proj); }
+Product LatticeImpl::output() const { return make_product(o_proj); }
 
 Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto &qk = projected[0], &gamma = projected[3];
@@ -51,7 +51,7 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
   const auto g = decay ? projected[4] : Tensor();
   auto past = call.part(2).as<ops::LatticeState>();
   if (call.state.empty())
-    past.first = options.normalize ? unit(at_least_fp32(memory), -2) : at_least_fp32(memory);
+    past.first = options.normalize ? unit(promote_to_fp32(memory), -2) : promote_to_fp32(memory);
   const ops::LatticeOptions rule{.chunk = options.chunk,
                                  .objective = options.objective,
                                  .normalize = options.normalize,
@@ -60,21 +60,22 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
                                  .cu_seqlens = call.cu_seqlens};
   auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
                                    : ops::lattice(q, k, v, gamma, g, rule);
-  return {gated_output(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
+  return {apply_output_gate(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(state)}}};
 }
 
 namespace {
 
-const Registered lattice({
+const MixerRegistration lattice({
     "lattice",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads, options_of<LatticeOptions>(c));
+      return std::make_shared<LatticeImpl>(c.hidden_size, c.num_heads,
+                                           options_from_config<LatticeOptions>(c));
     },
-    {"head_dim", "num_slots", chunk_of("lattice"), "objective", "normalize", "shrinkage", "gated",
+    {"head_dim", "num_slots", chunk_field("lattice"), "objective", "normalize", "shrinkage", "gated",
      "post_norm", "conv_size", "norm_eps"},
     [](const Config& c) {
-      expect_ungrouped(c, "lattice");
+      check_ungrouped(c, "lattice");
       TORCH_CHECK_VALUE(c.normalize || c.chunk == 1, "normalize is false, so chunk should be 1 but is ",
                         c.chunk);
       TORCH_CHECK_VALUE(c.shrinkage == 0 || c.chunk == 1, "shrinkage is ", c.shrinkage,

@@ -8,11 +8,11 @@
 
 namespace girih::nn {
 
-thread_local bool WithoutValues::on_ = false;
+thread_local bool SkipInitGuard::is_enabled_ = false;
 
 torch::nn::Linear linear(int64_t in, int64_t out, bool bias) {
   const auto options = torch::nn::LinearOptions(in, out).bias(bias);
-  if (!WithoutValues::on()) return torch::nn::Linear(options);
+  if (!SkipInitGuard::on()) return torch::nn::Linear(options);
   torch::nn::Linear layer(torch::nn::LinearOptions(1, 1).bias(bias));
   layer->options = options;
   layer->weight.set_data(at::empty({out, in}));
@@ -22,7 +22,7 @@ torch::nn::Linear linear(int64_t in, int64_t out, bool bias) {
 
 torch::nn::Embedding embedding(int64_t count, int64_t width) {
   torch::nn::EmbeddingOptions options(count, width);
-  if (!WithoutValues::on()) return torch::nn::Embedding(options);
+  if (!SkipInitGuard::on()) return torch::nn::Embedding(options);
   torch::nn::Embedding layer(options._weight(at::empty({count, width})));
   layer->options._weight({});  // a clone would share this tensor
   return layer;
@@ -40,16 +40,16 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
 namespace {
 
 // Stores the data of fp32 tensors, and restores them to fp32 after `to` has rounded them.
-struct Kept {
-  std::vector<Tensor> tensors, before;
+struct Fp32Restorer {
+  std::vector<Tensor> tensors, previous;
 
-  explicit Kept(const std::vector<Tensor>& kept) : tensors(kept) {
-    for (const auto& tensor : tensors) before.push_back(tensor.detach());
+  explicit Fp32Restorer(const std::vector<Tensor>& fp32_restorer) : tensors(fp32_restorer) {
+    for (const auto& tensor : tensors) previous.push_back(tensor.detach());
   }
   void restore() {
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (at::isReducedFloatingType(tensors[i].scalar_type()))
-        tensors[i].set_data(at_least_fp32(before[i].to(tensors[i].device())));
+        tensors[i].set_data(promote_to_fp32(previous[i].to(tensors[i].device())));
     }
   }
 };
@@ -57,27 +57,28 @@ struct Kept {
 }  // namespace
 
 void Module::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
-  Kept kept(fp32_);
+  Fp32Restorer fp32_restorer(fp32_tensors_);
   torch::nn::Module::to(device, dtype, non_blocking);
-  kept.restore();
+  fp32_restorer.restore();
 }
 
 void Module::to(torch::Dtype dtype, bool non_blocking) {
-  Kept kept(fp32_);
+  Fp32Restorer fp32_restorer(fp32_tensors_);
   torch::nn::Module::to(dtype, non_blocking);
-  kept.restore();
+  fp32_restorer.restore();
 }
 
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model) {
-  std::vector<Tensor> marked;
+  std::vector<Tensor> undecayed_parameters;
   for (const auto& module : model.modules()) {
-    if (const auto* known = dynamic_cast<const Module*>(module.get()))
-      marked.insert(marked.end(), known->undecayed().begin(), known->undecayed().end());
+    if (const auto* girih_module = dynamic_cast<const Module*>(module.get()))
+      undecayed_parameters.insert(undecayed_parameters.end(), girih_module->undecayed().begin(),
+                                  girih_module->undecayed().end());
   }
   WeightDecayGroups groups;
   for (const auto& parameter : model.parameters()) {
-    const bool undecayed =
-        std::ranges::any_of(marked, [&](const Tensor& other) { return other.is_same(parameter); });
+    const bool undecayed = std::ranges::any_of(undecayed_parameters,
+                                               [&](const Tensor& other) { return other.is_same(parameter); });
     (undecayed ? groups.undecayed : groups.decayed).push_back(parameter);
   }
   return groups;
@@ -101,19 +102,20 @@ Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
                               "core: not implemented; a layer that overrides products overrides core too");
 }
 
-Output LayerImpl::by_products(const Tensor& x, const Call& call, const RowInput& input,
-                              const Tensor& residual) {
+Output LayerImpl::run_products(const Tensor& x, const Call& call, const RowInput& input,
+                               const Tensor& residual) {
   auto [o, state] = core(nn::products(x, products(), input), call);
   if (!call.use_cache) state = {};
-  return {nn::products(o, {output()}, before_output(), residual)[0], state};
+  return {nn::products(o, {output()}, output_prologue(), residual)[0], state};
 }
 
-Output LayerImpl::run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const {
+Output LayerImpl::run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& input,
+                                    const Call& call) const {
   // core() does not read masks or packed sequences; forward() does.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
-    return layer.by_products(x, call, input, x);
-  auto [y, state] =
-      layer.forward(made_of(x, input), call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
+    return layer.run_products(x, call, input, x);
+  auto [y, state] = layer.forward(apply_row_input(x, input), call.attention_mask, call.state, call.use_cache,
+                                  call.cu_seqlens);
   return {x + y, state};
 }
 
@@ -146,8 +148,8 @@ void check_batch(const Tensor& part, int64_t sequences) {
                     sequences);
 }
 
-void check_part(const char* name, const Tensor& part, at::IntArrayRef shape,
-                std::optional<at::ScalarType> dtype) {
+void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef shape,
+                        std::optional<at::ScalarType> dtype) {
   check_batch(part, shape[0]);
   const bool fits = dtype ? part.scalar_type() == *dtype : part.is_floating_point();
   TORCH_CHECK_VALUE(fits && part.sizes() == shape, "state: ", name, " is ", part.scalar_type(), " of shape ",
@@ -161,63 +163,63 @@ void check_packing(const Tensor& x, const Tensor& cu_seqlens) {
                     " rows; expected [N + 1] and one row, which packs N sequences");
 }
 
-std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid) {
+std::tuple<Tensor, Tensor, Tensor> sort_valid_first(const Tensor& valid) {
   const auto count = valid.sum(1);
-  const auto place =
+  const auto inverse_order =
       at::where(valid, valid.cumsum(1) - 1, count.unsqueeze(-1) + valid.logical_not().cumsum(1) - 1);
-  const auto token = at::arange(valid.size(1), place.options()).expand_as(place);
-  return {at::empty_like(place).scatter_(1, place, token), place, count};
+  const auto token = at::arange(valid.size(1), inverse_order.options()).expand_as(inverse_order);
+  return {at::empty_like(inverse_order).scatter_(1, inverse_order, token), inverse_order, count};
 }
 
 Output RecurrentLayerImpl::run(const Tensor& x, const Call& call) {
   if (!call.attention_mask.defined()) return mix(x, call);
   check_mask(x, call.attention_mask);
-  const auto [order, place, count] = valid_first(call.attention_mask.to(at::kBool));
+  const auto [order, inverse_order, count] = sort_valid_first(call.attention_mask.to(at::kBool));
   const auto bounds = at::stack({at::zeros_like(count), count}, 1);
   auto [y, state] = mix(x.take_along_dim(order.unsqueeze(-1), 1), {{}, call.state, call.use_cache, bounds});
-  return {y.take_along_dim(place.unsqueeze(-1), 1), state};
+  return {y.take_along_dim(inverse_order.unsqueeze(-1), 1), state};
 }
 
-Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const Tensor& x) {
-  check_mask(x, now);
-  if (!before.defined() && !now.defined()) return {};
+Tensor join_masks(const Tensor& previous, const Tensor& current, int64_t past, const Tensor& x) {
+  check_mask(x, current);
+  if (!previous.defined() && !current.defined()) return {};
   const auto or_ones = [&](const Tensor& mask, int64_t tokens) {
     return mask.defined() ? mask.to(at::kBool) : at::ones({x.size(0), tokens}, x.options().dtype(at::kBool));
   };
-  return at::cat({or_ones(before, past), or_ones(now, x.size(1))}, 1);
+  return at::cat({or_ones(previous, past), or_ones(current, x.size(1))}, 1);
 }
 
-std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens) {
+std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor previous, const Tensor& cu_seqlens) {
   const auto integer = x.options().dtype(at::kLong);
   const auto token = at::arange(x.size(1), integer);
   const bool is_packed = cu_seqlens.defined() && cu_seqlens.dim() == 1;
   const auto count = count_sequences(x, cu_seqlens);
-  if (!before.defined()) before = at::zeros({count}, integer);
-  check_batch(before, count);
-  if (!cu_seqlens.defined()) return {before.unsqueeze(-1) + token, before + x.size(1)};
+  if (!previous.defined()) previous = at::zeros({count}, integer);
+  check_batch(previous, count);
+  if (!cu_seqlens.defined()) return {previous.unsqueeze(-1) + token, previous + x.size(1)};
   const auto first = is_packed ? cu_seqlens.slice(0, 0, -1) : cu_seqlens.select(1, 0);
   const auto last = is_packed ? cu_seqlens.slice(0, 1) : cu_seqlens.select(1, 1);
-  const auto shift = before - first, after = before + last - first;
+  const auto shift = previous - first, after = previous + last - first;
   if (!is_packed) return {shift.unsqueeze(-1) + token, after};
   const auto sequence = (at::searchsorted(cu_seqlens, token, /*out_int32=*/false, /*right=*/true) - 1)
                             .clamp(0, std::max<int64_t>(count - 1, 0));
   return {(shift.index_select(0, sequence) + token).unsqueeze(0), after};
 }
 
-Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options) {
+Tensor rotary_frequencies(int64_t head_dim, double theta, const at::TensorOptions& options) {
   const auto half = head_dim / 2;
   return at::pow(theta, at::arange(half, options) / -half);
 }
 
-std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
-                                 at::ScalarType dtype) {
-  const auto wide = position.options().dtype(at::promote_types(dtype, at::kFloat));
-  const auto angle = position.unsqueeze(-1) * rates(head_dim, theta, wide);
+std::pair<Tensor, Tensor> rotary_cos_sin(const Tensor& position, int64_t head_dim, double theta,
+                                         at::ScalarType dtype) {
+  const auto angle_dtype = position.options().dtype(at::promote_types(dtype, at::kFloat));
+  const auto angle = position.unsqueeze(-1) * rotary_frequencies(head_dim, theta, angle_dtype);
   return {angle.cos().to(dtype), angle.sin().to(dtype)};
 }
 
 Tensor rotary_factors(const Tensor& position, int64_t head_dim, double theta, at::ScalarType dtype) {
-  const auto [cos, sin] = angles(position, head_dim, theta, dtype);
+  const auto [cos, sin] = rotary_cos_sin(position, head_dim, theta, dtype);
   return at::stack({at::cat({cos, cos}, -1), at::cat({-sin, sin}, -1)});
 }
 
@@ -236,7 +238,7 @@ Tensor attend_row(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 }
 
 Tensor rotary(const Tensor& x, const Tensor& position, double theta) {
-  auto [cos, sin] = angles(position, x.size(-1), theta, x.scalar_type());
+  auto [cos, sin] = rotary_cos_sin(position, x.size(-1), theta, x.scalar_type());
   cos = cos.unsqueeze(-2), sin = sin.unsqueeze(-2);
   const auto pair = x.chunk(2, -1);
   return at::cat({pair[0] * cos - pair[1] * sin, pair[0] * sin + pair[1] * cos}, -1);

@@ -14,25 +14,27 @@ namespace girih::nn {
 
 // A guard: while it exists, `linear` and `embedding` of this thread return uninitialized weights.
 // from_pretrained replaces the weights; to draw random ones first takes longer than to read the file.
-class WithoutValues {
+class SkipInitGuard {
  public:
-  WithoutValues() : before_(std::exchange(on_, true)) {}
-  ~WithoutValues() { on_ = before_; }
-  WithoutValues(const WithoutValues&) = delete;
-  WithoutValues& operator=(const WithoutValues&) = delete;
+  SkipInitGuard() : previous_(std::exchange(is_enabled_, true)) {}
+  ~SkipInitGuard() { is_enabled_ = previous_; }
+  SkipInitGuard(const SkipInitGuard&) = delete;
+  SkipInitGuard& operator=(const SkipInitGuard&) = delete;
 
-  static bool on() { return on_; }
+  static bool on() { return is_enabled_; }
 
  private:
-  static thread_local bool on_;
-  bool before_;
+  static thread_local bool is_enabled_;
+  bool previous_;
 };
 
 torch::nn::Linear linear(int64_t in, int64_t out, bool bias = false);
 torch::nn::Embedding embedding(int64_t count, int64_t width);
 
 // x in fp32, or in fp64 when x is fp64: the dtype in which gates and step sizes are activated.
-inline Tensor at_least_fp32(const Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
+inline Tensor promote_to_fp32(const Tensor& x) {
+  return x.to(at::promote_types(x.scalar_type(), at::kFloat));
+}
 
 // x / |x| along dim. A zero vector stays zero. 1e-12 underflows in fp16, which needs a larger bound.
 inline Tensor unit(const Tensor& x, int64_t dim) {
@@ -41,15 +43,15 @@ inline Tensor unit(const Tensor& x, int64_t dim) {
 
 // x W^T in the dtype of x, plus b in fp32 or fp64: the bias of a gate sets its time scale.
 inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
-  return at_least_fp32(at::linear(x, proj->weight)) + proj->bias;
+  return promote_to_fp32(at::linear(x, proj->weight)) + proj->bias;
 }
 
 // The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)). All gradients of a chunk are
 // computed at the chunk's first state, so the sum of the chunk's steps must not overshoot.
-double first_step_bias(int64_t chunk);
+double initial_step_size_bias(int64_t chunk);
 
 // norm(o, gate); without a norm, o * gelu(gate).
-Tensor gated_output(GatedRMSNorm norm, const Tensor& o, const Tensor& gate);
+Tensor apply_output_gate(GatedRMSNorm norm, const Tensor& o, const Tensor& gate);
 
 // [..., heads * width] -> [..., heads, width]
 inline Tensor to_heads(const Tensor& x, int64_t heads) { return x.unflatten(-1, {heads, -1}); }
@@ -72,12 +74,12 @@ void check_batch(const Tensor& part, int64_t sequences);
 void check_state(const State& state, size_t tensors, size_t parts);
 // Throws unless a tensor of a state has this shape [N, ...] and this dtype. Without dtype, any floating dtype
 // is accepted.
-void check_part(const char* name, const Tensor& part, at::IntArrayRef shape,
-                std::optional<at::ScalarType> dtype = {});
+void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef shape,
+                        std::optional<at::ScalarType> dtype = {});
 
 // The state of a convolution, in the dtype in which x is convolved. The dtype differs between calls when only
 // some of the calls run under autocast.
-State convolution_state(const State& state, const Tensor& x);
+State cast_conv_state(const State& state, const Tensor& x);
 
 inline bool is_weight(double m) { return m >= 0 && m <= 1; }
 // Throws unless 0 <= weight <= 1; a learned weight is a sigmoid and cannot be 0 or 1.
@@ -85,19 +87,19 @@ void check_mixture(const MixAttentionOptions& options);
 
 // A stable permutation [B, T] that moves the valid tokens of each row to the front, the inverse permutation
 // [B, T], and the number of valid tokens [B].
-std::tuple<Tensor, Tensor, Tensor> valid_first(const Tensor& valid);
+std::tuple<Tensor, Tensor, Tensor> sort_valid_first(const Tensor& valid);
 
 // Position of each token of x [B, T, ...] in its sequence, [B, T], and length of each sequence after x, [N].
 // before: lengths of the sequences at the start of x, int64 [N]; undefined: 0. cu_seqlens: [N + 1], or bounds
 // of rows [B, 2], or undefined.
-std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor before, const Tensor& cu_seqlens);
+std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor previous, const Tensor& cu_seqlens);
 
 // Rotary frequencies theta^(-2i/D), [D/2].
-Tensor rates(int64_t head_dim, double theta, const at::TensorOptions& options);
+Tensor rotary_frequencies(int64_t head_dim, double theta, const at::TensorOptions& options);
 
 // cos and sin of position * theta^(-2i/D), [..., D/2], computed in fp32 (fp64 for fp64) and rounded to dtype.
-std::pair<Tensor, Tensor> angles(const Tensor& position, int64_t head_dim, double theta,
-                                 at::ScalarType dtype);
+std::pair<Tensor, Tensor> rotary_cos_sin(const Tensor& position, int64_t head_dim, double theta,
+                                         at::ScalarType dtype);
 
 // factors [2, ..., D]: rotary(x, position) = x factors[0] + x.roll(D / 2) factors[1].
 Tensor rotary_factors(const Tensor& position, int64_t head_dim, double theta, at::ScalarType dtype);
@@ -112,6 +114,6 @@ Tensor attend_row(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 
 // Concatenates the mask `before` of `past` tokens and the mask `now` of x [B, T, ...]: [B, past + T]. An
 // undefined mask counts as ones; the result is undefined if both are.
-Tensor joined_masks(const Tensor& before, const Tensor& now, int64_t past, const Tensor& x);
+Tensor join_masks(const Tensor& previous, const Tensor& current, int64_t past, const Tensor& x);
 
 }  // namespace girih::nn

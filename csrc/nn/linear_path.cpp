@@ -12,15 +12,15 @@
 namespace girih::nn {
 namespace {
 
-constexpr int64_t kWindow = 3;  // tokens of pool = window
+constexpr int64_t kPoolWindow = 3;  // tokens of pool = window
 
 // silu(x) / |silu(x)| (eq. 4) in the dtype of x, with lengths in fp32 or fp64. x [..., head_dim].
-Tensor silu_unit(const Tensor& x) {
-  constexpr double kShortest = 1e-6;  // lower bound of |silu(x)|
+Tensor silu_normalize(const Tensor& x) {
+  constexpr double kMinNorm = 1e-6;  // lower bound of |silu(x)|
   const auto y = at::silu(x);
   const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
   const auto length = at::linalg_vector_norm(y, 2, at::IntArrayRef{-1}, /*keepdim=*/true, wide);
-  return (y / length.clamp_min(kShortest)).to(x.scalar_type());
+  return (y / length.clamp_min(kMinNorm)).to(x.scalar_type());
 }
 
 // The pairs (2i, 2i + 1) of x [..., D] rotated by `angle` (eq. 23).
@@ -35,7 +35,7 @@ Tensor rotate_pairs(const Tensor& x, double angle) {
 LinearPathImpl::LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                LinearPathOptions settings)
     : options(std::move(settings)), heads_{num_heads, num_kv_heads, num_kv_heads}, head_dim_(head_dim) {
-  check_path(options);
+  check_path_options(options);
   TORCH_CHECK_VALUE(options.virtual_tokens == "derivative" || head_dim % 2 == 0, "virtual_tokens is ",
                     options.virtual_tokens, ", which turns pairs of channels; heads have ", head_dim);
   norm = register_module("norm", RMSNorm(head_dim, options.norm_eps));
@@ -47,7 +47,7 @@ namespace {
 // the last W - 1 rows of x.
 std::pair<Tensor, State> convolve(const Tensor& x, const Tensor& taps, const State& before,
                                   const Tensor& cu_seqlens, bool in_place) {
-  const auto state = convolution_state(before, x);
+  const auto state = cast_conv_state(before, x);
   const ops::ShortConvOptions conv{.state = state.as<ops::ShortConvState>(), .cu_seqlens = cu_seqlens};
   const auto rows = x.flatten(2), weight = taps.expand({rows.size(2), -1});
   if (in_place) return {ops::short_conv_step(rows, weight, {}, conv).view_as(x), state};
@@ -63,7 +63,7 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
   if (state.empty()) return;
   const auto N = count_sequences(x, cu_seqlens), heads = heads_[1];
   const auto pooled = (options.gate == "kv" ? 2 : 1) * heads;
-  const auto sums = at::promote_types(x.scalar_type(), at::kFloat);
+  const auto sum_dtype = at::promote_types(x.scalar_type(), at::kFloat);
   const auto expect_part = [&](const char* name, const State& part, size_t tensors) {
     check_state(part, tensors, 0);
     TORCH_CHECK_VALUE(!part.empty(), "state: ", name,
@@ -77,22 +77,22 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
   expect_part("pool", pool, 1);
   expect_part("memory", memory, 2);
   if (options.pool == "past") {
-    check_part("count", state.tensors[0], {N}, at::kLong);
-    check_part("pool", pool.tensors[0], {N, pooled, 1, head_dim_}, sums);
+    check_state_tensor("count", state.tensors[0], {N}, at::kLong);
+    check_state_tensor("pool", pool.tensors[0], {N, pooled, 1, head_dim_}, sum_dtype);
   } else {
     expect_absent("count", state.tensors[0]);
-    check_part("pool", pool.tensors[0], {N, kWindow - 1, pooled * head_dim_});
+    check_state_tensor("pool", pool.tensors[0], {N, kPoolWindow - 1, pooled * head_dim_});
   }
-  check_part("memory", memory.tensors[0], {N, heads, head_dim_, head_dim_}, sums);
+  check_state_tensor("memory", memory.tensors[0], {N, heads, head_dim_, head_dim_}, sum_dtype);
   if (options.between_chunks) {
-    check_part("position", memory.tensors[1], {N}, at::kLong);
+    check_state_tensor("position", memory.tensors[1], {N}, at::kLong);
   } else {
     expect_absent("position", memory.tensors[1]);
   }
   for (size_t m = 0; m < differences; ++m) {
     const auto& row = state.parts[2 + m];
     expect_part("a difference's row", row, 1);
-    check_part("a difference's row", row.tensors[0], {N, 1, 2 * heads * head_dim_});
+    check_state_tensor("a difference's row", row.tensors[0], {N, 1, 2 * heads * head_dim_});
   }
 }
 
@@ -101,10 +101,10 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
 Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) const {
   const bool in_place = call.steps(x);
   if (options.pool == "window") {
-    const auto taps = at::full({kWindow}, 1.0 / kWindow, x.options());
+    const auto taps = at::full({kPoolWindow}, 1.0 / kPoolWindow, x.options());
     auto [mean, last] = convolve(x, taps, call.part(0), call.cu_seqlens, in_place);
     after = {{Tensor()}, {last}};
-    return at_least_fp32(mean);
+    return promote_to_fp32(mean);
   }
   const bool is_narrow = x.scalar_type() == at::kHalf || autocast_dtype(x, x.scalar_type()) == at::kHalf;
   std::optional<Autocast> in_fp32;
@@ -169,7 +169,7 @@ Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
   State after;
   const auto beta = step_sizes(p[1], p[2], call, after);
   after.parts.emplace_back();  // parts[1], the memory, set below
-  const auto kv = virtual_rows(silu_unit(at::cat({p[1], p[2]}, 2)), call, after)
+  const auto kv = virtual_rows(silu_normalize(at::cat({p[1], p[2]}, 2)), call, after)
                       .split_with_sizes({heads_[1], heads_[2]}, 2);
   const ops::DeltaProductOptions rule{
       .n = options.n,
@@ -178,7 +178,7 @@ Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
       .between_chunks = options.between_chunks,
       .state = call.part(1).as<ops::DeltaProductState>(),
       .cu_seqlens = call.cu_seqlens};
-  const auto q = silu_unit(p[0]);
+  const auto q = silu_normalize(p[0]);
   auto [o, memory] = call.steps(x)
                          ? std::pair(ops::delta_product_step(q, kv[0], kv[1], beta, {}, rule), rule.state)
                          : ops::delta_product(q, kv[0], kv[1], beta, {}, rule);
@@ -240,8 +240,8 @@ Output InjectedAttentionImpl::run(const Tensor& x, const Call& call) {
 }
 
 AnyLayer make_injected(const Config& c, const Injection& injection) {
-  return std::make_shared<InjectedAttentionImpl>(c.hidden_size, c.num_heads, options_of<AttentionOptions>(c),
-                                                 injection.path, injection.mix);
+  return std::make_shared<InjectedAttentionImpl>(
+      c.hidden_size, c.num_heads, options_from_config<AttentionOptions>(c), injection.path, injection.mix);
 }
 
 }  // namespace girih::nn

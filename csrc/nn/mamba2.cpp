@@ -7,7 +7,7 @@ namespace girih::nn {
 namespace {
 
 // Number of heads, expand_v * num_heads.
-int64_t head_count(int64_t num_heads, double expand_v) {
+int64_t count_heads(int64_t num_heads, double expand_v) {
   const auto heads = expand_v * double(num_heads), whole = std::round(heads);
   TORCH_CHECK_VALUE(whole >= 1 && std::abs(heads - whole) < 1e-6 * heads, "expand_v is ", expand_v,
                     " and num_heads is ", num_heads, ", which makes ", heads,
@@ -19,7 +19,7 @@ int64_t head_count(int64_t num_heads, double expand_v) {
 
 Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options settings)
     : options(completed("mamba2", hidden_size, num_heads, settings)),
-      heads_(head_count(num_heads, options.expand_v)) {
+      heads_(count_heads(num_heads, options.expand_v)) {
   const auto width = heads_ * *options.head_dim, channels = width + 2 * options.state_size;
   in_proj = register_module("in_proj", linear(hidden_size, channels));
   conv = register_module(
@@ -47,10 +47,10 @@ void Mamba2Impl::reset_parameters() {
 }
 
 std::vector<Product> Mamba2Impl::products() const {
-  return {product_of(in_proj), product_of(dt_proj, "linear"), product_of(z_proj)};
+  return {make_product(in_proj), make_product(dt_proj, "linear"), make_product(z_proj)};
 }
 
-Product Mamba2Impl::output() const { return product_of(o_proj); }
+Product Mamba2Impl::output() const { return make_product(o_proj); }
 
 Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [xbc, conv_state] = run_part(*conv, projected[0], call, 0);
@@ -58,7 +58,7 @@ Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) 
   const auto p = xbc.split_with_sizes({heads_ * *options.head_dim, N, N}, -1);
   const auto x = to_heads(p[0], heads_), B = p[1].unsqueeze(2), C = p[2].unsqueeze(2);
   const auto dt = at::softplus(projected[1] + dt_bias);
-  const auto g = -at_least_fp32(A_log).exp() * dt;
+  const auto g = -promote_to_fp32(A_log).exp() * dt;
   const auto v = x * dt.unsqueeze(-1).to(x.scalar_type());
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
@@ -70,17 +70,17 @@ Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) 
 
 namespace {
 
-const Registered mamba2({
+const MixerRegistration mamba2({
     "mamba2",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<Mamba2Impl>(c.hidden_size, c.num_heads, options_of<Mamba2Options>(c));
+      return std::make_shared<Mamba2Impl>(c.hidden_size, c.num_heads, options_from_config<Mamba2Options>(c));
     },
     {"head_dim", "expand_v", "state_size", "conv_size", "norm_eps"},
     [](const Config& c) {
       TORCH_CHECK_VALUE(c.reads("num_kv_heads") || c.num_kv_heads == c.num_heads, "num_kv_heads is ",
                         *c.num_kv_heads, "; mamba2 has no groups of queries: expected num_heads, ",
                         c.num_heads);
-      head_count(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v));
+      count_heads(c.num_heads, c.expand_v.value_or(Mamba2Options{}.expand_v));
     },
     "had no state_size and cannot be loaded",
     /*has_mlp=*/false,

@@ -48,8 +48,8 @@ Tensor MemoryAsGateImpl::mixture(const Tensor& base, const Tensor& mixed) const 
     const auto type = at::promote_types(base.scalar_type(), mixed.scalar_type());
     return at::lerp(base.to(type), mixed.to(type), m.to(type));
   }
-  const auto of_mixed = m.to(base.scalar_type());
-  const auto b = at::rsub(of_mixed, 1) * base, y = of_mixed * mixed;
+  const auto mixed_weight = m.to(base.scalar_type());
+  const auto b = at::rsub(mixed_weight, 1) * base, y = mixed_weight * mixed;
   return b + y + b * y;
 }
 
@@ -72,7 +72,7 @@ Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
 
 namespace {
 
-void check_parts(const Config& c) {
+void check_mag_mixers(const Config& c) {
   for (const auto& [field, name] : {std::pair("mag_base", c.mag_base), std::pair("mag_mixer", c.mag_mixer)}) {
     auto names = mixer_names();
     std::erase(names, "mag");
@@ -83,7 +83,7 @@ void check_parts(const Config& c) {
                     "; expected a number between 0 and 1 when it is learned");
 }
 
-const Registered mag({
+const MixerRegistration mag({
     "mag",
     [](const Config& c) -> AnyLayer {
       return std::make_shared<MixAttentionImpl>(
@@ -91,7 +91,7 @@ const Registered mag({
           MixAttentionOptions{.weight = c.mag_weight, .learned = c.mag_learned, .cross = c.mag_cross});
     },
     {"mag_base", "mag_mixer", "mag_weight", "mag_learned", "mag_cross"},
-    check_parts,
+    check_mag_mixers,
 });
 
 }  // namespace

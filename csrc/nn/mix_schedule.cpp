@@ -17,22 +17,22 @@ const std::map<std::string, std::vector<std::string>>& schedules() {
 
 }  // namespace
 
-MixSchedule::MixSchedule(std::string schedule, MixScheduleOptions given)
+MixSchedule::MixSchedule(std::string schedule, MixScheduleOptions settings)
     : schedule_(std::move(schedule)),
-      first_(given.first.value_or(0.01)),
-      final_(given.final.value_or(0.5)),
-      steps_(given.steps.value_or(100)),
-      levels_(given.levels.value_or(std::vector<double>{0.0, 0.5, 1.0})) {
-  check_value("schedule", schedule_, Allowed{.words = {"constant", "gradual", "cyclic"}});
-  const auto& read = schedules().at(schedule_);
-  const auto refuse_unread = [&](const char* name, bool is_given) {
-    TORCH_CHECK_VALUE(!is_given || std::ranges::count(read, name) > 0, name, ": the schedule '", schedule_,
-                      "' has no such option; expected one of ", c10::Join(", ", read));
+      first_(settings.first.value_or(0.01)),
+      final_(settings.final.value_or(0.5)),
+      steps_(settings.steps.value_or(100)),
+      levels_(settings.levels.value_or(std::vector<double>{0.0, 0.5, 1.0})) {
+  check_value("schedule", schedule_, AllowedValues{.words = {"constant", "gradual", "cyclic"}});
+  const auto& read_options = schedules().at(schedule_);
+  const auto refuse_unread = [&](const char* name, bool is_set) {
+    TORCH_CHECK_VALUE(!is_set || std::ranges::count(read_options, name) > 0, name, ": the schedule '",
+                      schedule_, "' has no such option; expected one of ", c10::Join(", ", read_options));
   };
-  refuse_unread("first", given.first.has_value());
-  refuse_unread("final", given.final.has_value());
-  refuse_unread("levels", given.levels.has_value());
-  refuse_unread("steps", given.steps.has_value());
+  refuse_unread("first", settings.first.has_value());
+  refuse_unread("final", settings.final.has_value());
+  refuse_unread("levels", settings.levels.has_value());
+  refuse_unread("steps", settings.steps.has_value());
   TORCH_CHECK_VALUE(steps_ >= 1, "steps is ", steps_, "; expected a whole number, 1 or more");
   TORCH_CHECK_VALUE(is_weight(first_), "first is ", first_, "; expected weights from 0 to 1");
   TORCH_CHECK_VALUE(is_weight(final_), "final is ", final_, "; expected weights from 0 to 1");

@@ -20,7 +20,7 @@ std::map<std::string, Mixer>& registry() {
 
 }  // namespace
 
-Registered::Registered(Mixer mixer) {
+MixerRegistration::MixerRegistration(Mixer mixer) {
   const auto name = mixer.name;
   TORCH_INTERNAL_ASSERT(registry().emplace(name, std::move(mixer)).second, name, " is registered twice");
 }
@@ -30,8 +30,8 @@ const std::map<std::string, Mixer>& mixers() { return registry(); }
 bool Config::reads(const std::string& field) const {
   auto used = mixers();
   if (std::ranges::count(used, "mag") > 0) used.insert(used.end(), {mag_base, mag_mixer});
-  const bool is_of_cat = field == "chunks" || field.starts_with("compressor_");
-  if (is_whole_cat() && is_of_cat) return true;
+  const bool is_cat_field = field == "chunks" || field.starts_with("compressor_");
+  if (is_whole_cat() && is_cat_field) return true;
   if (field == "intermediate_size") {
     return std::ranges::any_of(used, [](const std::string& name) {
       const auto known = nn::mixers().find(name);
@@ -83,12 +83,12 @@ AnyLayer make_mixer(int64_t layer, const Config& config) {
   return make_mixer(config.mixers().at(size_t(layer)), config);
 }
 
-MixerField chunk_of(const char* op, int64_t headers) {
-  const auto& chunk = describe(op).option("chunk");
+MixerField chunk_field(const char* op, int64_t headers) {
+  const auto& chunk = get_operator(op).option("chunk");
   return {"chunk", std::max<int64_t>(1, int64_t(chunk.least) - headers), int64_t(chunk.most) - headers};
 }
 
-void expect_ungrouped(const Config& config, const char* mixer) {
+void check_ungrouped(const Config& config, const char* mixer) {
   TORCH_CHECK_VALUE(config.num_kv_heads == config.num_heads, "num_kv_heads is ", *config.num_kv_heads, "; ",
                     mixer, " has a memory for each query head: expected num_heads, ", config.num_heads);
 }
@@ -97,8 +97,8 @@ namespace {
 
 // Lower bound of the parameters of a layer: projections into heads and out of them, and the parts that depend
 // on fields that the mixer reads.
-double least_of(const Config& c, const std::string& name) {
-  if (name == "mag") return least_of(c, c.mag_base) + least_of(c, c.mag_mixer);
+double layer_lower_bound(const Config& c, const std::string& name) {
+  if (name == "mag") return layer_lower_bound(c, c.mag_base) + layer_lower_bound(c, c.mag_mixer);
   const auto& fields = mixers().at(name).fields;
   const auto reads = [&](const char* field) {
     return std::ranges::find(fields, field, &MixerField::name) != fields.end();
@@ -117,7 +117,7 @@ double least_of(const Config& c, const std::string& name) {
   return count;
 }
 
-double least_parameters(const Config& c) {
+double parameter_lower_bound(const Config& c) {
   const double V = c.vocab_size, h = c.hidden_size, inner = double(c.intermediate_size.value_or(0));
   double count = V * h * (c.tie_word_embeddings ? 1 : 2);
   if (c.is_whole_cat()) {
@@ -126,34 +126,34 @@ double least_parameters(const Config& c) {
     const double all = double(std::accumulate(lengths.begin(), lengths.end(), int64_t(0)));
     count += V * w + w * (double(c.max_position_embeddings) / double(lengths[0])) + all * w * h +
              double(*c.compressor_layers) * (4 * w * w + 3 * w * std::floor(inner * w / h)) +
-             double(c.num_hidden_layers) * (least_of(c, "attention") + 3 * h * inner);
+             double(c.num_hidden_layers) * (layer_lower_bound(c, "attention") + 3 * h * inner);
   } else {
     for (const auto& name : c.mixers())
-      count += least_of(c, name) + (mixers().at(name).has_mlp ? 3 * h * inner : 0);
+      count += layer_lower_bound(c, name) + (mixers().at(name).has_mlp ? 3 * h * inner : 0);
   }
   return count;
 }
 
 }  // namespace
 
-void expect_parameters(const Config& config, double most, const char* why) {
-  const auto count = least_parameters(config);
+void check_parameter_count(const Config& config, double most, const char* why) {
+  const auto count = parameter_lower_bound(config);
   TORCH_CHECK_VALUE(count <= most,
                     "the sizes (vocab_size, hidden_size, num_hidden_layers, ...) give at least ", count,
                     " parameters; expected at most the ", most, " that ", why);
 }
 
-void expect_memory(const Config& config, int64_t element_size) {
-  rlimit allowed{};
-  getrlimit(RLIMIT_AS, &allowed);
-  const double there =
-      std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)), double(allowed.rlim_cur));
-  expect_parameters(config, there / double(element_size), "fit into this machine's memory");
+void check_memory_size(const Config& config, int64_t element_size) {
+  rlimit address_limit{};
+  getrlimit(RLIMIT_AS, &address_limit);
+  const double available_bytes = std::min(double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGE_SIZE)),
+                                          double(address_limit.rlim_cur));
+  check_parameter_count(config, available_bytes / double(element_size), "fit into this machine's memory");
 }
 
 HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {
-  const auto width = [&](const char* name, const std::optional<double>& given, double otherwise) {
-    const auto factor = given.value_or(otherwise), channels = factor * double(*config.head_dim);
+  const auto width = [&](const char* name, const std::optional<double>& expand, double otherwise) {
+    const auto factor = expand.value_or(otherwise), channels = factor * double(*config.head_dim);
     const auto whole = std::round(channels);
     TORCH_CHECK_VALUE(whole >= 1 && std::abs(channels - whole) < 1e-6 * channels, name, " is ", factor,
                       " and head_dim is ", *config.head_dim, ", which makes ", channels,
@@ -163,7 +163,7 @@ HeadWidths head_widths(const Config& config, double expand_k, double expand_v) {
   return {width("expand_k", config.expand_k, expand_k), width("expand_v", config.expand_v, expand_v)};
 }
 
-void expect_pairs(const Config& config) {
+void check_even_head_dim(const Config& config) {
   TORCH_CHECK_VALUE(*config.head_dim % 2 == 0, "head_dim is ", *config.head_dim,
                     "; rotary positions turn pairs and need an even one");
 }

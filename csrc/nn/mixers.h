@@ -39,13 +39,13 @@ struct Mixer {
 };
 
 // Registers a mixer; a static object in the layer's file.
-struct Registered {
-  explicit Registered(Mixer mixer);
+struct MixerRegistration {
+  explicit MixerRegistration(Mixer mixer);
 };
 
 // Assigns a field to an option or an option to a field; an empty optional leaves the target unchanged.
 template <class To, class From>
-void take(To& to, const From& from) {
+void assign_if_set(To& to, const From& from) {
   if constexpr (requires { to = from; }) {
     to = from;
   } else if (from) {
@@ -55,14 +55,14 @@ void take(To& to, const From& from) {
 
 // A layer's options from a configuration; `otherwise` has the values of fields that are empty.
 template <class Options>
-Options options_of(const Config& config, Options otherwise = {}) {
-  for_each_option(config, otherwise, [](const auto& field, auto& option) { take(option, field); });
-  return otherwise;
+Options options_from_config(const Config& config, Options defaults = {}) {
+  for_each_option(config, defaults, [](const auto& field, auto& option) { assign_if_set(option, field); });
+  return defaults;
 }
 
 // Config::completed without the check of options that no mixer reads: a layer has options that a
 // configuration sets by the name of the mixer.
-Config completed_for_layer(const Config& config);
+Config complete_for_layer(const Config& config);
 
 // Completes and checks the options of a layer that is constructed directly: fills in num_kv_heads and
 // head_dim, and throws the errors of a configuration of `mixer`.
@@ -70,8 +70,8 @@ template <class Options>
 Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Options options) {
   Config config{.hidden_size = hidden_size, .num_hidden_layers = 1, .num_heads = num_heads};
   config.hybrid = {mixer};
-  for_each_option(config, options, [](auto& field, const auto& option) { take(field, option); });
-  return options_of(completed_for_layer(config), std::move(options));
+  for_each_option(config, options, [](auto& field, const auto& option) { assign_if_set(field, option); });
+  return options_from_config(complete_for_layer(config), std::move(options));
 }
 
 // Indices of the layers that an injection changes.
@@ -88,13 +88,13 @@ const std::map<std::string, Mixer>& mixers();
 std::string earlier_mixers(const Config& config);
 
 // The field "chunk" with the operator's bounds, minus `headers` rows of a chunk that hold no token.
-MixerField chunk_of(const char* op, int64_t headers = 0);
+MixerField chunk_field(const char* op, int64_t headers = 0);
 
 // Throws unless num_kv_heads equals num_heads: the mixer has one memory for each query head.
-void expect_ungrouped(const Config& config, const char* mixer);
+void check_ungrouped(const Config& config, const char* mixer);
 
 // Throws unless head_dim is even: rotary positions rotate pairs of channels.
-void expect_pairs(const Config& config);
+void check_even_head_dim(const Config& config);
 
 // Channels of the keys and the values of a head: head_dim times expand_k and expand_v of the configuration,
 // or times the arguments where these fields are empty. Throws c10::ValueError unless both are whole numbers.
@@ -111,11 +111,11 @@ HeadWidths head_widths(const Options& options) {
 
 // Throws if a lower bound of the model's parameters exceeds `most`: a size is probably a typing error. why:
 // the end of the error message, which says what limits the parameters.
-void expect_parameters(const Config& config, double most, const char* why);
+void check_parameter_count(const Config& config, double most, const char* why);
 
 // Throws if the model's parameters, of `element_size` bytes each, exceed the memory of this machine. Called
 // before anything is allocated.
-void expect_memory(const Config& config, int64_t element_size);
+void check_memory_size(const Config& config, int64_t element_size);
 
 // The chunk lengths of the CAT model: `chunks`, or `chunk` alone.
 inline std::vector<int64_t> chunk_lengths(const Config& config) {

@@ -11,11 +11,11 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
   no_weight_decay({weight});
 }
 
-Tensor RMSNormImpl::forward(const Tensor& x) { return made_of(x, input()); }
+Tensor RMSNormImpl::forward(const Tensor& x) { return apply_row_input(x, input()); }
 
 GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
     : RMSNormImpl(dim, eps), activation(std::move(activation)) {
-  check_value("activation", this->activation, words_of("gated_rms_norm", "activation"));
+  check_value("activation", this->activation, allowed_words("gated_rms_norm", "activation"));
 }
 
 Tensor GatedRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {
@@ -29,9 +29,9 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
 
 Tensor SwiGLUImpl::forward(const Tensor& x) { return onto({}, x, {}); }
 
-Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& given) {
-  const auto p = products(x, {product_of(gate_proj), product_of(up_proj)}, given);
-  return products(p[0], {product_of(down_proj)}, {"silu_product", p[1]}, residual)[0];
+Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& row_input) {
+  const auto p = products(x, {make_product(gate_proj), make_product(up_proj)}, row_input);
+  return products(p[0], {make_product(down_proj)}, {"silu_product", p[1]}, residual)[0];
 }
 
 DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step)
@@ -48,21 +48,23 @@ DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double larg
 // [largest_step / 100, largest_step].
 void DecayGateImpl::reset_parameters() {
   torch::nn::init::uniform_(A_log, 0.0, std::log(16.0));
-  const double most = std::log(largest_step);  // softplus(b) is close to exp(b) for small b
-  torch::nn::init::uniform_(dt_bias, most - std::log(100.0), most);
+  const double max_log_step = std::log(largest_step);  // softplus(b) is close to exp(b) for small b
+  torch::nn::init::uniform_(dt_bias, max_log_step - std::log(100.0), max_log_step);
 }
 
-double first_step_bias(int64_t chunk) { return -std::log(4.0 * double(std::max<int64_t>(chunk, 16)) - 1.0); }
+double initial_step_size_bias(int64_t chunk) {
+  return -std::log(4.0 * double(std::max<int64_t>(chunk, 16)) - 1.0);
+}
 
-Tensor gated_output(GatedRMSNorm norm, const Tensor& o, const Tensor& gate) {
+Tensor apply_output_gate(GatedRMSNorm norm, const Tensor& o, const Tensor& gate) {
   return norm ? norm(o, gate) : o * at::gelu(gate.to(o.scalar_type()));
 }
 
 Product DecayGateImpl::product() const { return {proj->weight, "decay", dt_bias, A_log}; }
 
 std::pair<Tensor, Tensor> DecayGateImpl::forward(const Tensor& x) {
-  const auto dt = at::softplus(at_least_fp32(proj(x)) + dt_bias);
-  return {-at_least_fp32(A_log).exp() * dt, dt};
+  const auto dt = at::softplus(promote_to_fp32(proj(x)) + dt_bias);
+  return {-promote_to_fp32(A_log).exp() * dt, dt};
 }
 
 }  // namespace girih::nn

@@ -15,7 +15,7 @@ namespace {
 using nlohmann::json;
 using std::filesystem::path;
 
-std::string text_of(const path& file) {
+std::string read_text(const path& file) {
   std::error_code error;
   if (!is_regular_file(file, error)) throw std::runtime_error(file.string() + ": is not a file");
   std::ifstream in(file, std::ios::binary);
@@ -24,7 +24,7 @@ std::string text_of(const path& file) {
 }
 
 Config read_config(const path& file) {
-  const auto text = text_of(file);
+  const auto text = read_text(file);
   try {
     return Config::from_json(text);
   } catch (const c10::ValueError& error) {
@@ -34,15 +34,15 @@ Config read_config(const path& file) {
 
 // Throws for a model of transformers, converted or not: its config.json has other fields.
 void check_model_type(const path& file) {
-  const auto values = json::parse(text_of(file), nullptr, /*allow_exceptions=*/false);
+  const auto values = json::parse(read_text(file), nullptr, /*allow_exceptions=*/false);
   const auto type = values.is_object() ? values.value("model_type", json("girih")) : json("girih");
   TORCH_CHECK_VALUE(type == "girih", file.string(), ": model_type is ",
-                    type.is_string() ? quoted(type.get<std::string>()) : "no string",
+                    type.is_string() ? quote(type.get<std::string>()) : "no string",
                     "; expected girih: only Python reads other models, converted models included");
 }
 
 // The configuration, with the special tokens of generation_config.json, which Python's generate reads.
-Config config_of(const path& folder) {
+Config read_model_config(const path& folder) {
   check_model_type(folder / "config.json");
   auto config = read_config(folder / "config.json").without_unread();
   const auto file = folder / "generation_config.json";
@@ -55,11 +55,11 @@ Config config_of(const path& folder) {
 }
 
 // The files with a model's tensors: model.safetensors, or the files that the index names.
-std::set<path> tensor_files(const path& folder) {
+std::set<path> find_tensor_files(const path& folder) {
   const auto index = folder / "model.safetensors.index.json";
   if (!exists(index)) return {folder / "model.safetensors"};
   const auto refuse = [&](const char* why) { throw std::runtime_error(index.string() + ": " + why); };
-  const auto names = json::parse(text_of(index), nullptr, /*allow_exceptions=*/false);
+  const auto names = json::parse(read_text(index), nullptr, /*allow_exceptions=*/false);
   const auto map = names.is_object() ? names.find("weight_map") : names.end();
   if (map == names.end() || !map->is_object()) refuse("has no weight_map, an object");
   std::set<path> files;
@@ -73,7 +73,7 @@ std::set<path> tensor_files(const path& folder) {
   return files;
 }
 
-NamedTensors parameters_and_buffers(const LanguageModelImpl& model) {
+NamedTensors collect_tensors(const LanguageModelImpl& model) {
   NamedTensors all;
   for (const auto& item : model.named_parameters()) all.emplace(item.key(), item.value());
   for (const auto& item : model.named_buffers()) all.emplace(item.key(), item.value());
@@ -84,23 +84,23 @@ NamedTensors parameters_and_buffers(const LanguageModelImpl& model) {
 
 void LanguageModelImpl::save_pretrained(const std::string& folder) const {
   std::filesystem::create_directories(folder);
-  write_safetensors(path(folder) / "model.safetensors", parameters_and_buffers(*this));
-  write_whole(path(folder) / "config.json", [&](std::ostream& out) { out << config.to_json(); });
+  write_safetensors(path(folder) / "model.safetensors", collect_tensors(*this));
+  write_atomically(path(folder) / "config.json", [&](std::ostream& out) { out << config.to_json(); });
 }
 
 namespace {
 
 // Throws unless the files hold exactly the tensors of the model.
-void check_files(const std::string& folder, const LanguageModelImpl& model,
-                 const std::vector<SafetensorsFile>& files) {
-  const auto all = parameters_and_buffers(model);
+void check_tensors(const std::string& folder, const LanguageModelImpl& model,
+                   const std::vector<SafetensorsFile>& files) {
+  const auto all = collect_tensors(model);
   const auto earlier = earlier_mixers(model.config);
   auto missing = all;
   for (const auto& file : files) {
     for (const auto& [name, entry] : file.entries()) {
       const auto wanted = all.find(name);
       if (wanted == all.end() && name == "lm_head.weight" && model.config.tie_word_embeddings) continue;
-      TORCH_CHECK_VALUE(wanted != all.end(), file.file().string(), ": ", quoted(name),
+      TORCH_CHECK_VALUE(wanted != all.end(), file.file().string(), ": ", quote(name),
                         " is unknown to this model", earlier);
       TORCH_CHECK_VALUE(wanted->second.sizes() == entry.shape, file.file().string(), ": ", name,
                         " has shape ", at::IntArrayRef(entry.shape), "; expected ", wanted->second.sizes(),
@@ -118,21 +118,21 @@ void check_files(const std::string& folder, const LanguageModelImpl& model,
 }  // namespace
 
 LanguageModel from_pretrained(const std::string& folder, at::Device device) {
-  const auto config = config_of(folder).completed();
+  const auto config = read_model_config(folder).completed();
   std::vector<SafetensorsFile> files;
-  double held = 0;
-  for (const auto& file : tensor_files(folder)) {
+  double num_elements = 0;
+  for (const auto& file : find_tensor_files(folder)) {
     files.emplace_back(file);
     for (const auto& [name, entry] : files.back().entries())
-      held += double(c10::multiply_integers(entry.shape));
+      num_elements += double(c10::multiply_integers(entry.shape));
   }
-  expect_parameters(config, held, "its files hold");
+  check_parameter_count(config, num_elements, "its files hold");
   LanguageModel model = [&] {
-    const WithoutValues all_are_read;
+    const SkipInitGuard guard;
     return LanguageModel(config);
   }();
-  check_files(folder, *model, files);
-  const auto all = parameters_and_buffers(*model);
+  check_tensors(folder, *model, files);
+  const auto all = collect_tensors(*model);
   const at::NoGradGuard no_grad;
   for (const auto& file : files) {
     for (const auto& [name, entry] : file.entries()) {

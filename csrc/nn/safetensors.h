@@ -38,9 +38,9 @@ using NamedTensors = std::map<std::string, at::Tensor>;
 void write_safetensors(const std::filesystem::path& file, const NamedTensors& tensors);
 
 // Writes a file atomically: calls `write` on a temporary file in the same folder and renames it to `file`.
-void write_whole(const std::filesystem::path& file, const std::function<void(std::ostream&)>& write);
+void write_atomically(const std::filesystem::path& file, const std::function<void(std::ostream&)>& write);
 
 // A name for an error message: in quotes, escaped, at most 100 characters.
-std::string quoted(const std::string& name);
+std::string quote(const std::string& name);
 
 }  // namespace girih::nn

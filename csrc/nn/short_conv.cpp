@@ -5,10 +5,10 @@
 
 namespace girih::nn {
 
-ShortConvImpl::ShortConvImpl(int64_t channels, ShortConvOptions given) : options(std::move(given)) {
-  check_value("kernel_size", options.kernel_size, conv_width());
+ShortConvImpl::ShortConvImpl(int64_t channels, ShortConvOptions settings) : options(std::move(settings)) {
+  check_value("kernel_size", options.kernel_size, conv_width_range());
   if (options.activation)
-    check_value("activation", *options.activation, words_of("short_conv", "activation"));
+    check_value("activation", *options.activation, allowed_words("short_conv", "activation"));
   if (options.kernel_size == 0) return;
   weight = register_parameter("weight", at::empty({channels, options.kernel_size}));
   if (options.bias) {
@@ -25,14 +25,14 @@ void ShortConvImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
-State convolution_state(const State& state, const Tensor& x) {
+State cast_conv_state(const State& state, const Tensor& x) {
   const auto dtype = autocast_dtype(x, x.scalar_type());
   return state.map([&](const Tensor& rows) { return rows.to(dtype); });
 }
 
 Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
-  const auto before = convolution_state(call.state, x);
+  const auto before = cast_conv_state(call.state, x);
   const ops::ShortConvOptions conv{.activation = options.activation,
                                    .state = before.as<ops::ShortConvState>(),
                                    .cu_seqlens = call.cu_seqlens};

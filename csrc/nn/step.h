@@ -7,26 +7,26 @@
 namespace girih::nn {
 
 // Applies `given` to x [..., width], then computes every product of the result. residual is added to the
-// result of a single product without gate. If `has_kernel`, one launch, which rounds only the final results;
-// else the functions of fused.h.
-std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
-                             const Tensor& residual = {});
+// result of a single product without gate. If `has_skinny_gemm`, one launch, which rounds only the final
+// results; else the functions of fused.h.
+std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& specs,
+                             const RowInput& row_input = {}, const Tensor& residual = {});
 
 // Whether the few_rows kernel supports the call: CUDA build, fp16 or bf16 on a GPU, 1 to 16 rows, no
 // gradient, no autocast, contiguous tensors of one dtype.
-bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
-                const Tensor& residual = {});
+bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& row_input = {},
+                     const Tensor& residual = {});
 
 // Whether x has at most 16 rows and no gradient is recorded. Then blocks pass the norm and the residual to
-// `products`, which fuses them if `has_kernel`.
-bool are_few(const Tensor& x);
+// `products`, which fuses them if `has_skinny_gemm`.
+bool has_few_rows(const Tensor& x);
 
 // Applies `given` to x.
-Tensor made_of(const Tensor& x, const RowInput& given);
+Tensor apply_row_input(const Tensor& x, const RowInput& row_input);
 
 // The product of a linear layer.
-inline Product product_of(const torch::nn::Linear& proj, const std::string& gate = "none",
-                          double scale = 1.0) {
+inline Product make_product(const torch::nn::Linear& proj, const std::string& gate = "none",
+                            double scale = 1.0) {
   return {proj->weight, gate, proj->bias, {}, scale};
 }
 

@@ -6,8 +6,8 @@
 
 namespace girih::nn {
 
-TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions given)
-    : options(completed("trellis", hidden_size, num_heads, std::move(given))), num_heads_(num_heads) {
+TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions settings)
+    : options(completed("trellis", hidden_size, num_heads, std::move(settings))), num_heads_(num_heads) {
   const auto head_dim = *options.head_dim, channels = num_heads * head_dim;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
   if (options.shared_qk) {
@@ -35,27 +35,27 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 void TrellisImpl::reset_parameters() {
   torch::nn::init::normal_(key_memory);  // entries of size 1: normalizing phis divide by their size
   torch::nn::init::normal_(value_memory);
-  torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
+  torch::nn::init::constant_(gamma_proj->bias, initial_step_size_bias(options.chunk));
 }
 
 std::vector<Product> TrellisImpl::products() const {
-  std::vector<Product> all = {product_of(v_proj), product_of(a_proj), product_of(g_proj),
-                              product_of(gamma_proj, "sigmoid")};
+  std::vector<Product> all = {make_product(v_proj), make_product(a_proj), make_product(g_proj),
+                              make_product(gamma_proj, "sigmoid")};
   if (qk_proj) {
-    all.push_back(product_of(qk_proj));
+    all.push_back(make_product(qk_proj));
   } else {
-    all.insert(all.end(), {product_of(q_proj), product_of(k_proj)});
+    all.insert(all.end(), {make_product(q_proj), make_product(k_proj)});
   }
   if (decay) all.push_back(decay->product());
   return all;
 }
 
-Product TrellisImpl::output() const { return product_of(o_proj); }
+Product TrellisImpl::output() const { return make_product(o_proj); }
 
 Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call) {
-  const auto &gamma = projected[3], &for_k = projected[qk_proj ? 4 : 5];
+  const auto &gamma = projected[3], &k_projection = projected[qk_proj ? 4 : 5];
   auto [q, q_state] = run_part(*q_conv, projected[4], call, 0);
-  auto [k, k_state] = run_part(*k_conv, for_k, call, 1);
+  auto [k, k_state] = run_part(*k_conv, k_projection, call, 1);
   q = to_heads(q, num_heads_);
   k = to_heads(k, num_heads_);
   auto v = to_heads(projected[0], num_heads_);
@@ -67,38 +67,40 @@ Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call)
   const auto g = decay ? projected.back() : Tensor();
   auto past = call.part(2).as<ops::TrellisState>();
   if (call.state.empty()) {
-    past.k = at_least_fp32(key_memory);
-    past.v = at_least_fp32(value_memory);
+    past.k = promote_to_fp32(key_memory);
+    past.v = promote_to_fp32(value_memory);
   }
   const ops::TrellisOptions rule{.chunk = options.chunk,
                                  .phi = options.phi,
                                  .f = options.f,
                                  .state = past,
                                  .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(for_k) ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
-                                       : ops::trellis(q, k, v, a, gamma, g, rule);
-  if (options.value_read == "phi") o = trellis::Phi(options.phi)(at_least_fp32(o)).to(o.scalar_type());
-  return {gated_output(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
+  auto [o, memory] = call.steps(k_projection)
+                         ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
+                         : ops::trellis(q, k, v, a, gamma, g, rule);
+  if (options.value_read == "phi") o = trellis::Phi(options.phi)(promote_to_fp32(o)).to(o.scalar_type());
+  return {apply_output_gate(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(memory)}}};
 }
 
 namespace {
 
-const Registered trellis({
+const MixerRegistration trellis({
     "trellis",
     [](const Config& c) -> AnyLayer {
-      return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads, options_of<TrellisOptions>(c));
+      return std::make_shared<TrellisImpl>(c.hidden_size, c.num_heads,
+                                           options_from_config<TrellisOptions>(c));
     },
-    {"head_dim", "num_slots", chunk_of("trellis"), "phi", "f", "gated", "shared_qk", "normalize_kv",
+    {"head_dim", "num_slots", chunk_field("trellis"), "phi", "f", "gated", "shared_qk", "normalize_kv",
      "value_read", "post_norm", "conv_size", "norm_eps"},
-    [](const Config& c) { expect_ungrouped(c, "trellis"); },
+    [](const Config& c) { check_ungrouped(c, "trellis"); },
 });
 
 // phi(x) for Python. It calls ATen operators, which autograd differentiates.
-Tensor phi_of(const Tensor& x, std::string_view phi) { return trellis::Phi(phi)(x); }
+Tensor apply_phi(const Tensor& x, std::string_view phi) { return trellis::Phi(phi)(x); }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(girih, m) { m.def("trellis_phi(Tensor x, str phi) -> Tensor", &phi_of); }
+TORCH_LIBRARY_FRAGMENT(girih, m) { m.def("trellis_phi(Tensor x, str phi) -> Tensor", &apply_phi); }
 
 }  // namespace girih::nn

@@ -21,9 +21,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kStretch = 64 * 1024, kHeldOut = 20;
+constexpr int64_t kStretch = 64 * 1024, kHeldOutPeriod = 20;
 
-std::vector<fs::path> text_files(const fs::path& path) {
+std::vector<fs::path> find_text_files(const fs::path& path) {
   if (fs::is_regular_file(path)) return {path};
   TORCH_CHECK_VALUE(fs::is_directory(path), "corpus ", path.string(), ": no such file or folder");
   std::vector<fs::path> files;
@@ -41,28 +41,28 @@ std::vector<fs::path> text_files(const fs::path& path) {
 }  // namespace
 
 Corpus read_corpus(const fs::path& path, int64_t context) {
-  std::list<std::string> kept;
-  std::set<std::string_view> seen;
+  std::list<std::string> texts;
+  std::set<std::string_view> unique_texts;
   std::string all;
-  for (const auto& file : text_files(path)) {
+  for (const auto& file : find_text_files(path)) {
     std::ifstream in(file, std::ios::binary);
-    kept.emplace_back(std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>());
+    texts.emplace_back(std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>());
     TORCH_CHECK_VALUE(in, "corpus ", file.string(), ": cannot be read");
-    if (kept.back().find('\0') == std::string::npos && seen.insert(kept.back()).second) {
-      all += kept.back();
+    if (texts.back().find('\0') == std::string::npos && unique_texts.insert(texts.back()).second) {
+      all += texts.back();
     } else {
-      kept.pop_back();
+      texts.pop_back();
     }
   }
   const auto size = static_cast<int64_t>(all.size());
   TORCH_CHECK_VALUE(size > 0, "corpus ", path.string(), ": no text in it");
-  TORCH_CHECK_VALUE(size >= kHeldOut * context, "corpus ", path.string(), ": ", size,
-                    " bytes are too short, ", kHeldOut * context, " or more are needed");
+  TORCH_CHECK_VALUE(size >= kHeldOutPeriod * context, "corpus ", path.string(), ": ", size,
+                    " bytes are too short, ", kHeldOutPeriod * context, " or more are needed");
   const auto stretches =
-      at::from_blob(all.data(), {size}, at::kByte).split(std::min(kStretch, size / kHeldOut));
+      at::from_blob(all.data(), {size}, at::kByte).split(std::min(kStretch, size / kHeldOutPeriod));
   std::vector<at::Tensor> train, held_out;
   for (size_t i = 0; i < stretches.size(); ++i)
-    (i % kHeldOut == kHeldOut - 1 ? held_out : train).push_back(stretches[i]);
+    (i % kHeldOutPeriod == kHeldOutPeriod - 1 ? held_out : train).push_back(stretches[i]);
   uint64_t digest = 14695981039346656037u;  // FNV-1a
   for (const unsigned char byte : all) digest = (digest ^ byte) * 1099511628211u;
   return {at::cat(train), at::cat(held_out), digest};
@@ -73,15 +73,15 @@ at::Tensor drawn(const at::Tensor& text, int64_t count, int64_t context, uint64_
                      at::kLong);
 }
 
-at::Tensor spread(const at::Tensor& text, int64_t count, int64_t context) {
-  const auto whole = text.size(0) / context;
-  count = std::min(count, whole);
-  return (at::arange(count, at::kLong) * whole).div(count, "floor") * context;
+at::Tensor spread_windows(const at::Tensor& text, int64_t count, int64_t context) {
+  const auto num_windows = text.size(0) / context;
+  count = std::min(count, num_windows);
+  return (at::arange(count, at::kLong) * num_windows).div(count, "floor") * context;
 }
 
-at::Tensor windows_of(const at::Tensor& text, const at::Tensor& starts, int64_t context) {
-  const auto places = starts.unsqueeze(1) + at::arange(context, at::kLong);
-  return text.index_select(0, places.flatten()).view({starts.size(0), context}).to(at::kLong);
+at::Tensor gather_windows(const at::Tensor& text, const at::Tensor& starts, int64_t context) {
+  const auto indices = starts.unsqueeze(1) + at::arange(context, at::kLong);
+  return text.index_select(0, indices.flatten()).view({starts.size(0), context}).to(at::kLong);
 }
 
 }  // namespace girih::programs

@@ -22,8 +22,8 @@ Corpus read_corpus(const std::filesystem::path& path, int64_t context);
 // Starts of `count` random windows of `context` bytes, int64 [count]. seed: of the random generator.
 at::Tensor drawn(const at::Tensor& text, int64_t count, int64_t context, uint64_t seed);
 // Starts of at most `count` windows, evenly spaced and without overlap.
-at::Tensor spread(const at::Tensor& text, int64_t count, int64_t context);
+at::Tensor spread_windows(const at::Tensor& text, int64_t count, int64_t context);
 // The windows at `starts`, as tokens, int64 [windows, context].
-at::Tensor windows_of(const at::Tensor& text, const at::Tensor& starts, int64_t context);
+at::Tensor gather_windows(const at::Tensor& text, const at::Tensor& starts, int64_t context);
 
 }  // namespace girih::programs

@@ -45,7 +45,7 @@ void describe(CLI::App& app, Options& of) {
   app.add_flag("--quiet", of.quiet, "no line on standard error about the time it took");
 }
 
-std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
+std::vector<int64_t> parse_token_ids(const std::string& prompt, int64_t vocab_size) {
   std::vector<int64_t> ids;
   std::istringstream in(prompt);
   for (std::string word; in >> word;) {
@@ -62,7 +62,7 @@ std::vector<int64_t> numbers_of(const std::string& prompt, int64_t vocab_size) {
   return ids;
 }
 
-std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
+std::vector<std::vector<int64_t>> read_prompts(Options of, int64_t vocab_size) {
   if (of.prompts.empty() && of.lines) {
     for (std::string line; std::getline(std::cin, line);) {
       if (!line.empty() && line.back() == '\r') line.pop_back();  // line endings "\r\n"
@@ -74,7 +74,7 @@ std::vector<std::vector<int64_t>> prompts_of(Options of, int64_t vocab_size) {
   TORCH_CHECK_VALUE(!of.prompts.empty(), "prompts is empty; expected at least one");
   std::vector<std::vector<int64_t>> all;
   for (const auto& prompt : of.prompts) {
-    all.push_back(of.ids ? numbers_of(prompt, vocab_size) : bytes_of(prompt));
+    all.push_back(of.ids ? parse_token_ids(prompt, vocab_size) : to_byte_ids(prompt));
     TORCH_CHECK_VALUE(!all.back().empty(), "prompts: number ", all.size(), " is empty");
   }
   return all;
@@ -87,25 +87,25 @@ class Writer {
 
   void put(int64_t token) {
     if (ids_) {
-      std::printf("%s%lld", begun_ ? " " : "", static_cast<long long>(token));
+      std::printf("%s%lld", has_output_ ? " " : "", static_cast<long long>(token));
     } else {
       std::putchar(static_cast<int>(token));
     }
-    begun_ = true;
+    has_output_ = true;
   }
   void flush() { std::fflush(stdout); }
   void end() {
     std::putchar('\n');
-    begun_ = false, flush();
+    has_output_ = false, flush();
   }
 
  private:
-  bool ids_, begun_ = false;
+  bool ids_, has_output_ = false;
 };
 
 int generate(Options of) {
   using Clock = std::chrono::steady_clock;
-  const auto device = device_of(of.device);
+  const auto device = parse_device(of.device);
   auto model = nn::from_pretrained(of.folder, device);
   if (!of.dtype.empty()) {
     const std::map<std::string, at::ScalarType> dtypes{
@@ -122,7 +122,7 @@ int generate(Options of) {
     TORCH_CHECK_VALUE(id >= 0 && id < vocab_size, "--eos is ", id, "; expected numbers from 0 to ",
                       vocab_size - 1);
   }
-  const auto prompts = prompts_of(of, vocab_size);
+  const auto prompts = read_prompts(of, vocab_size);
 
   // Pad prompts on the left.
   size_t longest = 0;
@@ -144,12 +144,12 @@ int generate(Options of) {
 
   // A single text is printed while it is generated; several texts are printed at the end.
   Writer writer(of.ids);
-  const auto ends = nn::list_of(options.eos_token_id ? options.eos_token_id : model->config.eos_token_id);
-  const auto is_end = [&](int64_t token) { return std::ranges::find(ends, token) != ends.end(); };
+  const auto eos_ids = nn::list_of(options.eos_token_id ? options.eos_token_id : model->config.eos_token_id);
+  const auto is_end = [&](int64_t token) { return std::ranges::find(eos_ids, token) != eos_ids.end(); };
   int64_t steps = 0;
-  double until_first = 0.0;
-  const auto begun = Clock::now();
-  const auto passed = [&] { return std::chrono::duration<double>(Clock::now() - begun).count(); };
+  double first_token_seconds = 0.0;
+  const auto start_time = Clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start_time).count(); };
   const auto put_prompt = [&](int64_t i) {
     for (const auto token : prompts[static_cast<size_t>(i)]) writer.put(token);
   };
@@ -161,10 +161,10 @@ int generate(Options of) {
     }
     if (++steps > 1) return;
     if (device.is_cuda()) torch::cuda::synchronize();
-    until_first = passed();
+    first_token_seconds = elapsed();
   };
   const auto text = model->generate(ids.to(device), options).cpu();
-  const auto seconds = passed();
+  const auto seconds = elapsed();
   if (batch == 1) {
     if (steps == 0) put_prompt(0);
     writer.end();
@@ -182,9 +182,9 @@ int generate(Options of) {
   if (!of.quiet && steps > 0) {
     const auto written = static_cast<double>(steps * batch);
     std::fprintf(stderr, "%.0f tokens in %.2f s, %.0f tokens/s; the first after %.2f s", written, seconds,
-                 written / seconds, until_first);
+                 written / seconds, first_token_seconds);
     if (steps > 1) {
-      const auto each = (seconds - until_first) / static_cast<double>(steps - 1);
+      const auto each = (seconds - first_token_seconds) / static_cast<double>(steps - 1);
       std::fprintf(stderr, ", then %.0f tokens/s, %.3f ms a token", static_cast<double>(batch) / each,
                    1e3 * each);
     }
@@ -200,5 +200,5 @@ int main(int argc, char** argv) {
   CLI::App app("Continues texts with a language model, as bytes or as token ids.", "girih-generate");
   girih::programs::Options options;
   girih::programs::describe(app, options);
-  return girih::programs::answer(app, argc, argv, [&] { return girih::programs::generate(options); });
+  return girih::programs::run_program(app, argc, argv, [&] { return girih::programs::generate(options); });
 }

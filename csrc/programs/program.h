@@ -16,7 +16,7 @@ namespace girih::programs {
 // Parses the arguments, runs `work` and returns its exit code. An error is one line on stderr and exit
 // code 2.
 template <class Work>
-int answer(CLI::App& app, int argc, char** argv, const Work& work) {
+int run_program(CLI::App& app, int argc, char** argv, const Work& work) {
   const auto program = app.get_name();
   try {
     app.parse(argc, argv);
@@ -35,7 +35,7 @@ int answer(CLI::App& app, int argc, char** argv, const Work& work) {
 }
 
 // The device of --device. "": the GPU if there is one, else the CPU.
-inline at::Device device_of(const std::string& name) {
+inline at::Device parse_device(const std::string& name) {
   if (name.empty()) return torch::cuda::is_available() ? at::kCUDA : at::kCPU;
   TORCH_CHECK_VALUE(name == "cpu" || name == "cuda", "--device is ", name, "; expected cpu or cuda");
   TORCH_CHECK_VALUE(name == "cpu" || torch::cuda::is_available(),
@@ -43,7 +43,7 @@ inline at::Device device_of(const std::string& name) {
   return name;
 }
 
-inline std::vector<int64_t> bytes_of(const std::string& text) {
+inline std::vector<int64_t> to_byte_ids(const std::string& text) {
   std::vector<int64_t> ids;
   for (const unsigned char byte : text) ids.push_back(byte);
   return ids;

@@ -12,13 +12,14 @@
 namespace girih::programs {
 namespace {
 
-constexpr int64_t kStep = 8;  // the width of an MLP is a multiple of this
+constexpr int64_t kWidthMultiple = 8;  // the width of an MLP is a multiple of this
 
-// The configuration with MLPs of width kStep * steps; without MLPs, with `steps` layers for each mixer name.
-nn::Config with_steps(nn::Config config, const std::vector<std::string>& names, int64_t steps) {
+// The configuration with MLPs of width kWidthMultiple * steps; without MLPs, with `steps` layers for each
+// mixer name.
+nn::Config resize_config(nn::Config config, const std::vector<std::string>& names, int64_t steps) {
   const auto count = static_cast<int64_t>(names.size());
   if (config.reads("intermediate_size")) {
-    config.intermediate_size = kStep * steps;
+    config.intermediate_size = kWidthMultiple * steps;
   } else {
     config.num_hidden_layers = count * steps;
   }
@@ -40,7 +41,7 @@ int64_t count_parameters(const nn::LanguageModel& model) {
   return count;
 }
 
-Recipe recipe_of(const std::string& size) {
+Recipe find_recipe(const std::string& size) {
   const auto all = nlohmann::json::parse(kRecipes);
   std::string known;
   for (const auto& [name, recipe] : all.items()) known += (known.empty() ? "" : ", ") + name;
@@ -80,39 +81,41 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size, const st
   if (names.size() == 1) {
     config.mixer = mixer;
   } else {
-    config.hybrid = names;  // for Config::reads; with_steps sets one name for each layer
+    config.hybrid = names;  // for Config::reads; resize_config sets one name for each layer
   }
   config.max_position_embeddings = std::max(config.max_position_embeddings, size.context);
-  const auto given = config.set_options(options);
-  for (const auto& name : given) {
-    for (const char* of_size : {"mixer", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads",
-                                "head_dim", "intermediate_size", "chunks"})
-      TORCH_CHECK_VALUE(name != of_size, "options '", options, "': ", name,
+  const auto option_names = config.set_options(options);
+  for (const auto& name : option_names) {
+    for (const char* reserved : {"mixer", "vocab_size", "hidden_size", "num_hidden_layers", "num_heads",
+                                 "head_dim", "intermediate_size", "chunks"})
+      TORCH_CHECK_VALUE(name != reserved, "options '", options, "': ", name,
                         " is not an option; the size or --", name, " sets it");
   }
-  if (config.reads("num_slots") && std::ranges::count(given, "num_slots") == 0) config.num_slots = size.slots;
+  if (config.reads("num_slots") && std::ranges::count(option_names, "num_slots") == 0)
+    config.num_slots = size.slots;
   // The number of parameters is linear in the width or the number of layers.
   const auto parameters = [&](int64_t steps) {
-    return count_parameters(nn::LanguageModel(with_steps(config, names, steps)));
+    return count_parameters(nn::LanguageModel(resize_config(config, names, steps)));
   };
-  const auto least = parameters(1), a_step = parameters(2) - least;
-  const auto more = std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(a_step));
+  const auto least = parameters(1), step_parameters = parameters(2) - least;
+  const auto more =
+      std::lrint(static_cast<double>(size.parameters - least) / static_cast<double>(step_parameters));
   const auto steps = std::max<int64_t>(1, 1 + more);
-  const auto found = with_steps(config, names, steps);
-  const auto off = std::abs(least + (steps - 1) * a_step - size.parameters);
-  const auto allowed =
-      found.intermediate_size ? 0.02 * static_cast<double>(size.parameters) : static_cast<double>(a_step) / 2;
-  TORCH_CHECK_VALUE(static_cast<double>(off) <= allowed, "mixer ", mixer, ": it has ", least,
+  const auto found = resize_config(config, names, steps);
+  const auto difference = std::abs(least + (steps - 1) * step_parameters - size.parameters);
+  const auto allowed = found.intermediate_size ? 0.02 * static_cast<double>(size.parameters)
+                                               : static_cast<double>(step_parameters) / 2;
+  TORCH_CHECK_VALUE(static_cast<double>(difference) <= allowed, "mixer ", mixer, ": it has ", least,
                     " parameters or more, asked for ", size.parameters);
   return found;
 }
 
-double rate_at(int64_t step, int64_t steps) {
+double learning_rate_factor(int64_t step, int64_t steps) {
   const auto warm_up = std::max<int64_t>(1, steps / 20);
   if (step < warm_up) return static_cast<double>(step) / static_cast<double>(warm_up);
-  const auto done =
+  const auto progress =
       static_cast<double>(step - warm_up) / static_cast<double>(std::max<int64_t>(1, steps - warm_up));
-  return 0.5 * (1 + std::cos(std::numbers::pi * done));
+  return 0.5 * (1 + std::cos(std::numbers::pi * progress));
 }
 
 }  // namespace girih::programs

@@ -17,7 +17,7 @@ struct Recipe {
 };
 
 // The recipe of a size. Throws c10::ValueError with the known sizes for an unknown one.
-Recipe recipe_of(const std::string& size);
+Recipe find_recipe(const std::string& size);
 
 int64_t count_parameters(const nn::LanguageModel& model);
 
@@ -32,6 +32,6 @@ nn::Config config_of_size(const std::string& mixer, const Recipe& size,
                           const std::vector<int64_t>& chunks = {}, const std::string& options = {});
 
 // Factor of the learning rate at a step: linear warm-up over a twentieth of the steps, then a cosine to zero.
-double rate_at(int64_t step, int64_t steps);
+double learning_rate_factor(int64_t step, int64_t steps);
 
 }  // namespace girih::programs

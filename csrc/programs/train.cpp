@@ -37,7 +37,7 @@ using at::Tensor;
 using nlohmann::json;
 
 // Sorts options: "phi=identity  chunk=1" -> "chunk=1 phi=identity", so that equal options have equal labels.
-std::string in_order(const std::string& options) {
+std::string sort_options(const std::string& options) {
   std::istringstream in(options);
   std::multiset<std::string> words;
   for (std::string word; in >> word;) words.insert(word);
@@ -73,42 +73,42 @@ void describe(CLI::App& app, Options& of) {
 }
 
 volatile std::sig_atomic_t stopped = 0;
-void stop(int signal) {
+void handle_signal(int signal) {
   if (stopped != 0) std::_Exit(128 + signal);
   stopped = signal;
 }
 
 // Locks the folder of a run against other processes. girih.training locks the same file.
-class Lock {
+class FolderLock {
  public:
-  explicit Lock(const fs::path& folder)
-      : file_(folder / ".lock"), at_(open(file_.c_str(), O_RDWR | O_CREAT, 0666)) {
+  explicit FolderLock(const fs::path& folder)
+      : file_(folder / ".lock"), fd_(open(file_.c_str(), O_RDWR | O_CREAT, 0666)) {
     struct flock whole {};
     whole.l_type = F_WRLCK, whole.l_whence = SEEK_SET;
-    const bool alone = at_ >= 0 && fcntl(at_, F_SETLK, &whole) == 0;
-    if (!alone && at_ >= 0) close(at_);
-    TORCH_CHECK_VALUE(alone, "folder ", folder.string(),
+    const bool is_locked = fd_ >= 0 && fcntl(fd_, F_SETLK, &whole) == 0;
+    if (!is_locked && fd_ >= 0) close(fd_);
+    TORCH_CHECK_VALUE(is_locked, "folder ", folder.string(),
                       ": another run is at work in it, or it cannot be written");
   }
-  ~Lock() {
+  ~FolderLock() {
     std::error_code ignored;
     fs::remove(file_, ignored);
-    close(at_);
+    close(fd_);
   }
-  Lock(const Lock&) = delete;
+  FolderLock(const FolderLock&) = delete;
 
  private:
   fs::path file_;
-  int at_;
+  int fd_;
 };
 
 // JSON as text; bytes that are not UTF-8 are replaced.
-std::string text_of(const json& content, int indent = -1) {
+std::string dump_json(const json& content, int indent = -1) {
   return content.dump(indent, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
 
 void publish(const fs::path& file, const std::string& text) {
-  nn::write_whole(file, [&](std::ostream& out) { out << text; });
+  nn::write_atomically(file, [&](std::ostream& out) { out << text; });
 }
 
 json read_json(const fs::path& file) {
@@ -118,19 +118,19 @@ json read_json(const fs::path& file) {
   return content;
 }
 
-class Run {
+class TrainingRun {
  public:
-  explicit Run(const Options& of)
-      : device_(device_of(of.device)),
-        size_(of.context ? with_context(recipe_of(of.size), *of.context) : recipe_of(of.size)),
+  explicit TrainingRun(const Options& of)
+      : device_(parse_device(of.device)),
+        recipe_(of.context ? with_context(find_recipe(of.size), *of.context) : find_recipe(of.size)),
         seed_(static_cast<uint64_t>(of.seed)),
-        part_(part_of(size_, of.at_once)) {
-    if (of.steps) size_.steps = *of.steps;
-    TORCH_CHECK_VALUE(size_.steps >= 1, "--steps is ", size_.steps, "; expected at least 1");
+        micro_batch_(choose_micro_batch(recipe_, of.at_once)) {
+    if (of.steps) recipe_.steps = *of.steps;
+    TORCH_CHECK_VALUE(recipe_.steps >= 1, "--steps is ", recipe_.steps, "; expected at least 1");
     torch::manual_seed(seed_);
-    const auto options = in_order(of.options);
-    const auto config = config_of_size(of.mixer, size_, of.chunks, options);
-    corpus_ = read_corpus(of.corpus, size_.context);
+    const auto options = sort_options(of.options);
+    const auto config = config_of_size(of.mixer, recipe_, of.chunks, options);
+    corpus_ = read_corpus(of.corpus, recipe_.context);
     auto name = of.mixer + (of.chunks.empty() ? "" : "-adaptive") + (options.empty() ? "" : "-") + options +
                 "-" + of.size + (of.context ? "-" + std::to_string(*of.context) : "");
     // The name that girih.train gives the folder.
@@ -138,13 +138,13 @@ class Run {
         name, [](char c) { return c == ' ' || c == ','; }, '-');
     std::ranges::replace(name, '/', '_');
     folder_ = of.folder.empty() ? fs::path("runs") / name : fs::path(of.folder);
-    arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", size_.steps},
+    arguments_ = {{"mixer", of.mixer},       {"size", of.size},     {"steps", recipe_.steps},
                   {"seed", of.seed},         {"corpus", of.corpus}, {"corpus_digest", corpus_.digest},
                   {"trainer", "girih-train"}};
     if (!of.chunks.empty()) arguments_["chunks"] = of.chunks;
     if (!options.empty()) arguments_["options"] = options;
-    if (of.context) arguments_["context"] = size_.context;
-    arguments_ = json::parse(text_of(arguments_));
+    if (of.context) arguments_["context"] = recipe_.context;
+    arguments_ = json::parse(dump_json(arguments_));
     torch::manual_seed(seed_);
     model_ = nn::LanguageModel(config);
   }
@@ -152,34 +152,34 @@ class Run {
   int train() {
     if (is_finished()) return 0;
     begin();
-    const Lock lock(folder_);
+    const FolderLock lock(folder_);
     model_->to(device_);
     model_->train();
-    optimize();
+    make_optimizer();
     const auto first = resume();
-    const auto parts = size_.batch / part_;
+    const auto parts = recipe_.batch / micro_batch_;
     std::printf("%s, %lld parameters, on %s\n%lld steps of %lld x %lld bytes%s of %s%s\n",
                 arguments_["mixer"].get<std::string>().c_str(), number(count_parameters(model_)),
-                device_.str().c_str(), number(size_.steps), number(size_.batch), number(size_.context),
+                device_.str().c_str(), number(recipe_.steps), number(recipe_.batch), number(recipe_.context),
                 parts > 1 ? (", in " + std::to_string(parts) + " parts each,").c_str() : "",
                 arguments_["corpus"].get<std::string>().c_str(),
                 first > 0 ? (", from step " + std::to_string(first) + " on").c_str() : "");
-    const auto starts = drawn(corpus_.train, size_.steps * size_.batch, size_.context, seed_);
-    const auto every = (size_.steps + 39) / 40, saves = std::max<int64_t>(1, size_.steps / 10);
+    const auto starts = drawn(corpus_.train, recipe_.steps * recipe_.batch, recipe_.context, seed_);
+    const auto every = (recipe_.steps + 39) / 40, saves = std::max<int64_t>(1, recipe_.steps / 10);
     auto loss = at::zeros({}, device_);
-    auto since = Clock::now();
-    for (int64_t step = first, logged = first; step < size_.steps;) {
-      loss +=
-          train_step(windows_of(corpus_.train, starts.slice(0, step * size_.batch, (step + 1) * size_.batch),
-                                size_.context),
-                     step);
+    auto last_report = Clock::now();
+    for (int64_t step = first, logged = first; step < recipe_.steps;) {
+      loss += train_step(
+          gather_windows(corpus_.train, starts.slice(0, step * recipe_.batch, (step + 1) * recipe_.batch),
+                         recipe_.context),
+          step);
       ++step;
-      if (step % every == 0 || step == size_.steps) {
-        report(step, loss.item<double>() / static_cast<double>(step - logged), step - logged, since);
-        loss.zero_(), logged = step, since = Clock::now();
+      if (step % every == 0 || step == recipe_.steps) {
+        report(step, loss.item<double>() / static_cast<double>(step - logged), step - logged, last_report);
+        loss.zero_(), logged = step, last_report = Clock::now();
       }
       if (step % saves == 0 || stopped != 0) save(step);
-      if (stopped != 0 && step < size_.steps) {
+      if (stopped != 0 && step < recipe_.steps) {
         std::fputs("girih-train: stopped; the same command continues\n", stderr);
         return 128 + stopped;
       }
@@ -191,7 +191,7 @@ class Run {
  private:
   using Clock = std::chrono::steady_clock;
   static long long number(int64_t x) { return x; }
-  static double rounded(double x) { return std::round(x * 1e4) / 1e4; }
+  static double round4(double x) { return std::round(x * 1e4) / 1e4; }
   fs::path checkpoints() const { return folder_ / "checkpoints"; }
 
   // Compares arguments. The corpus is identified by its digest, not by its name.
@@ -205,7 +205,7 @@ class Run {
     const auto result = folder_ / "result.json";
     if (!fs::exists(result) || !is_same(read_json(folder_ / "arguments.json"))) return false;
     std::printf("this run is finished; remove %s to train it again\n%s\n", folder_.c_str(),
-                text_of(read_json(result)).c_str());
+                dump_json(read_json(result)).c_str());
     return true;
   }
 
@@ -221,13 +221,13 @@ class Run {
         there ? std::distance(fs::directory_iterator(folder_), {}) - fs::exists(folder_ / ".lock") : 0;
     TORCH_CHECK_VALUE(others == 0, "folder ", folder_.string(), ": there is something else in it");
     fs::create_directories(folder_);
-    publish(file, text_of(arguments_, 2) + "\n");
+    publish(file, dump_json(arguments_, 2) + "\n");
   }
 
-  void optimize() {
+  void make_optimizer() {
     const auto groups = nn::weight_decay_groups(*model_);
     const auto options = [&](double decay) {
-      auto own = torch::optim::AdamWOptions(size_.learning_rate).betas({0.9, 0.95}).weight_decay(decay);
+      auto own = torch::optim::AdamWOptions(recipe_.learning_rate).betas({0.9, 0.95}).weight_decay(decay);
       return std::make_unique<torch::optim::AdamWOptions>(own);
     };
     std::vector<torch::optim::OptimizerParamGroup> own;
@@ -237,7 +237,7 @@ class Run {
   }
 
   // Sequences of a forward pass: the largest divisor of the batch with at most `at_once` tokens, at least 1.
-  static int64_t part_of(const Recipe& size, int64_t at_once) {
+  static int64_t choose_micro_batch(const Recipe& size, int64_t at_once) {
     TORCH_CHECK_VALUE(at_once >= 1, "--at-once is ", at_once, "; expected at least 1");
     auto part = size.batch;
     while (part > 1 && (size.batch % part != 0 || part * size.context > at_once)) --part;
@@ -256,31 +256,31 @@ class Run {
 
   Tensor train_step(const Tensor& windows, int64_t step) {
     try {
-      return step_of(windows, step);
+      return compute_step(windows, step);
     } catch (const c10::OutOfMemoryError&) {
-      const auto tokens = number(part_ * size_.context);
+      const auto tokens = number(micro_batch_ * recipe_.context);
       TORCH_CHECK(false, "the GPU's memory is full with ", tokens,
                   " tokens at once; the same command with --at-once ", tokens / 2, " continues");
     }
   }
 
-  Tensor step_of(const Tensor& windows, int64_t step) {
+  Tensor compute_step(const Tensor& windows, int64_t step) {
     auto mean = at::zeros({}, device_);
-    auto part = step * (size_.batch / part_);
-    for (const auto& some : windows.split(part_)) {
+    auto part = step * (recipe_.batch / micro_batch_);
+    for (const auto& micro_batch : windows.split(micro_batch_)) {
       draw_chunk(part++);
       Tensor loss;
       {
         const nn::Autocast autocast(device_, at::kBFloat16, device_.is_cuda());
-        loss =
-            model_->loss(some.to(device_)) * (static_cast<double>(part_) / static_cast<double>(size_.batch));
+        loss = model_->loss(micro_batch.to(device_)) *
+               (static_cast<double>(micro_batch_) / static_cast<double>(recipe_.batch));
       }
       loss.backward();
       mean += loss.detach();
     }
     clip_gradients();
     for (auto& group : optimizer_->param_groups())
-      group.options().set_lr(size_.learning_rate * rate_at(step, size_.steps));
+      group.options().set_lr(recipe_.learning_rate * learning_rate_factor(step, recipe_.steps));
     optimizer_->step();
     optimizer_->zero_grad();
     return mean;
@@ -296,28 +296,29 @@ class Run {
     at::_foreach_mul_(gradients, (1.0 / (length + 1e-6)).clamp_max(1.0));
   }
 
-  void report(int64_t step, double nats, int64_t steps, Clock::time_point since) const {
+  void report(int64_t step, double nats, int64_t steps, Clock::time_point last_report) const {
     TORCH_CHECK(std::isfinite(nats), "step ", step, ": the loss is ", nats);
-    const auto seconds = std::chrono::duration<double>(Clock::now() - since).count();
-    std::printf("step %lld/%lld  %.3f bits per byte  %.0f tokens/s\n", number(step), number(size_.steps),
-                nats / std::numbers::ln2, static_cast<double>(steps * size_.batch * size_.context) / seconds);
+    const auto seconds = std::chrono::duration<double>(Clock::now() - last_report).count();
+    std::printf("step %lld/%lld  %.3f bits per byte  %.0f tokens/s\n", number(step), number(recipe_.steps),
+                nats / std::numbers::ln2,
+                static_cast<double>(steps * recipe_.batch * recipe_.context) / seconds);
     std::fflush(stdout);
   }
 
   // Writes a checkpoint to a temporary folder and renames it; keeps the two newest checkpoints.
   void save(int64_t step) const {
-    const auto named = [&](int64_t of) { return checkpoints() / ("step-" + std::to_string(of)); };
-    const fs::path part = named(step).string() + ".part";
+    const auto checkpoint_path = [&](int64_t of) { return checkpoints() / ("step-" + std::to_string(of)); };
+    const fs::path part = checkpoint_path(step).string() + ".part";
     fs::remove_all(part);
     model_->save_pretrained(part);
     torch::save(*optimizer_, (part / "optimizer.pt").string());
-    fs::remove_all(named(step));
-    fs::rename(part, named(step));
-    auto steps = saved();
-    for (; steps.size() > 2; steps.erase(steps.begin())) fs::remove_all(named(steps.front()));
+    fs::remove_all(checkpoint_path(step));
+    fs::rename(part, checkpoint_path(step));
+    auto steps = find_checkpoints();
+    for (; steps.size() > 2; steps.erase(steps.begin())) fs::remove_all(checkpoint_path(steps.front()));
   }
 
-  std::vector<int64_t> saved() const {
+  std::vector<int64_t> find_checkpoints() const {
     std::vector<int64_t> steps;
     if (!fs::exists(checkpoints())) return steps;
     for (const auto& at : fs::directory_iterator(checkpoints())) {
@@ -332,25 +333,25 @@ class Run {
 
   // Loads the newest checkpoint; returns its step, or 0.
   int64_t resume() {
-    const auto steps = saved();
+    const auto steps = find_checkpoints();
     if (steps.empty()) return 0;
     const auto folder = checkpoints() / ("step-" + std::to_string(steps.back()));
-    const auto then = nn::from_pretrained(folder, device_);
+    const auto checkpoint = nn::from_pretrained(folder, device_);
     const at::NoGradGuard no_grad;
-    const auto of = then->named_parameters();
+    const auto of = checkpoint->named_parameters();
     for (auto& item : model_->named_parameters()) item.value().copy_(of[item.key()]);
     torch::load(*optimizer_, (folder / "optimizer.pt").string(), device_);
     return steps.back();
   }
 
-  double held_out_bits() {
+  double measure_held_out_bits() {
     const at::NoGradGuard no_grad;
-    const auto starts = spread(corpus_.held_out, size_.held_out, size_.context);
+    const auto starts = spread_windows(corpus_.held_out, recipe_.held_out, recipe_.context);
     double sum = 0.0;
-    for (const auto& some : starts.split(part_)) {
+    for (const auto& micro_batch : starts.split(micro_batch_)) {
       const nn::Autocast autocast(device_, at::kBFloat16, device_.is_cuda());
-      const auto ids = windows_of(corpus_.held_out, some, size_.context).to(device_);
-      sum += model_->loss(ids).item<double>() * static_cast<double>(some.size(0));
+      const auto ids = gather_windows(corpus_.held_out, micro_batch, recipe_.context).to(device_);
+      sum += model_->loss(ids).item<double>() * static_cast<double>(micro_batch.size(0));
     }
     return sum / static_cast<double>(starts.size(0)) / std::numbers::ln2;
   }
@@ -359,11 +360,11 @@ class Run {
     model_->eval();
     const auto& config = model_->config;
     double bits = 0.0;
-    json by_chunk;
+    json bits_by_chunk;
     for (const auto chunk : config.chunks.value_or(std::vector<int64_t>{config.chunk})) {
       if (config.chunks) model_->set_chunk(chunk);
-      const auto found = held_out_bits();
-      by_chunk[std::to_string(chunk)] = rounded(found);
+      const auto found = measure_held_out_bits();
+      bits_by_chunk[std::to_string(chunk)] = round4(found);
       if (chunk == config.chunk) bits = found;
     }
     if (config.chunks) model_->set_chunk(config.chunk);
@@ -381,25 +382,25 @@ class Run {
     json result = {{"mixer", arguments_["mixer"]},
                    {"size", arguments_["size"]},
                    {"parameters", count_parameters(model_)},
-                   {"context", size_.context},
-                   {"steps", size_.steps},
-                   {"tokens", size_.steps * size_.batch * size_.context},
-                   {"bits_per_byte", rounded(bits)},
+                   {"context", recipe_.context},
+                   {"steps", recipe_.steps},
+                   {"tokens", recipe_.steps * recipe_.batch * recipe_.context},
+                   {"bits_per_byte", round4(bits)},
                    {"corpus", arguments_["corpus"]},
                    {"folder", (folder_ / "model").string()}};
     if (arguments_.contains("options")) result["options"] = arguments_["options"];
-    if (config.chunks) result["bits_per_byte_by_chunk"] = by_chunk;
-    publish(folder_ / "result.json", text_of(result, 2) + "\n");
+    if (config.chunks) result["bits_per_byte_by_chunk"] = bits_by_chunk;
+    publish(folder_ / "result.json", dump_json(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n");
     std::fwrite(sample.data(), 1, sample.size(), stdout);  // the sample may contain zero bytes
-    std::printf("\n\n%s\n", text_of(result).c_str());
+    std::printf("\n\n%s\n", dump_json(result).c_str());
   }
 
   at::Device device_;
-  Recipe size_;
+  Recipe recipe_;
   uint64_t seed_;
-  int64_t part_;
+  int64_t micro_batch_;
   Corpus corpus_;
   fs::path folder_;
   json arguments_;
@@ -414,7 +415,8 @@ int main(int argc, char** argv) {
   CLI::App app("Train a byte-level language model.", "girih-train");
   girih::programs::Options options;
   girih::programs::describe(app, options);
-  std::signal(SIGINT, girih::programs::stop);
-  std::signal(SIGTERM, girih::programs::stop);
-  return girih::programs::answer(app, argc, argv, [&] { return girih::programs::Run(options).train(); });
+  std::signal(SIGINT, girih::programs::handle_signal);
+  std::signal(SIGTERM, girih::programs::handle_signal);
+  return girih::programs::run_program(app, argc, argv,
+                                      [&] { return girih::programs::TrainingRun(options).train(); });
 }

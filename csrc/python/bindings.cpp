@@ -8,23 +8,23 @@ using girih::nn::MixSchedule;
 using girih::nn::Output;
 using girih::nn::State;
 using girih::nn::TokenIds;
-using Maybe = std::optional<at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
 
 namespace {
 
-Output forward(LanguageModelImpl& model, const at::Tensor& input_ids, const Maybe& attention_mask,
-               const State& state, bool use_cache, const Maybe& cu_seqlens) {
+Output forward(LanguageModelImpl& model, const at::Tensor& input_ids, const OptionalTensor& attention_mask,
+               const State& state, bool use_cache, const OptionalTensor& cu_seqlens) {
   return model.forward(input_ids, attention_mask.value_or(at::Tensor()), state, use_cache,
                        cu_seqlens.value_or(at::Tensor()));
 }
 
-at::Tensor loss(LanguageModelImpl& model, const at::Tensor& input_ids, const Maybe& labels) {
+at::Tensor loss(LanguageModelImpl& model, const at::Tensor& input_ids, const OptionalTensor& labels) {
   return model.loss(input_ids, labels.value_or(at::Tensor()));
 }
 
 at::Tensor generate(LanguageModelImpl& model, const at::Tensor& input_ids, int64_t max_new_tokens,
                     double temperature, std::optional<int64_t> top_k,
-                    const std::optional<TokenIds>& eos_token_id, const Maybe& attention_mask) {
+                    const std::optional<TokenIds>& eos_token_id, const OptionalTensor& attention_mask) {
   return model.generate(input_ids, {.max_new_tokens = max_new_tokens,
                                     .temperature = temperature,
                                     .top_k = top_k,
@@ -32,7 +32,7 @@ at::Tensor generate(LanguageModelImpl& model, const at::Tensor& input_ids, int64
                                     .attention_mask = attention_mask.value_or(at::Tensor())});
 }
 
-py::dict named(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+py::dict to_dict(const torch::OrderedDict<std::string, at::Tensor>& tensors) {
   py::dict all;
   for (const auto& item : tensors) all[py::str(item.key())] = item.value();
   return all;
@@ -62,8 +62,9 @@ PYBIND11_MODULE(_C, m) {
            py::arg("temperature") = 0.0, py::arg("top_k") = py::none(), py::arg("eos_token_id") = py::none(),
            py::arg("attention_mask") = py::none(), no_gil)
       .def("set_chunk", &LanguageModelImpl::set_chunk, py::arg("chunk"))
-      .def("named_parameters", [](const LanguageModelImpl& model) { return named(model.named_parameters()); })
-      .def("named_buffers", [](const LanguageModelImpl& model) { return named(model.named_buffers()); });
+      .def("named_parameters",
+           [](const LanguageModelImpl& model) { return to_dict(model.named_parameters()); })
+      .def("named_buffers", [](const LanguageModelImpl& model) { return to_dict(model.named_buffers()); });
   py::class_<MixSchedule>(m, "MixSchedule", "The weight of the mixtures of a model by training step.")
       .def(py::init([](const std::string& schedule, std::optional<double> first, std::optional<double> final,
                        std::optional<int64_t> steps, std::optional<std::vector<double>> levels) {

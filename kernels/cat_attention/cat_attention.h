@@ -8,12 +8,12 @@
 //     da_j = p_j (do_t.v_j - delta_t)     dq_t = scale sum_j da_j k_j     dk_j = scale sum_t da_j q_t
 //     dv_j = sum_t p_j do_t
 //
-// in three kernels. The first computes dq by tiles of queries and writes a CatQuery for each query. The
+// in three kernels. The first computes dq by tiles of queries and writes a CatQueryRecord for each query. The
 // second computes the terms of dk and dv of headers from later chunks: blocks of headers times tiles of
 // queries, cut into runs of equal length, whose sums are written in fp32. The third computes the terms of dk
 // and dv from the rows of the own chunk, and adds the sums of the second in their order. If the rows of a
-// chunk are within one product of a warp (cat_joins()), the first kernel also computes dk and dv of all rows
-// but headers, and the own-chunk terms of headers (shares), which the third kernel adds.
+// chunk are within one product of a warp (cat_has_fused_own_gradients()), the first kernel also computes dk
+// and dv of all rows but headers, and the own-chunk terms of headers (shares), which the third kernel adds.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,14 +25,15 @@
 
 namespace girih::kernels {
 
-constexpr int kCatWidest = 256, kCatWidestFloat = 128;  // maximum of D and V for 16-bit elements and for fp32
+constexpr int kCatMaxWidth = 256,
+              kCatMaxWidthFp32 = 128;  // maximum of D and V for 16-bit elements and for fp32
 
 // Rows of every array of elements are aligned to 16 bytes, and widths are multiples of 8. T and K are below
 // 2^31 - 2^16.
 struct CatShape {
-  Tokens chunks;  // in units of chunks: K of a batch row, cu_chunks
-  int rows;       // T
-  int size;       // C
+  SequenceLayout chunks;  // in units of chunks: K of a batch row, cu_chunks
+  int rows;               // T
+  int size;               // C
   int heads, query_heads;
   int D, V;
   float scale;
@@ -43,50 +44,50 @@ struct CatShape {
 
 struct CatForward {
   CatShape shape;
-  In<4> q, k, v;  // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
-  Out<4> o;       // [B, T, HQ, V]
-  Out<3> lse;     // [B, T, HQ] fp32, optional; infinite for rows outside of all sequences
+  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
+  OutputTensor<4> o;       // [B, T, HQ, V]
+  OutputTensor<3> lse;     // [B, T, HQ] fp32, optional; infinite for rows outside of all sequences
 };
 cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream);
 
 // The record of a query for backward. The query attends to the headers from `first` to before `chunk`, its
 // own chunk.
-struct CatQuery {
+struct CatQueryRecord {
   float lse, delta;  // lse times kCatUnit (softmax.h)
   int first, chunk;
 };
 
 struct CatQueryGradients {
   CatShape shape;
-  In<4> q, k, v, o, dout;
-  In<3> lse;
-  Out<4> dq;
-  CatQuery* queries;  // [B, HQ, T], output
-  Out<4> dk, dv;      // output, if cat_joins(): rows other than headers
-  float* partials;    // output, if cat_joins(): shares of headers
+  InputTensor<4> q, k, v, o, dout;
+  InputTensor<3> lse;
+  OutputTensor<4> dq;
+  CatQueryRecord* queries;  // [B, HQ, T], output
+  OutputTensor<4> dk, dv;   // output, if cat_has_fused_own_gradients(): rows other than headers
+  float* partials;          // output, if cat_has_fused_own_gradients(): shares of headers
 };
 cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream);
 
 struct CatHeaderGradients {
   CatShape shape;
-  In<4> q, k, v, dout;
-  const CatQuery* queries;
+  InputTensor<4> q, k, v, dout;
+  const CatQueryRecord* queries;
   float* partials;  // output
 };
 cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
 
 struct CatOwnGradients {
   CatShape shape;
-  In<4> q, k, v, dout;
-  const CatQuery* queries;
+  InputTensor<4> q, k, v, dout;
+  const CatQueryRecord* queries;
   const float* partials;
-  Out<4> dk, dv;
-  bool groups = false;  // whether the partials are from the warpgroup kernel; set by cat_own_gradients()
+  OutputTensor<4> dk, dv;
+  bool is_sm90 = false;  // whether the partials are from the warpgroup kernel; set by cat_own_gradients()
 };
 cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
 // Number of floats in `partials`, which the three kernels of backward share.
-int64_t cat_partials(const CatShape& shape);
+int64_t cat_partials_size(const CatShape& shape);
 
 // fits: whether the current device has enough shared memory for these widths.
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits);

@@ -17,7 +17,7 @@ struct CatKeyTile {
                        kUnrolled = std::min(4, kCatUnrolled<T, Tile>);
   using KeyRows = SharedTile<T, kCatBlock, Tile>;
   using QueryRows = SharedTile<T, kQueries, Tile>;
-  static constexpr int kStage = 2 * QueryRows::kBytes + kQueries * static_cast<int>(sizeof(CatQuery));
+  static constexpr int kStage = 2 * QueryRows::kBytes + kQueries * static_cast<int>(sizeof(CatQueryRecord));
   static constexpr int bytes(int stages) { return 2 * KeyRows::kBytes + stages * kStage; }
 
   const CatShape& shape;
@@ -25,7 +25,7 @@ struct CatKeyTile {
   int stages;
   float scale;  // multiplied by kCatUnit, as lse
   int column;   // first column of dk and dv
-  Sums<kColumns / 8> dk, dv;
+  Accumulator<kColumns / 8> dk, dv;
 
   __device__ CatKeyTile(const CatShape& shape, unsigned char* shared, int stages)
       : shape(shape), shared(shared), stages(stages), scale(shape.scale * kCatUnit<T>), column(0) {}
@@ -37,31 +37,31 @@ struct CatKeyTile {
   }
   __device__ QueryRows queries(int n) const { return {reinterpret_cast<T*>(stage(n))}; }
   __device__ QueryRows gradients(int n) const { return {reinterpret_cast<T*>(stage(n) + QueryRows::kBytes)}; }
-  __device__ const CatQuery* described(int n) const {
-    return reinterpret_cast<const CatQuery*>(stage(n) + 2 * QueryRows::kBytes);
+  __device__ const CatQueryRecord* query_records(int n) const {
+    return reinterpret_cast<const CatQueryRecord*>(stage(n) + 2 * QueryRows::kBytes);
   }
 
   __device__ void begin() { fill(dk, 0.f), fill(dv, 0.f); }
 
   // Loads rows `row`, `row` + apart, ...
-  __device__ void load_keys(const In<4>& k, const In<4>& v, int64_t batch, int64_t row, int apart, int rows,
-                            int head) const {
-    load_async<kCatThreads>(keys(), row_of<T>(k, batch, row, head), apart * k.stride[1], rows, shape.D,
+  __device__ void load_keys(const InputTensor<4>& k, const InputTensor<4>& v, int64_t batch, int64_t row,
+                            int row_step, int rows, int head) const {
+    load_async<kCatThreads>(keys(), row_of<T>(k, batch, row, head), row_step * k.stride[1], rows, shape.D,
                             threadIdx.x);
-    load_async<kCatThreads>(values(), row_of<T>(v, batch, row, head), apart * v.stride[1], rows, shape.V,
+    load_async<kCatThreads>(values(), row_of<T>(v, batch, row, head), row_step * v.stride[1], rows, shape.V,
                             threadIdx.x);
   }
   // Loads the queries from `row`; rows past the last are zero.
-  __device__ void load_queries(int n, const In<4>& q, const In<4>& dout, const CatQuery* all, int64_t batch,
-                               int row, int head) const {
+  __device__ void load_queries(int n, const InputTensor<4>& q, const InputTensor<4>& dout,
+                               const CatQueryRecord* all, int64_t batch, int row, int head) const {
     const int rows = min(kQueries, shape.rows - row);
     load_async<kCatThreads>(queries(n), row_of<T>(q, batch, row, head), q.stride[1], rows, shape.D,
                             threadIdx.x);
     load_async<kCatThreads>(gradients(n), row_of<T>(dout, batch, row, head), dout.stride[1], rows, shape.V,
                             threadIdx.x);
-    const CatQuery* from = all + (batch * shape.query_heads + head) * shape.rows + row;
+    const CatQueryRecord* from = all + (batch * shape.query_heads + head) * shape.rows + row;
     for (int i = threadIdx.x; i < kQueries; i += kCatThreads)
-      copy_async(shared_address(described(n) + i), from + i, i < rows);
+      copy_async(shared_address(query_records(n) + i), from + i, i < rows);
     commit_copies();
   }
 
@@ -70,23 +70,23 @@ struct CatKeyTile {
   template <int N, class Seen>
   __device__ void add(int n, int first, const Seen& seen) {
     const int row = 16 * warp_index();
-    Sums<N> p, da;
+    Accumulator<N> p, da;
     fill(p, 0.f), fill(da, 0.f);
 #pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      CatLeft<T> a;
+      CatAFragment<T> a;
       a.load(keys(), row, col);
       add_scores(p, a, queries(n), first, col);
     }
 #pragma unroll kUnrolled
     for (int col = 0; col < Tile; col += 16) {
-      CatLeft<T> a;
+      CatAFragment<T> a;
       a.load(values(), row, col);
       add_scores(da, a, gradients(n), first, col);
     }
-    each_pair<N>([&](int m, int j) {
+    for_each_register_pair<N>([&](int m, int j) {
       const int at = 8 * m + lane_col() + j;
-      const CatQuery query = described(n)[first + at];
+      const CatQueryRecord query = query_records(n)[first + at];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
@@ -94,8 +94,8 @@ struct CatKeyTile {
         gradient = weight * (gradient - query.delta);
       }
     });
-    add_weighted<T>(dv, p, gradients(n), first, column);
-    add_weighted<T>(dk, da, queries(n), first, column);
+    add_weight_product<T>(dv, p, gradients(n), first, column);
+    add_weight_product<T>(dk, da, queries(n), first, column);
   }
 };
 

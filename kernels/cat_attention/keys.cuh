@@ -10,24 +10,24 @@
 namespace girih::kernels {
 
 template <typename T>
-__device__ inline const T* row_of(const In<4>& x, int64_t batch, int64_t row, int head) {
+__device__ inline const T* row_of(const InputTensor<4>& x, int64_t batch, int64_t row, int head) {
   return static_cast<const T*>(x.data) + offset_of(x, batch, row, head);
 }
 template <typename T>
-__device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t row, int head) {
+__device__ inline T* row_of(const OutputTensor<4>& x, int64_t batch, int64_t row, int head) {
   return static_cast<T*>(x.data) + offset_of(x, batch, row, head);
 }
 
 // A row attends to the headers from `first` to before `chunk`, its own chunk.
-struct CatSeen {
+struct CatHeaderRange {
   int first, chunk;
 };
-constexpr int kCatOutside = 0x7fffffff;  // `first` of rows outside of all sequences
+constexpr int kCatNoSequence = 0x7fffffff;  // `first` of rows outside of all sequences
 
-__device__ inline CatSeen cat_seen(const CatShape& shape, int64_t batch, int row) {
+__device__ inline CatHeaderRange find_header_range(const CatShape& shape, int64_t batch, int row) {
   const int chunk = row / shape.size;
   const Sequence sequence = sequence_of(shape.chunks, batch, chunk);
-  return {sequence.inside ? static_cast<int>(sequence.start) : kCatOutside, chunk};
+  return {sequence.is_owned ? static_cast<int>(sequence.start) : kCatNoSequence, chunk};
 }
 
 // The position of a tile of queries and the keys that it attends to. In shared memory, to save registers.
@@ -40,35 +40,35 @@ struct CatPlan {
 };
 
 // Shared memory of a block: `Queries` tiles [Rows, Tile] of a query head, two pairs of tiles of keys and
-// values, and a CatSeen for every query.
+// values, and a CatHeaderRange for every query.
 template <typename T, int Tile, int Rows, int Queries, int Keys>
 struct CatQueryTile {
   static constexpr int kKeys = Keys;
   using QueryRows = SharedTile<T, Rows, Tile>;
   using KeyRows = SharedTile<T, kKeys, Tile>;
   static constexpr int kTiles = Queries * QueryRows::kBytes + 4 * KeyRows::kBytes;
-  static constexpr int kBytes = kTiles + static_cast<int>(Rows * sizeof(CatSeen) + sizeof(CatPlan));
+  static constexpr int kBytes = kTiles + static_cast<int>(Rows * sizeof(CatHeaderRange) + sizeof(CatPlan));
 
   const CatShape& shape;
   unsigned char* shared;
-  CatSeen* seen;  // [Rows]
+  CatHeaderRange* seen;  // [Rows]
   CatPlan& plan;
 
   // The last tiles of a batch row have more keys than the others, so they are scheduled first.
   __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
       : shape(shape),
         shared(shared),
-        seen(reinterpret_cast<CatSeen*>(shared + kTiles)),
+        seen(reinterpret_cast<CatHeaderRange*>(shared + kTiles)),
         plan(*reinterpret_cast<CatPlan*>(seen + Rows)) {
     const auto heads = static_cast<unsigned>(shape.query_heads),
                all = heads * static_cast<unsigned>(shape.chunks.batch), of = blockIdx.x % all;
     const int batch = static_cast<int>(of / heads),
               row = ((shape.rows + Rows - 1) / Rows - 1 - static_cast<int>(blockIdx.x / all)) * Rows,
               rows = min(Rows, shape.rows - row);
-    for (int i = threadIdx.x; i < Rows; i += kCatThreads) seen[i] = cat_seen(shape, batch, row + i);
+    for (int i = threadIdx.x; i < Rows; i += kCatThreads) seen[i] = find_header_range(shape, batch, row + i);
     __syncthreads();
     if (threadIdx.x == 0) {
-      const CatSeen first = seen[0], last = seen[rows - 1];
+      const CatHeaderRange first = seen[0], last = seen[rows - 1];
       // Blocks of 16 keys are aligned like blocks of 16 queries, so that a chunk of 16 rows is one product.
       const int own = first.chunk * shape.size / 16 * 16, own_blocks = (row + rows - own + kKeys - 1) / kKeys;
       const int header = min(first.first, first.chunk), header_end = max(last.chunk, header);
@@ -88,22 +88,23 @@ struct CatQueryTile {
 
   __device__ bool is_own(int block) const { return block < plan.own_blocks; }
   // The first row of a block of own rows, or the first header of a block of headers.
-  __device__ int first_of(int block) const {
+  __device__ int first_key(int block) const {
     return is_own(block) ? plan.own + block * kKeys : plan.header + (block - plan.own_blocks) * kKeys;
   }
 
-  __device__ void load_queries(int which, const In<4>& x, int width) const {
+  __device__ void load_queries(int which, const InputTensor<4>& x, int width) const {
     load_async<kCatThreads>(queries(which), row_of<T>(x, plan.batch, plan.row, plan.head), x.stride[1],
                             plan.rows, width, threadIdx.x);
   }
   // Headers are the rows of a matrix with a row stride of C rows.
-  __device__ void load_keys(int block, const In<4>& k, const In<4>& v) const {
-    const int from = first_of(block), count = (is_own(block) ? plan.row + plan.rows : plan.header_end) - from;
-    const int64_t apart = is_own(block) ? 1 : shape.size, first = from * apart;
+  __device__ void load_keys(int block, const InputTensor<4>& k, const InputTensor<4>& v) const {
+    const int from = first_key(block),
+              count = (is_own(block) ? plan.row + plan.rows : plan.header_end) - from;
+    const int64_t row_step = is_own(block) ? 1 : shape.size, first = from * row_step;
     const int of = plan.head / shape.group();
-    load_async<kCatThreads>(keys(block), row_of<T>(k, plan.batch, first, of), apart * k.stride[1], count,
+    load_async<kCatThreads>(keys(block), row_of<T>(k, plan.batch, first, of), row_step * k.stride[1], count,
                             shape.D, threadIdx.x);
-    load_async<kCatThreads>(values(block), row_of<T>(v, plan.batch, first, of), apart * v.stride[1], count,
+    load_async<kCatThreads>(values(block), row_of<T>(v, plan.batch, first, of), row_step * v.stride[1], count,
                             shape.V, threadIdx.x);
     commit_copies();
   }
@@ -111,7 +112,7 @@ struct CatQueryTile {
   // Calls f(block) for every block after its copies are complete. The caller has started the copies of the
   // first block.
   template <class F>
-  __device__ void for_keys(const In<4>& k, const In<4>& v, const F& f) const {
+  __device__ void for_each_key_block(const InputTensor<4>& k, const InputTensor<4>& v, const F& f) const {
     for (int block = 0; block < plan.blocks; ++block) {
       if (block + 1 < plan.blocks) {
         load_keys(block + 1, k, v);
@@ -127,14 +128,14 @@ struct CatQueryTile {
 };
 
 // The headers that a lane's two of 16 rows attend to; the 16 rows start at `row` of a tile.
-struct CatRows {
+struct CatLaneRows {
   int first[2], chunk[2];
 
-  CatRows() = default;
-  __device__ CatRows(const CatSeen* seen, int row) {
+  CatLaneRows() = default;
+  __device__ CatLaneRows(const CatHeaderRange* seen, int row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CatSeen of = seen[row + lane_row() + 8 * i];
+      const CatHeaderRange of = seen[row + lane_row() + 8 * i];
       first[i] = of.first, chunk[i] = of.chunk;
     }
   }
@@ -143,27 +144,29 @@ struct CatRows {
 };
 
 // The headers that `count` rows of a tile attend to, from row `from`; one or more of the rows exist.
-struct CatWarp {
-  int first, last;    // first and last row in the tensor
-  int least, most;    // headers that any row attends to: least..most-1
-  int every, common;  // headers that all rows attend to: every..common-1
+struct CatWarpRange {
+  int first, last;         // first and last row in the tensor
+  int any_begin, any_end;  // headers that any row attends to: least..most-1
+  int every, all_end;      // headers that all rows attend to: every..common-1
 
   template <class Tile>
-  __device__ CatWarp(const Tile& tile, int from, int count) {
+  __device__ CatWarpRange(const Tile& tile, int from, int count) {
     const int to = min(from + count, tile.plan.rows) - 1;
-    const CatSeen low = tile.seen[from], high = tile.seen[to];
+    const CatHeaderRange low = tile.seen[from], high = tile.seen[to];
     first = tile.plan.row + from, last = tile.plan.row + to;
-    least = min(low.first, low.chunk), most = high.chunk;
-    every = max(low.first, high.first), common = low.chunk;
+    any_begin = min(low.first, low.chunk), any_end = high.chunk;
+    every = max(low.first, high.first), all_end = low.chunk;
   }
-  __device__ bool reads_headers(int from, int count) const { return from < most && from + count > least; }
-  __device__ bool reads_all(int from, int count) const { return from >= every && from + count <= common; }
+  __device__ bool reads_headers(int from, int count) const {
+    return from < any_end && from + count > any_begin;
+  }
+  __device__ bool reads_all(int from, int count) const { return from >= every && from + count <= all_end; }
 };
 
 // Calls f(i, key) for the blocks of 16 keys whose rows the queries up to row `last` attend to in their own
 // chunks: i is the index in the block of keys, key the first row.
 template <int Keys, class F>
-__device__ inline void for_own(const CatShape& shape, int from, int chunk, int last, const F& f) {
+__device__ inline void for_each_own_block(const CatShape& shape, int from, int chunk, int last, const F& f) {
   const int start = chunk * shape.size;
 #pragma unroll 1
   for (int i = 0; i < Keys / 16; ++i) {
@@ -175,8 +178,9 @@ __device__ inline void for_own(const CatShape& shape, int from, int chunk, int l
 // Calls f(n, e, seen) for every element s.at[n][e] of the scores of 16 queries, from `row`, with 16 rows of
 // their own chunks, from `key`. seen: whether the query attends to the key.
 template <class F>
-__device__ inline void for_pairs(const CatRows& rows, const CatShape& shape, int row, int key, const F& f) {
-  each_sum<2>([&](int n, int e) {
+__device__ inline void for_each_score(const CatLaneRows& rows, const CatShape& shape, int row, int key,
+                                      const F& f) {
+  for_each_register<2>([&](int n, int e) {
     const int i = e >> 1, t = row + lane_row() + 8 * i, j = key + 8 * n + lane_col() + (e & 1);
     f(n, e, rows.chunk[i] * shape.size <= j && j <= t);
   });

@@ -17,7 +17,7 @@ template <typename T, int Tile>
 cudaError_t launch_cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
 // Number of blocks for q, o and dq: one block for each `rows` rows of a query head.
-inline int64_t query_blocks(const CatShape& shape, int rows) {
+inline int64_t count_query_blocks(const CatShape& shape, int rows) {
   return divide_up(shape.rows, rows) * shape.chunks.batch * shape.query_heads;
 }
 

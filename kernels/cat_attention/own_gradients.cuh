@@ -14,13 +14,13 @@ __host__ __device__ inline int own_stages(const CatShape& shape) {
   return kCatQueries<T, Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
 }
 
-struct CatOwnCall {
+struct CatOwnParams {
   CatOwnGradients call;
   CatHeaderList list;
 };
 
 template <typename T, int Tile>
-struct CatOwnPass {
+struct CatOwnMainloop {
   using Keys = CatKeyTile<T, Tile>;
   static constexpr int kQueries = Keys::kQueries;
 
@@ -34,7 +34,8 @@ struct CatOwnPass {
   int first, last;  // rows whose queries attend to the warp's keys
 
   // Blocks are in the order of tiles of 64 rows; the blocks of the column parts of a head are adjacent.
-  __device__ CatOwnPass(const CatOwnCall& given, Keys& tile) : p(given.call), list(given.list), tile(tile) {
+  __device__ CatOwnMainloop(const CatOwnParams& params, Keys& tile)
+      : p(params.call), list(params.list), tile(tile) {
     const auto parts = static_cast<unsigned>(list.parts), heads = static_cast<unsigned>(p.shape.heads),
                all = parts * heads * static_cast<unsigned>(p.shape.chunks.batch), of = blockIdx.x % all;
     part = static_cast<int>(of % parts), head = static_cast<int>(of / parts % heads);
@@ -42,27 +43,27 @@ struct CatOwnPass {
     tile.column = part * Keys::kColumns;
     row = static_cast<int>(blockIdx.x / all) * kCatBlock;
     rows = min(kCatBlock, p.shape.rows - row);
-    tiles = static_cast<int>(divide_up(end_of(row + rows - 1) - row, kQueries));
+    tiles = static_cast<int>(divide_up(chunk_end(row + rows - 1) - row, kQueries));
     first = row + 16 * warp_index();
-    last = end_of(min(first + 15, p.shape.rows - 1)) - 1;
+    last = chunk_end(min(first + 15, p.shape.rows - 1)) - 1;
   }
 
   // One past the last row of the chunk of row `at`.
-  __device__ int end_of(int at) const { return min((at / p.shape.size + 1) * p.shape.size, p.shape.rows); }
+  __device__ int chunk_end(int at) const { return min((at / p.shape.size + 1) * p.shape.size, p.shape.rows); }
   __device__ int row_at(int i) const { return row + i % tiles * kQueries; }
   __device__ void load(int i) const {
     tile.load_queries(i, p.q, p.dout, p.queries, batch, row_at(i), head * p.shape.group() + i / tiles);
   }
 
   // In blocks of 16 x 16. With chunks of 16 rows, 16 keys have one block.
-  __device__ void meet(int i) const {
+  __device__ void process_queries(int i) const {
     if (first >= p.shape.rows) return;
-    const int end[2] = {end_of(first + lane_row()), end_of(first + lane_row() + 8)};
+    const int end[2] = {chunk_end(first + lane_row()), chunk_end(first + lane_row() + 8)};
 #pragma unroll 1
     for (int j = 0; j < kQueries; j += 16) {
       const int query = row_at(i) + j;
       if (query + 15 < first || query > last) continue;
-      tile.template add<2>(i, j, [&](int half, int at, const CatQuery&) {
+      tile.template add<2>(i, j, [&](int half, int at, const CatQueryRecord&) {
         return first + lane_row() + 8 * half <= query + at && query + at < end[half];
       });
     }
@@ -81,13 +82,13 @@ struct CatOwnPass {
         wait_copies<0>();
       }
       __syncthreads();
-      meet(i);
+      process_queries(i);
       __syncthreads();
     }
   }
 
   // Adds the sums of header h, row lane_row() + 8 i of the warp.
-  __device__ void add_sums(int i, int h) const {
+  __device__ void add_header_sums(int i, int h) const {
     const int64_t block = h / list.headers;
     if (block >= list.blocks) return;
     const int64_t of = (batch * p.shape.heads + head) * list.parts + part, item = of * list.blocks + block;
@@ -108,18 +109,19 @@ struct CatOwnPass {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = first + lane_row() + 8 * i;
-      if (at < p.shape.rows && at % p.shape.size == 0) add_sums(i, at / p.shape.size);
+      if (at < p.shape.rows && at % p.shape.size == 0) add_header_sums(i, at / p.shape.size);
     }
     scale_rows(tile.dk, {p.shape.scale, p.shape.scale});
     // Through the warp's rows of keys and values, which have been read.
-    put(tile.keys(), tile.dk, p.dk, p.shape.D);
-    put(tile.values(), tile.dv, p.dv, p.shape.V);
+    store_gradient(tile.keys(), tile.dk, p.dk, p.shape.D);
+    store_gradient(tile.values(), tile.dv, p.dv, p.shape.V);
   }
 
  private:
-  __device__ void put(const typename Keys::KeyRows& by, const Sums<Keys::kColumns / 8>& sums,
-                      const Out<4>& to, int width) const {
-    put_sums(by, 16 * warp_index(), sums);
+  __device__ void store_gradient(const typename Keys::KeyRows& by,
+                                 const Accumulator<Keys::kColumns / 8>& sums, const OutputTensor<4>& to,
+                                 int width) const {
+    store_accumulator(by, 16 * warp_index(), sums);
     __syncwarp();
     store_tile<kCatWarps>(by, row_of<T>(to, batch, row, head) + tile.column, to.stride[1], rows,
                           min(width - tile.column, Keys::kColumns), warp_index());
@@ -128,19 +130,20 @@ struct CatOwnPass {
 
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
-    cat_own_gradients_kernel(const __grid_constant__ CatOwnCall p) {
+    cat_own_gradients_kernel(const __grid_constant__ CatOwnParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<T, Tile>(p.call.shape));
-  CatOwnPass<T, Tile> pass(p, tile);
-  pass.add();
-  pass.store();
+  CatOwnMainloop<T, Tile> mainloop(p, tile);
+  mainloop.add();
+  mainloop.store();
 }
 
 template <typename T, int Tile>
 cudaError_t launch_cat_own_gradients(const CatOwnGradients& call, cudaStream_t stream) {
   const auto& shape = call.shape;
-  const CatOwnCall p{
-      call, CatHeaderList(shape, Tile, call.groups ? group_header_tiles<Tile>() : header_tiles<T, Tile>())};
+  const CatOwnParams p{
+      call, CatHeaderList(shape, Tile,
+                          call.is_sm90 ? sm90_header_list_sizes<Tile>() : header_list_sizes<T, Tile>())};
   const int64_t blocks =
       divide_up(shape.rows, kCatBlock) * shape.chunks.batch * shape.heads * (Tile / kCatColumns<Tile>);
   return launch_cat<cat_own_gradients_kernel<T, Tile>>(

@@ -11,7 +11,7 @@ namespace girih::kernels {
 
 // A 16 x 16 block of a left factor.
 template <typename T>
-struct CatLeft {
+struct CatAFragment {
   uint32_t at[4];
 
   template <class Tile>
@@ -19,21 +19,21 @@ struct CatLeft {
     load_block(at, tile, row, col);
   }
   // Flips signs; sign: the sign bits of two 16-bit numbers, or 0.
-  __device__ void flip(uint32_t sign) {
+  __device__ void flip_sign(uint32_t sign) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] ^= sign;
   }
 };
 
 template <>
-struct CatLeft<float> : SplitBlock {
-  __device__ void flip(uint32_t sign) { SplitBlock::flip(sign & 0x80000000u); }
+struct CatAFragment<float> : SplitAFragment {
+  __device__ void flip_sign(uint32_t sign) { SplitAFragment::flip_sign(sign & 0x80000000u); }
 };
 
 // sums[m] += a[m] b^T, b = tile[row..row+8N-1, col..col+15]; b is loaded once.
 template <typename T, int N, int A, class Tile>
-__device__ inline void add_scores(Sums<N> (&sums)[A], const CatLeft<T> (&a)[A], const Tile& tile, int row,
-                                  int col) {
+__device__ inline void add_scores(Accumulator<N> (&sums)[A], const CatAFragment<T> (&a)[A], const Tile& tile,
+                                  int row, int col) {
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -48,21 +48,22 @@ __device__ inline void add_scores(Sums<N> (&sums)[A], const CatLeft<T> (&a)[A], 
   }
 }
 template <typename T, int N, class Tile>
-__device__ inline void add_scores(Sums<N>& sums, const CatLeft<T>& a, const Tile& tile, int row, int col) {
-  add_scores<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const CatLeft<T>(&)[1]>(a), tile, row,
-                col);
+__device__ inline void add_scores(Accumulator<N>& sums, const CatAFragment<T>& a, const Tile& tile, int row,
+                                  int col) {
+  add_scores<T>(reinterpret_cast<Accumulator<N>(&)[1]>(sums),
+                reinterpret_cast<const CatAFragment<T>(&)[1]>(a), tile, row, col);
 }
 
 // sums[m] += weights[m] tile[row..row+8M-1, col..col+8N-1], weights rounded to T; the tile is loaded once.
 template <typename T, int N, int M, int A, class Tile>
-__device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)[A], const Tile& tile,
-                                    int row, int col = 0) {
+__device__ inline void add_weight_product(Accumulator<N> (&sums)[A], const Accumulator<M> (&weights)[A],
+                                          const Tile& tile, int row, int col = 0) {
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
 #pragma unroll
       for (int k = 0; k < M; k += 2) {
-        CatLeft<float> a;
+        CatAFragment<float> a;
         a.take(weights[m], k);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -76,9 +77,9 @@ __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)
       }
     }
   } else {
-    Operand<M / 2> rounded[A];
+    AFragment<M / 2> rounded[A];
 #pragma unroll
-    for (int m = 0; m < A; ++m) round_to<T>(rounded[m], weights[m]);
+    for (int m = 0; m < A; ++m) round_to_a_fragment<T>(rounded[m], weights[m]);
 #pragma unroll
     for (int k = 0; k < M / 2; ++k) {
       uint32_t a[A][4];
@@ -92,10 +93,10 @@ __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)
   }
 }
 template <typename T, int N, int M, class Tile>
-__device__ inline void add_weighted(Sums<N>& sums, const Sums<M>& weights, const Tile& tile, int row,
-                                    int col = 0) {
-  add_weighted<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const Sums<M>(&)[1]>(weights), tile,
-                  row, col);
+__device__ inline void add_weight_product(Accumulator<N>& sums, const Accumulator<M>& weights,
+                                          const Tile& tile, int row, int col = 0) {
+  add_weight_product<T>(reinterpret_cast<Accumulator<N>(&)[1]>(sums),
+                        reinterpret_cast<const Accumulator<M>(&)[1]>(weights), tile, row, col);
 }
 
 // Adds the lane's part of the dot products of rows of two tiles: 16 rows, columns col..col+15.
@@ -117,7 +118,7 @@ __device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y,
     load_block(b, y, row, col);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 of_x = unpaired<T>(a[i]), of_y = unpaired<T>(b[i]);
+      const float2 of_x = unpack_pair<T>(a[i]), of_y = unpack_pair<T>(b[i]);
       sums[i & 1] = fmaf(of_x.x, of_y.x, fmaf(of_x.y, of_y.y, sums[i & 1]));
     }
   }
@@ -125,16 +126,16 @@ __device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y,
 
 // Stores the sums, rounded, to 16 rows of a tile.
 template <int N, class Tile>
-__device__ inline void put_sums(const Tile& tile, int row, const Sums<N>& sums) {
+__device__ inline void store_accumulator(const Tile& tile, int row, const Accumulator<N>& sums) {
   using T = typename Tile::Element;
   if constexpr (std::is_same_v<T, float>) {
-    each_pair<N>([&](int n, int i) {
-      *reinterpret_cast<float2*>(&lane_at(tile, row + 8 * i, 8 * n)) = {sums.at[n][2 * i],
-                                                                        sums.at[n][2 * i + 1]};
+    for_each_register_pair<N>([&](int n, int i) {
+      *reinterpret_cast<float2*>(&lane_element(tile, row + 8 * i, 8 * n)) = {sums.at[n][2 * i],
+                                                                             sums.at[n][2 * i + 1]};
     });
   } else {
-    Operand<N / 2> rounded;
-    round_to<T>(rounded, sums);
+    AFragment<N / 2> rounded;
+    round_to_a_fragment<T>(rounded, sums);
     store_blocks(tile, row, 0, rounded);
   }
 }

@@ -11,11 +11,13 @@ namespace girih::kernels {
 // product q.k is the largest score, and a masked score stays -infinity. A scale of 0 becomes a factor too
 // small to distinguish two scores.
 struct CatScale {
-  float natural, by;  // absolute value of the scale, unscaled and times log2(e)
-  uint32_t sign;      // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
+  float magnitude, by;  // absolute value of the scale, unscaled and times log2(e)
+  uint32_t sign;        // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
 
   __device__ explicit CatScale(float scale)
-      : natural(fmaxf(fabsf(scale), 1e-37f)), by(natural * kLog2E), sign(scale < 0.f ? 0x80008000u : 0u) {}
+      : magnitude(fmaxf(fabsf(scale), 1e-37f)),
+        by(magnitude * kLog2E),
+        sign(scale < 0.f ? 0x80008000u : 0u) {}
   __device__ void apply_sign(uint32_t (&q)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] ^= sign;
@@ -41,24 +43,24 @@ struct CatSoftmax {
 
   // s <- e^{scale (s - m')}, m' = max(m, s). Returns the factors for the values summed before.
   template <int N>
-  __device__ float2 add(Sums<N>& s, const CatScale& scale) {
+  __device__ float2 add(Accumulator<N>& s, const CatScale& scale) {
     float by[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float most = largest[i];
+      float new_max = largest[i];
 #pragma unroll
-      for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(s.at[n][2 * i], s.at[n][2 * i + 1]));
-      most = max_over_row(most);
-      by[i] = exp2_fast((largest[i] - most) * scale.by);
-      largest[i] = most, sum[i] *= by[i];
-      const float base = most * scale.by;
+      for (int n = 0; n < N; ++n) new_max = fmaxf(new_max, fmaxf(s.at[n][2 * i], s.at[n][2 * i + 1]));
+      new_max = max_over_row(new_max);
+      by[i] = exp2_fast((largest[i] - new_max) * scale.by);
+      largest[i] = new_max, sum[i] *= by[i];
+      const float scaled_max = new_max * scale.by;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float &x = s.at[n][2 * i], &y = s.at[n][2 * i + 1];
         if constexpr (std::is_same_v<T, float>) {  // for large scores, base would be rounded
-          x = exp2_fast((x - most) * scale.by), y = exp2_fast((y - most) * scale.by);
+          x = exp2_fast((x - new_max) * scale.by), y = exp2_fast((y - new_max) * scale.by);
         } else {
-          x = exp2_fast(fmaf(x, scale.by, -base)), y = exp2_fast(fmaf(y, scale.by, -base));
+          x = exp2_fast(fmaf(x, scale.by, -scaled_max)), y = exp2_fast(fmaf(y, scale.by, -scaled_max));
         }
         sum[i] += x + y;
       }
@@ -68,13 +70,13 @@ struct CatSoftmax {
 
   // log sum e^{scale s}; whole: the sum over the four lanes of the row.
   __device__ float log_sum(int i, float whole, const CatScale& scale) const {
-    return fmaf(largest[i], scale.natural, logf(whole));
+    return fmaf(largest[i], scale.magnitude, logf(whole));
   }
 };
 
 // Scales the rows, unless all factors are 1: the maximum rarely changes after the first blocks.
 template <int N>
-__device__ inline void scale_sums(Sums<N>& sums, float2 by) {
+__device__ inline void rescale_accumulator(Accumulator<N>& sums, float2 by) {
   if (__any_sync(~0u, by.x != 1.f || by.y != 1.f)) scale_rows(sums, by);
 }
 

@@ -12,22 +12,23 @@ constexpr int kCatRowBytes = static_cast<int>(sizeof(T)) * Tile;
 // Keys of a block of keys. Two pairs of such tiles and the queries need 96 KB for 128 and for 256 columns of
 // 16 bits: two blocks a multiprocessor.
 template <typename T, int Tile>
-constexpr int kCatKeys = kCatRowBytes<T, Tile> <= 256 ? 64 : 32;
+constexpr int kCatKeyBlock = kCatRowBytes<T, Tile> <= 256 ? 64 : 32;
 // Keys of a block of keys beside queries and dO. With more keys, fp32 of 128 columns would have one block a
 // multiprocessor.
 template <typename T, int Tile>
-constexpr int kCatGradientKeys = kCatRowBytes<T, Tile> > 256 && sizeof(T) == 4 ? 16 : kCatKeys<T, Tile>;
+constexpr int kCatGradientKeyBlock = kCatRowBytes<T, Tile> > 256 && sizeof(T) == 4 ? 16
+                                                                                   : kCatKeyBlock<T, Tile>;
 
 // Blocks of 16 queries of a warp in forward. Two share the loads of keys and values, which bound these
 // products. At 256 columns the accumulators of two do not fit in registers; fp32 left factors need four times
 // the registers.
 template <typename T, int Tile>
-constexpr int kCatSixteens = sizeof(T) == 2 && Tile <= 128 ? 2 : 1;
+constexpr int kCatQueryTiles = sizeof(T) == 2 && Tile <= 128 ? 2 : 1;
 
 // Headers of a block that are multiplied at a time: with more scores, two blocks of 16 queries of 128 columns
 // do not fit in registers.
 template <int Tile>
-constexpr int kCatHeaders = Tile == 64 ? 64 : 32;
+constexpr int kCatHeaderStep = Tile == 64 ? 64 : 32;
 
 // Queries of a stage of the kernels that hold 64 keys.
 template <typename T, int Tile>

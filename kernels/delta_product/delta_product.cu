@@ -3,7 +3,7 @@
 
 #include "delta_product/delta_product.h"
 #include "delta_product/join.h"
-#include "delta_product/pass.h"
+#include "delta_product/params.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
@@ -16,19 +16,20 @@ namespace {
 // Calls launch(a value of the element type, the tile width of D).
 template <class Launch>
 cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
-  return by_short_element(shape.dtype, [&](auto element) {
-    return by_width<64, 128, kDeltaMaxWidth>(shape.D, [&](auto width) { return launch(element, width); });
+  return dispatch_16bit(shape.dtype, [&](auto element) {
+    return dispatch_width<64, 128, kDeltaMaxWidth>(shape.D,
+                                                   [&](auto width) { return launch(element, width); });
   });
 }
 
-cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
-  return by_instance(pass.scan.shape, [&](auto element, auto width) {
-    return launch_scan<decltype(element), width()>(pass, stream);
+cudaError_t launch_instance(const ScanParams& params, cudaStream_t stream) {
+  return by_instance(params.scan.shape, [&](auto element, auto width) {
+    return launch_scan<decltype(element), width()>(params, stream);
   });
 }
-cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
-  return by_instance(pass.scan.shape, [&](auto element, auto width) {
-    return launch_reverse<decltype(element), width()>(pass, stream);
+cudaError_t launch_instance(const ReverseParams& params, cudaStream_t stream) {
+  return by_instance(params.scan.shape, [&](auto element, auto width) {
+    return launch_reverse<decltype(element), width()>(params, stream);
   });
 }
 
@@ -37,20 +38,20 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
 // reverse, two segments are slower than one.
 int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
-  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n),
+  return kernels::segment_tokens(shape.tokens, blocks, delta_chunk_tokens(shape.n),
                                  reverse || shape.D <= 64 ? 3 : 2);
 }
 
 // Columns of the end state of a segment; the scan also stores the D columns of the transition.
 int64_t end_columns(const DeltaShape& shape, bool reverse) { return shape.V + (reverse ? 0 : shape.D); }
 
-int64_t segments(const DeltaShape& shape, bool reverse) {
+int64_t segment_count(const DeltaShape& shape, bool reverse) {
   const int64_t segment = segment_tokens(shape, reverse);
-  return segment == 0 ? 0 : piece_count(shape.tokens, segment);
+  return segment == 0 ? 0 : token_range_count(shape.tokens, segment);
 }
 
-int64_t workspace(const DeltaShape& shape, bool reverse) {
-  return segments(shape, reverse) * shape.heads * end_columns(shape, reverse) * shape.D *
+int64_t workspace_bytes(const DeltaShape& shape, bool reverse) {
+  return segment_count(shape, reverse) * shape.heads * end_columns(shape, reverse) * shape.D *
          static_cast<int64_t>(sizeof(float));
 }
 
@@ -62,25 +63,25 @@ const float* transitions(const DeltaScan& p) {
 const float* transitions(const DeltaReverse& p) { return p.transitions; }
 
 // Launches the scan or reverse: one launch, or with segments the three launches of kernels/README.md.
-template <class Pass, class Problem>
-cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
+template <class Params, class Problem>
+cudaError_t launch_scans(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
-  Pass pass{problem, Walk(shape, segment_tokens(shape, reverse), reverse)};
-  if (pass.walk.segment == 0) return run(pass, stream);
+  Params params{problem, ScanGrid(shape, segment_tokens(shape, reverse), reverse)};
+  if (params.grid.segment == 0) return launch_instance(params, stream);
 
   // 1. Scan every segment on its own: the first from the initial state, the others from zero. The scan also
   // computes the transitions.
   float* const states = static_cast<float*>(problem.workspace);
   const int64_t D = shape.D, cols = end_columns(shape, reverse);
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
-  Pass alone = pass;
-  alone.walk.alone = true;
-  alone.scan.final.data = states;
-  std::copy(stride, stride + 4, alone.scan.final.stride);
-  if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
+  Params local_params = params;
+  local_params.grid.is_local = true;
+  local_params.scan.final.data = states;
+  std::copy(stride, stride + 4, local_params.scan.final.stride);
+  if (const cudaError_t error = launch_instance(local_params, stream); error != cudaSuccess) return error;
 
   // 2. Join: the state before every segment.
-  const TransitionJoin join{shape.tokens,   pass.walk.segment,
+  const TransitionJoin join{shape.tokens,   params.grid.segment,
                             shape.heads,    shape.D,
                             shape.V,        reverse,
                             states,         transitions(problem),
@@ -89,33 +90,33 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.
-  pass.scan.initial.data = states;
-  std::copy(stride, stride + 4, pass.scan.initial.stride);
-  return run(pass, stream);
+  params.scan.initial.data = states;
+  std::copy(stride, stride + 4, params.scan.initial.stride);
+  return launch_instance(params, stream);
 }
 
 }  // namespace
 }  // namespace delta_product
 
 cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
-  return by_short_element(p.shape.dtype, [&](auto element) {
+  return dispatch_16bit(p.shape.dtype, [&](auto element) {
     return delta_product::launch_prepare<decltype(element)>(p, stream);
   });
 }
 
-int64_t delta_kept_segments(const DeltaShape& shape) { return delta_product::segments(shape, true); }
+int64_t delta_saved_segments(const DeltaShape& shape) { return delta_product::segment_count(shape, true); }
 int64_t delta_scan_workspace(const DeltaScan& problem) {
-  return delta_product::workspace(problem.shape, false);
+  return delta_product::workspace_bytes(problem.shape, false);
 }
 int64_t delta_reverse_workspace(const DeltaReverse& problem) {
-  return delta_product::workspace(problem.shape, true);
+  return delta_product::workspace_bytes(problem.shape, true);
 }
 
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream) {
-  return delta_product::walk<delta_product::ScanPass>(problem, false, stream);
+  return delta_product::launch_scans<delta_product::ScanParams>(problem, false, stream);
 }
 cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
-  return delta_product::walk<delta_product::ReversePass>(problem, true, stream);
+  return delta_product::launch_scans<delta_product::ReverseParams>(problem, true, stream);
 }
 
 cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
@@ -124,12 +125,12 @@ cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {
   });
 }
 
-cudaError_t delta_vector_gradients(const DeltaVectorGradients& p, cudaStream_t stream) {
+cudaError_t delta_channel_beta_gradients(const DeltaChannelBetaGradients& p, cudaStream_t stream) {
   using namespace delta_product;
   if (p.shape.D != p.shape.V || p.shape.unit) return cudaErrorInvalidValue;
   return by_instance(p.shape, [&](auto element, auto width) {
-    if constexpr (width() <= kDeltaVectorMaxWidth) {
-      return launch_vector_gradients<decltype(element), width()>(p, stream);
+    if constexpr (width() <= kDeltaChannelBetaMaxWidth) {
+      return launch_channel_beta_gradients<decltype(element), width()>(p, stream);
     }
     return cudaErrorInvalidValue;
   });

@@ -34,21 +34,21 @@
 
 namespace girih::kernels {
 
-constexpr int kDeltaRows = 64;             // rows of a chunk, at most
-constexpr int kDeltaMaxWidth = 256;        // largest D and V
-constexpr int kDeltaMaxSteps = 16;         // largest n
-constexpr int kDeltaVectorMaxWidth = 128;  // largest D and V with b in place of beta k
+constexpr int kDeltaChunkRows = 64;             // rows of a chunk, at most
+constexpr int kDeltaMaxWidth = 256;             // largest D and V
+constexpr int kDeltaMaxSteps = 16;              // largest n
+constexpr int kDeltaChannelBetaMaxWidth = 128;  // largest D and V with b in place of beta k
 
 // Tokens of a chunk.
-__host__ __device__ constexpr int delta_chunk(int n) { return kDeltaRows / n; }
+__host__ __device__ constexpr int delta_chunk_tokens(int n) { return kDeltaChunkRows / n; }
 
 // Every row of a 16-bit array is aligned to 16 bytes. D and V are multiples of 8, padded with zeros.
 struct DeltaShape {
-  Tokens tokens;
-  int heads;        // H, heads of the memory
-  int query_heads;  // HO, heads of the output, a multiple of H
-  int key_share;    // H / HK: heads of the memory that share a head of k
-  int query_share;  // HO / HQ: heads of the output that share a head of q; 1 if HO > H
+  SequenceLayout tokens;
+  int heads;         // H, heads of the memory
+  int output_heads;  // HO, heads of the output, a multiple of H
+  int key_share;     // H / HK: heads of the memory that share a head of k
+  int query_share;   // HO / HQ: heads of the output that share a head of q; 1 if HO > H
   int D, V;
   int n;
   bool unit;    // q and k are divided by their length
@@ -62,46 +62,47 @@ struct DeltaShape {
 //   all of
 //            their sums, or (steps close to reflections) the terms do not decay; the rounding errors of X
 //            then have the same sign in row after row.
-//   divides  reverse may store dv = beta G in place of G, because gradients can divide by beta: no beta_i is
+//   has_dv  reverse may store dv = beta G in place of G, because gradients can divide by beta: no beta_i is
 //            close to zero. Set only without gates and without l2norm_qk; dv is then also the operand of the
 //            update of dS.
-constexpr int kDeltaBlocks = 10;
-constexpr int kDeltaInverseBytes = kDeltaBlocks * 512;
-enum DeltaVector : int {
-  kDeltaBeta,   // beta_i
-  kDeltaRead,   // beta_i rho_i e^{L_i}
-  kDeltaWrite,  // rho_i e^{L_C - L_i}
-  kDeltaLog,    // L_i, in units of log 2
-  kDeltaUnit,   // rho_i
-  kDeltaVectors
+constexpr int kDeltaInverseBlocks = 10;
+constexpr int kDeltaInverseBytes = kDeltaInverseBlocks * 512;
+enum DeltaFactor : int {
+  kDeltaBeta,         // beta_i
+  kDeltaReadFactor,   // beta_i rho_i e^{L_i}
+  kDeltaWriteFactor,  // rho_i e^{L_C - L_i}
+  kDeltaLogDecay,     // L_i, in units of log 2
+  kDeltaRho,          // rho_i
+  kDeltaFactorCount
 };
-constexpr int kDeltaFlag = kDeltaInverseBytes + kDeltaVectors * kDeltaRows * 4;
-constexpr int kDeltaDivides = kDeltaFlag + 4;
-constexpr int kDeltaLost = kDeltaFlag + 128;
-constexpr int kDeltaPreparedBytes = kDeltaLost + kDeltaInverseBytes;
+constexpr int kDeltaHasInverseLo = kDeltaInverseBytes + kDeltaFactorCount * kDeltaChunkRows * 4;
+constexpr int kDeltaHasDv = kDeltaHasInverseLo + 4;
+constexpr int kDeltaInverseLo = kDeltaHasInverseLo + 128;
+constexpr int kDeltaPreparedBytes = kDeltaInverseLo + kDeltaInverseBytes;
 
 struct DeltaPrepare {
   DeltaShape shape;
-  In<4> k;         // [B, T n, HK, D]
-  In<4> b;         // [B, T n, H, D], used in place of beta k; absent: beta k
-  In<3> beta;      // [B, T n, H], any dtype; absent if b is present
-  In<3> g;         // [B, T, H], any dtype; absent: no gates
-  void* prepared;  // [chunks, H, kDeltaPreparedBytes]; chunks = piece_count(tokens, delta_chunk(n))
+  InputTensor<4> k;     // [B, T n, HK, D]
+  InputTensor<4> b;     // [B, T n, H, D], used in place of beta k; absent: beta k
+  InputTensor<3> beta;  // [B, T n, H], any dtype; absent if b is present
+  InputTensor<3> g;     // [B, T, H], any dtype; absent: no gates
+  void* prepared;       // [chunks, H, kDeltaPreparedBytes]; chunks = token_range_count(tokens,
+                        // delta_chunk_tokens(n))
 };
 
 cudaError_t delta_prepare(const DeltaPrepare& problem, cudaStream_t stream);
 
 struct DeltaScan {
   DeltaShape shape;
-  In<4> q, k, v;         // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
-  In<4> b;               // [B, T n, H, D], the b of prepare; v is then w; absent: beta k
-  bool gated;            // prepare had g
-  const void* prepared;  // output of prepare for the same k, beta, g
-  In<4> initial;         // [N, H, D, V] fp32; absent: zero
-  Out<4> final;          // [N, H, D, V] fp32
-  Out<4> o;              // [B, T, HO, V]
-  void* states;          // dtype [chunks, H, V, D]: the transposed state before every chunk; null: not stored
-  // [delta_kept_segments(), H, D, D], row-major: the transitions of all segments but the first and the last
+  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
+  InputTensor<4> b;        // [B, T n, H, D], the b of prepare; v is then w; absent: beta k
+  bool gated;              // prepare had g
+  const void* prepared;    // output of prepare for the same k, beta, g
+  InputTensor<4> initial;  // [N, H, D, V] fp32; absent: zero
+  OutputTensor<4> final;   // [N, H, D, V] fp32
+  OutputTensor<4> o;       // [B, T, HO, V]
+  void* states;  // dtype [chunks, H, V, D]: the transposed state before every chunk; null: not stored
+  // [delta_saved_segments(), H, D, D], row-major: the transitions of all segments but the first and the last
   // of a sequence. Null if `states` is null.
   float* transitions;
   void* workspace;  // delta_scan_workspace() bytes; null if that is 0
@@ -109,21 +110,21 @@ struct DeltaScan {
 
 // The number of segments into which reverse cuts all sequences, and for which the scan stores transitions. 0
 // if reverse does not cut; the scan may still cut sequences into two segments.
-int64_t delta_kept_segments(const DeltaShape& shape);
+int64_t delta_saved_segments(const DeltaShape& shape);
 int64_t delta_scan_workspace(const DeltaScan& problem);
 cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
 
 struct DeltaReverse {
   DeltaShape shape;
-  In<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
-  In<4> b;           // the b of forward
+  InputTensor<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
+  InputTensor<4> b;           // the b of forward
   bool gated;
   const void* prepared;      // output of prepare in forward
   const float* transitions;  // output of the scan
   float* factors;            // [chunks, HO, 64]: scale rho_t of the tokens of a chunk
-  In<4> initial;             // [N, H, D, V] fp32: gradient of the final state; absent: zero
-  Out<4> final;              // [N, H, D, V] fp32: gradient of the initial state
-  Out<4> dz;                 // [B, T n, H, V], dtype: G or dv
+  InputTensor<4> initial;    // [N, H, D, V] fp32: gradient of the final state; absent: zero
+  OutputTensor<4> final;     // [N, H, D, V] fp32: gradient of the initial state
+  OutputTensor<4> dz;        // [B, T n, H, V], dtype: G or dv
   bool in_place;             // dz and dv are the same tensor, so reverse may store dv
   void* gradients;           // dtype [chunks, H, V, D]: the transposed dS of every chunk
   void* workspace;           // delta_reverse_workspace() bytes; null if that is 0
@@ -136,45 +137,47 @@ cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
 // query, a key or a memory. If HO > H, dk is fp32.
 struct DeltaGradients {
   DeltaShape shape;
-  In<4> q, k, v, dout, dz;
+  InputTensor<4> q, k, v, dout, dz;
   bool in_place;  // dz and dv are the same tensor; requires HO = H
   bool gated;
   const void* prepared;
   const float* factors;
   const void* states;     // output of the scan
   const void* gradients;  // output of reverse
-  In<4> initial, end;     // [N, H, D, V] fp32, optional: the initial state, the gradient of the final state
-  Out<4> dq;              // [B, T, HO, D]
-  Out<4> dk;              // [B, T n, HO, D], dtype or fp32
-  Out<4> dv;              // [B, T n, H, V]
-  Out<3> dbeta;           // [B, T n, H] fp32
-  Out<3> dg;              // [B, T, HO] fp32; absent without gates
+  InputTensor<4> initial,
+      end;                // [N, H, D, V] fp32, optional: the initial state, the gradient of the final state
+  OutputTensor<4> dq;     // [B, T, HO, D]
+  OutputTensor<4> dk;     // [B, T n, HO, D], dtype or fp32
+  OutputTensor<4> dv;     // [B, T n, H, V]
+  OutputTensor<3> dbeta;  // [B, T n, H] fp32
+  OutputTensor<3> dg;     // [B, T, HO] fp32; absent without gates
 };
 
 cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
 
 // Limit of n and of HO / H in delta_step; set by shared memory.
-constexpr int kDeltaStepMost = 8;
+constexpr int kDeltaStepLimit = 8;
 
 // One token. All strides and all types except fp64 are allowed, D up to 256. The state is updated in place.
 struct DeltaStep {
   int64_t sequences;
-  int heads, query_heads, key_share, query_share;  // as in DeltaShape
+  int heads, output_heads, key_share, query_share;  // as in DeltaShape
   int D, V, n;
   bool unit;
   float scale;
-  In<3> q;       // [N, HQ, D]
-  In<4> k, v;    // [N, n, HK, D], [N, n, H, V]
-  In<4> beta;    // [N, n, H, D] with D = V (beta for every channel), or [N, n, H] with a last stride of 0
-  In<2> g;       // [N, H], optional
-  Out<4> state;  // [N, H, D, V] fp32
-  Out<3> o;      // [N, HO, V]
+  InputTensor<3> q;     // [N, HQ, D]
+  InputTensor<4> k, v;  // [N, n, HK, D], [N, n, H, V]
+  InputTensor<4>
+      beta;          // [N, n, H, D] with D = V (beta for every channel), or [N, n, H] with a last stride of 0
+  InputTensor<2> g;  // [N, H], optional
+  OutputTensor<4> state;  // [N, H, D, V] fp32
+  OutputTensor<3> o;      // [N, HO, V]
 };
 
 cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);
 
-// Sets `fits` if the current device has enough shared memory for these kernels at width D. With `vector`: for
-// the kernels with b.
-cudaError_t delta_fits(int D, bool vector, bool& fits);
+// Sets `fits` if the current device has enough shared memory for these kernels at width D. With
+// `has_channel_beta`: for the kernels with b.
+cudaError_t delta_fits(int D, bool has_channel_beta, bool& fits);
 
 }  // namespace girih::kernels

@@ -4,9 +4,9 @@
 
 #include "delta_product/gradient_gates.cuh"
 #include "delta_product/gradient_loads.cuh"
+#include "delta_product/gradient_operands.cuh"
 #include "delta_product/gradient_rows.cuh"
 #include "delta_product/gradient_tiles.cuh"
-#include "delta_product/gradient_weights.cuh"
 #include "tile/row_store.h"
 
 namespace girih::kernels::delta_product {
@@ -16,47 +16,47 @@ template <typename T, int D, bool OneSlab, Factors factors>
 struct GradientBlock {
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
-  using Gradient = Sums<Sizes::kCols / 8>;
+  using Gradient = Accumulator<Sizes::kCols / 8>;
   static constexpr int kThreads = Sizes::kThreads, kGroup = 128;  // threads of a warpgroup
-  static constexpr bool kBoth = Sizes::kGroups == 1;              // one warpgroup has N and dP
-  static constexpr bool kOwn = Tiles::kOwn, kAside = Tiles::kAside;
-  static constexpr bool kDirect = factors == Factors::none, kGates = factors == Factors::any,
-                        kScaled = kScalesBefore<T, factors>;
+  static constexpr bool kHasOneGroup = Sizes::kGroups == 1;       // one warpgroup has N and dP
+  static constexpr bool kHasNInRegisters = Tiles::kHasNInRegisters, kSpillsDq = Tiles::kSpillsDq;
+  static constexpr bool kHasNoFactors = factors == Factors::none, kHasGates = factors == Factors::any,
+                        kHasScaledDp = kCanScaleDp<T, factors>;
 
   const DeltaGradients& p;
   const Tiles& tile;
   const GradientLoads<T, D, OneSlab> loads;
-  const Here& here;
+  const ChunkInfo& chunk_info;
   const Prepared prepared;
-  const Vectors vectors;
+  const ChunkFactors chunk_factors;
   const int warp;
-  WarpPlace place;
+  WarpCoord coord;
   const bool gated, unit_rows, many_tokens;
-  const bool late;  // queries are loaded after the last use of U or dS, whose memory they replace
-  bool has_edge, has_tokens, has_values;
+  const bool is_query_late;  // queries are loaded after the last use of U or dS, whose memory they replace
+  bool has_state_dot, has_tokens, has_values;
 
-  Edge<T, D, OneSlab> of_states;
+  StateDot<T, D, OneSlab> state_dot_loads;
   Gradient dq, dk;
-  Sums<8> of_steps;  // G U^T
-  Sums<8> both;      // do U^T, if one warpgroup computes all
-  float2 of_beta = {0.f, 0.f}, read_of_g = {0.f, 0.f};
+  Accumulator<8> products;     // G U^T
+  Accumulator<8> do_products;  // do U^T, if one warpgroup computes all
+  float2 beta_sums = {0.f, 0.f}, read_sums = {0.f, 0.f};
 
-  __device__ GradientBlock(const DeltaGradients& p, const GradientBoxes& boxes, const Tiles& tile,
+  __device__ GradientBlock(const DeltaGradients& p, const GradientTensorMaps& maps, const Tiles& tile,
                            bool many_tokens)
       : p(p),
         tile(tile),
-        loads(p, boxes, tile),
-        here(*tile.here),
+        loads(p, maps, tile),
+        chunk_info(*tile.chunk_info),
         prepared{tile.prepared},
-        vectors(prepared.vectors()),
+        chunk_factors(prepared.chunk_factors()),
         warp(warp_index()),
-        gated(kGates && p.gated),
-        unit_rows(!kDirect && p.shape.unit),
+        gated(kHasGates && p.gated),
+        unit_rows(!kHasNoFactors && p.shape.unit),
         many_tokens(many_tokens),
-        late(kOwn || (kAside && many_tokens)) {
-    place.group = kBoth ? 0 : warp / 4, place.band = warp % 4;
-    place.row = kTileRows * place.band, place.mine = place.row + lane_row();
-    place.col = Sizes::kCols * place.group;
+        is_query_late(kHasNInRegisters || (kSpillsDq && many_tokens)) {
+    coord.group = kHasOneGroup ? 0 : warp / 4, coord.band = warp % 4;
+    coord.row = kTileRows * coord.band, coord.thread_row = coord.row + lane_row();
+    coord.col = Sizes::kCols * coord.group;
   }
 
   // Starts the first loads. Returns false if the chunk has no tokens.
@@ -64,71 +64,76 @@ struct GradientBlock {
 
   // gradient_finish.cuh: products with N and dP, after all slabs. `left` is the A fragment of the product in
   // flight.
-  __device__ void weigh(const Divider& steps, Operand<kTilesDown>& left);
-  __device__ void start_left(const Operand<kTilesDown>& left, Gradient& sums) const;
-  __device__ void start_dq(Operand<kTilesDown>& left);
+  __device__ void compute_operands(const Divider& steps, AFragment<kChunkTiles>& left);
+  __device__ void start_left(const AFragment<kChunkTiles>& left, Gradient& sums) const;
+  __device__ void start_dq(AFragment<kChunkTiles>& left);
   template <int Bands>
-  __device__ void add_queries(const Operand<kTilesDown>& left);
-  __device__ void add_keys(Operand<kTilesDown>& left);
+  __device__ void add_queries(const AFragment<kChunkTiles>& left);
+  __device__ void add_keys(AFragment<kChunkTiles>& left);
   __device__ void finish_lengths();
-  __device__ void put() const;
+  __device__ void store() const;
 
-  __device__ Sums<8>& of_queries() { return kBoth ? both : of_steps; }
-  __device__ static float power(float x) { return kGates ? exp2_fast(x) : 1.f; }
-  __device__ float2 of_rows(int vector) const { return vectors.rows(vector, place.mine); }
-  __device__ float2 logs() const { return kGates ? of_rows(kDeltaLog) : make_float2(0.f, 0.f); }
-  __device__ float end_log() const { return kGates ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f; }
+  __device__ Accumulator<8>& query_products() { return kHasOneGroup ? do_products : products; }
+  __device__ static float gate_power(float x) { return kHasGates ? exp2_fast(x) : 1.f; }
+  __device__ float2 factor_rows(int kind) const { return chunk_factors.rows(kind, coord.thread_row); }
+  __device__ float2 log_rows() const {
+    return kHasGates ? factor_rows(kDeltaLogDecay) : make_float2(0.f, 0.f);
+  }
+  __device__ float end_log() const {
+    return kHasGates ? chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1) : 0.f;
+  }
   // L_C - L. Clamped to -60 (base 2), so that a quotient by its exponential stays in range; the error of U
   // dS^T is a factor of 2^-60.
-  __device__ float until_end(float log) const { return fmaxf(end_log() - log, -60.f); }
+  __device__ float log_to_end(float log) const { return fmaxf(end_log() - log, -60.f); }
   // The factor beta that the rows of G lack: 1 if dz holds dv.
-  __device__ float2 steps_left(float2 steps) const {
-    return divides<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
+  __device__ float2 missing_beta(float2 steps) const {
+    return has_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
   }
   // The other query heads of a memory head contribute to dk by dP only; their other terms are multiplied by
   // zero.
-  __device__ float2 first_only(float2 x) const { return here.first ? x : make_float2(0.f, 0.f); }
+  __device__ float2 mask_first_head(float2 x) const { return chunk_info.first ? x : make_float2(0.f, 0.f); }
   template <class Tile>
   __device__ WarpRows<Tile> rows_of(const Tile& of, int col) const {
     return WarpRows<Tile>(tile.origin, of, col);
   }
   // The first column of the warpgroup in a slab. With one slab and gates it is recomputed at each use to save
   // registers.
-  __device__ int of_values() const {
-    return kAside && kGates ? worked_out_here(64 * place.group) : 64 * place.group;
+  __device__ int value_column() const {
+    return kSpillsDq && kHasGates ? opaque_value(64 * coord.group) : 64 * coord.group;
   }
 
   __device__ void group_barrier() const {
-    place.group == 0 ? barrier_wait(1, kGroup) : barrier_wait(2, kGroup);
+    coord.group == 0 ? named_barrier_sync(1, kGroup) : named_barrier_sync(2, kGroup);
   }
   // Matches the barriers that only the other warpgroup executes `times` times (for racecheck).
   __device__ void group_barrier_for_racecheck(int times = 1) const {
-    for (int i = 0; kCountsBarriers && i < times; ++i) group_barrier();
+    for (int i = 0; kHasEqualBarrierCounts && i < times; ++i) group_barrier();
   }
 
   // <S, dS>, for the gradient of the gates.
-  __device__ void add_edge(int v) {
-    float part = of_states.sum(p, here, tile, v);
+  __device__ void add_state_dot(int v) {
+    float part = state_dot_loads.sum(p, chunk_info, tile, v);
     part = sum_over_col(sum_over_row(part));
-    float& sum = tile.sums->edge[warp];
+    float& sum = tile.sums->state_dot[warp];
     if (lane() == 0) sum = v == 0 ? part : sum + part;
   }
 
   // dv_i = beta_i G_i, eight columns at a time, unless reverse has stored dv.
-  __device__ void put_values(int v) const {
-    if (!here.first || divides<T>(p, prepared)) return;
-    constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaRows / kStep;
+  __device__ void store_dv(int v) const {
+    if (!chunk_info.first || has_dv<T>(p, prepared)) return;
+    constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaChunkRows / kStep;
     const int first = threadIdx.x / kPacks, col = threadIdx.x % kPacks * 8;
-    const int rows = col < p.shape.V - v ? here.rows : 0;
+    const int rows = col < p.shape.V - v ? chunk_info.rows : 0;
     static_assert(kStep % 8 == 0, "packs change places alike in all of the thread's rows");
     const T* const from = &tile.g.at(first, col);
-    T* to = at<T>(p.dv, here.piece.sequence.batch, here.piece.start * p.shape.n + first, here.head, v + col);
+    T* to = at<T>(p.dv, chunk_info.piece.sequence.batch, chunk_info.piece.start * p.shape.n + first,
+                  chunk_info.head, v + col);
     uint4 g[kPasses];
     float beta[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       g[i] = *reinterpret_cast<const uint4*>(from + i * kStep * 64);
-      beta[i] = vectors.element(kDeltaBeta, first + i * kStep);
+      beta[i] = chunk_factors.element(kDeltaBeta, first + i * kStep);
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i, to += kStep * p.dv.stride[1]) {
@@ -136,8 +141,8 @@ struct GradientBlock {
       uint32_t pack[4] = {g[i].x, g[i].y, g[i].z, g[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 value = unpaired<T>(pack[j]);
-        pack[j] = pair_of<T>(beta[i] * value.x, beta[i] * value.y);
+        const float2 value = unpack_pair<T>(pack[j]);
+        pack[j] = pack_pair<T>(beta[i] * value.x, beta[i] * value.y);
       }
       store_pack(to, pack);
     }
@@ -145,11 +150,11 @@ struct GradientBlock {
 
   // Z_i = beta_i (v_i - a_i S^T k_i) replaces v. Adds G_i . (v_i - a_i S^T k_i) to dbeta_i, and with gates
   // sums G_i . S^T k_i. ks: K S.
-  __device__ void make_amiss(const Sums<8>& ks, bool last) {
-    const float2 log = logs(), steps = of_rows(kDeltaBeta);
-    const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit);
-    const float2 a = {unit.x * power(log.x), unit.y * power(log.y)};
-    const auto rows_of_v = rows_of(tile.u, of_values()), rows_of_g = rows_of(tile.g, of_values());
+  __device__ void compute_residual(const Accumulator<8>& ks, bool last) {
+    const float2 log = log_rows(), steps = factor_rows(kDeltaBeta);
+    const float2 unit = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho);
+    const float2 a = {unit.x * gate_power(log.x), unit.y * gate_power(log.y)};
+    const auto rows_of_v = rows_of(tile.u, value_column()), rows_of_g = rows_of(tile.g, value_column());
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       uint32_t values[4], g_block[4], z[4];
@@ -157,125 +162,125 @@ struct GradientBlock {
       rows_of_g.load(g_block, 8 * i);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const float2 value = unpaired<T>(values[m]), g = unpaired<T>(g_block[m]);
+        const float2 value = unpack_pair<T>(values[m]), g = unpack_pair<T>(g_block[m]);
         const float left = ks.at[i + m / 2][m % 2 * 2], right = ks.at[i + m / 2][m % 2 * 2 + 1];
         const float by = m % 2 == 0 ? a.x : a.y, step = m % 2 == 0 ? steps.x : steps.y;
-        float& of_step = m % 2 == 0 ? of_beta.x : of_beta.y;
-        const float2 amiss = {fmaf(-by, left, value.x), fmaf(-by, right, value.y)};
-        of_step = fmaf(g.x, amiss.x, fmaf(g.y, amiss.y, of_step));
-        z[m] = pair_of<T>(step * amiss.x, step * amiss.y);
+        float& of_step = m % 2 == 0 ? beta_sums.x : beta_sums.y;
+        const float2 residual = {fmaf(-by, left, value.x), fmaf(-by, right, value.y)};
+        of_step = fmaf(g.x, residual.x, fmaf(g.y, residual.y, of_step));
+        z[m] = pack_pair<T>(step * residual.x, step * residual.y);
       }
-      rows_of_v.put(8 * i, z);
+      rows_of_v.store(8 * i, z);
       if (gated) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-          const float2 g = unpaired<T>(g_block[m]);
-          float& read = m % 2 == 0 ? read_of_g.x : read_of_g.y;
+          const float2 g = unpack_pair<T>(g_block[m]);
+          float& read = m % 2 == 0 ? read_sums.x : read_sums.y;
           read = fmaf(g.x, ks.at[i + m / 2][m % 2 * 2], fmaf(g.y, ks.at[i + m / 2][m % 2 * 2 + 1], read));
         }
       }
     }
     if (last) {
-      put_rows(tile.sums->beta[place.group], place.mine, sum_over_rows(of_beta));
-      if (gated) put_rows(tile.sums->read[place.group], place.mine, sum_over_rows(read_of_g));
+      store_warp_rows(tile.sums->beta[coord.group], coord.thread_row, sum_over_rows(beta_sums));
+      if (gated) store_warp_rows(tile.sums->read[coord.group], coord.thread_row, sum_over_rows(read_sums));
     }
   }
 
   // dk_j = -read_j S G_j without rho. With one slab this is divided by e^{L_C - L_j}, by which U dS^T is
   // multiplied afterwards: the two products then share one accumulator, which leaves registers for G U^T.
-  __device__ void read_states() {
-    const float2 log = logs();
+  __device__ void add_state_reads() {
+    const float2 log = log_rows();
     if constexpr (OneSlab) {
-      const auto reads = [&](float log) { return power(log - until_end(log)); };
+      const auto reads = [&](float log) { return gate_power(log - log_to_end(log)); };
       fill(dk, 0.f);
-      start_states<D, -1>(tile.origin, dk, tile.g, tile.states, place.col);
-      if (kAside) wait_products<0>(dq);
-      wait_products<0>(dk);
-      if (!kDirect || !divides<T>(p, prepared)) {
-        const float2 left = steps_left(of_rows(kDeltaBeta));
-        scale_rows(dk, first_only({left.x * reads(log.x), left.y * reads(log.y)}));
+      start_states<D, -1>(tile.origin, dk, tile.g, tile.states, coord.col);
+      if (kSpillsDq) wgmma_wait<0>(dq);
+      wgmma_wait<0>(dk);
+      if (!kHasNoFactors || !has_dv<T>(p, prepared)) {
+        const float2 left = missing_beta(factor_rows(kDeltaBeta));
+        scale_rows(dk, mask_first_head({left.x * reads(log.x), left.y * reads(log.y)}));
       }
     } else {
-      Sums<Sizes::kCols / 8> of_state;
+      Accumulator<Sizes::kCols / 8> of_state;
       fill(of_state, 0.f);
-      add_states<D>(tile.origin, of_state, tile.g, tile.states, place.col);
-      const float2 left = steps_left(of_rows(kDeltaBeta));
-      add_scaled(dk, of_state, first_only({-left.x * exp2_fast(log.x), -left.y * exp2_fast(log.y)}));
+      add_states<D>(tile.origin, of_state, tile.g, tile.states, coord.col);
+      const float2 left = missing_beta(factor_rows(kDeltaBeta));
+      add_scaled(dk, of_state, mask_first_head({-left.x * exp2_fast(log.x), -left.y * exp2_fast(log.y)}));
     }
   }
 
   // U = X Z replaces Z, for the columns of the warpgroup.
   __device__ void solve() const {
-    fence_tiles();
+    fence_async_proxy();
     group_barrier();
-    Sums<8> u;
+    Accumulator<8> u;
     fill(u, 0.f);
 #pragma unroll
-    for (int first = 0; first < kTilesDown; first += 2) {
-      Operand<2> x;
+    for (int first = 0; first < kChunkTiles; first += 2) {
+      AFragment<2> x;
       fill(x);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (first + j <= place.band) prepared.load(x.at[j], place.band, first + j);
+        if (first + j <= coord.band) prepared.load(x.at[j], coord.band, first + j);
       }
-      fence_products(u);
-      start_product<T>(tile.origin, u, x, tile.u, of_values(), kTileRows * first);
-      commit_products();
-      wait_products<0>(u);
+      wgmma_fence(u);
+      wgmma_start<T>(tile.origin, u, x, tile.u, value_column(), kTileRows * first);
+      wgmma_commit();
+      wgmma_wait<0>(u);
     }
-    if (__builtin_expect(prepared.keeps(), false)) {
-      const unsigned char* const all = here.prepared(p);
+    if (__builtin_expect(prepared.has_inverse_lo(), false)) {
+      const unsigned char* const all = chunk_info.prepared(p);
 #pragma unroll 1
-      for (int j = 0; j <= place.band; ++j) {
-        uint32_t lost[4];
-        load_lost(lost, all, place.band, j);
-        add_product<T>(u, lost, tile.u, kTileRows * j, of_values());
+      for (int j = 0; j <= coord.band; ++j) {
+        uint32_t inverse_lo[4];
+        load_inverse_lo(inverse_lo, all, coord.band, j);
+        add_product<T>(u, inverse_lo, tile.u, kTileRows * j, value_column());
       }
     }
     group_barrier();
-    put_rows<T>(rows_of(tile.u, of_values()), u);
+    store_warp_rows<T>(rows_of(tile.u, value_column()), u);
   }
 
   // Starts G U^T or do U^T.
   __device__ void start_steps() {
-    fill(of_steps, 0.f);
-    fence_products(of_steps);
-    if (!kBoth && place.group == Sizes::kQueries) {
-      start_product_transposed(tile.origin, of_steps, tile.dout, tile.u);
+    fill(products, 0.f);
+    wgmma_fence(products);
+    if (!kHasOneGroup && coord.group == Sizes::kQueryGroup) {
+      wgmma_start_transposed(tile.origin, products, tile.dout, tile.u);
     } else {
-      start_product_transposed(tile.origin, of_steps, tile.g, tile.u);
+      wgmma_start_transposed(tile.origin, products, tile.g, tile.u);
     }
-    commit_products();
+    wgmma_commit();
   }
 
   // dk_j += w_j dS U_j without rho; waits for G U^T or do U^T.
-  __device__ void write_states() {
-    const float2 log = logs();
+  __device__ void add_state_writes() {
+    const float2 log = log_rows();
     if constexpr (OneSlab) {
-      start_states<D>(tile.origin, dk, tile.u, tile.gradients, place.col);
-      if (!kAside) start_steps();
-      wait_products<0>(of_steps);
-      wait_products<0>(dk);
-      if (kGates) {
-        scale_rows(dk, first_only({power(until_end(log.x)), power(until_end(log.y))}));
-      } else if (!here.first) {
+      start_states<D>(tile.origin, dk, tile.u, tile.gradients, coord.col);
+      if (!kSpillsDq) start_steps();
+      wgmma_wait<0>(products);
+      wgmma_wait<0>(dk);
+      if (kHasGates) {
+        scale_rows(dk, mask_first_head({gate_power(log_to_end(log.x)), gate_power(log_to_end(log.y))}));
+      } else if (!chunk_info.first) {
         fill(dk, 0.f);
       }
     } else {
-      Sums<Sizes::kCols / 8> of_state;
+      Accumulator<Sizes::kCols / 8> of_state;
       fill(of_state, 0.f);
-      add_states<D>(tile.origin, of_state, tile.u, tile.gradients, place.col);
+      add_states<D>(tile.origin, of_state, tile.u, tile.gradients, coord.col);
       const float end = end_log();
-      add_scaled(dk, of_state, first_only({exp2_fast(end - log.x), exp2_fast(end - log.y)}));
+      add_scaled(dk, of_state, mask_first_head({exp2_fast(end - log.x), exp2_fast(end - log.y)}));
       start_steps();
-      wait_products<0>(of_steps);
+      wgmma_wait<0>(products);
     }
   }
 
   // Sums over slabs in shared memory; registers do not suffice.
   __device__ void add_slabs(int v, bool last) {
-    const auto add = [&](Sums<8>& x, int which) {
-      float* const so_far = tile.partial + which * kDeltaRows * kDeltaRows + threadIdx.x % 128;
+    const auto add = [&](Accumulator<8>& x, int which) {
+      float* const so_far = tile.partial + which * kDeltaChunkRows * kDeltaChunkRows + threadIdx.x % 128;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (v != 0) x.at[i / 4][i % 4] += so_far[i * 128];
@@ -285,70 +290,70 @@ struct GradientBlock {
         if (!last) so_far[i * 128] = x.at[i / 4][i % 4];
       }
     };
-    if (place.group == 0) add(of_steps, 0);
-    if (place.group == Sizes::kQueries) add(of_queries(), 1);
+    if (coord.group == 0) add(products, 0);
+    if (coord.group == Sizes::kQueryGroup) add(query_products(), 1);
   }
 
   // The slab of columns of V from `v` on.
-  __device__ void take_slab(int v) {
+  __device__ void process_slab(int v) {
     const bool last = OneSlab || v + Sizes::kSlab >= p.shape.V;
     const int number = v / Sizes::kSlab;
     if (v != 0) {
-      loads.start_states(here.number, v);
-      loads.start_values(here, v);
-      if (has_edge) of_states.load(p, here, v);
+      loads.start_states(chunk_info.number, v);
+      loads.start_values(chunk_info, v);
+      if (has_state_dot) state_dot_loads.load(p, chunk_info, v);
     }
-    loads.wait_states(here, number);
-    if (has_edge && !Sizes::kApart) add_edge(v);
+    loads.wait_states(chunk_info, number);
+    if (has_state_dot && !Sizes::kHasBothStates) add_state_dot(v);
 
     // K S
-    Sums<8> ks;
+    Accumulator<8> ks;
     fill(ks, 0.f);
     if (has_values) {
-      fence_products(ks);
-      start_product_transposed(tile.origin, ks, tile.k, tile.s(of_values()));
-      commit_products();
+      wgmma_fence(ks);
+      wgmma_start_transposed(tile.origin, ks, tile.k, tile.s(value_column()));
+      wgmma_commit();
     }
-    loads.wait_values(here, number);
+    loads.wait_values(chunk_info, number);
 
-    // dq_t = S do_t. With kAside this product overlaps with Z.
-    if (kAside) {
+    // dq_t = S do_t. With kSpillsDq this product overlaps with Z.
+    if (kSpillsDq) {
       fill(dq, 0.f);
-      start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
+      start_states<D>(tile.origin, dq, tile.dout, tile.states, coord.col);
     } else {
-      put_values(v);
+      store_dv(v);
     }
-    wait_products<kAside ? 1 : 0>(ks);
-    if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
+    wgmma_wait<kSpillsDq ? 1 : 0>(ks);
+    if (!OneSlab) add_states<D>(tile.origin, dq, tile.dout, tile.states, coord.col);
 
-    if (has_values) make_amiss(ks, last);
-    if (!kAside) read_states();
-    if (!Sizes::kApart && !kAside) {
-      fence_tiles();
+    if (has_values) compute_residual(ks, last);
+    if (!kSpillsDq) add_state_reads();
+    if (!Sizes::kHasBothStates && !kSpillsDq) {
+      fence_async_proxy();
       __syncthreads();
-      loads.start_gradients(here, v);
+      loads.start_gradients(chunk_info, v);
     }
     if (has_values) {
       solve();
     } else {
       group_barrier_for_racecheck(2);
     }
-    if (kAside) read_states();
-    if (!Sizes::kApart && !kAside) loads.wait_gradients(number);
-    fence_tiles();
+    if (kSpillsDq) add_state_reads();
+    if (!Sizes::kHasBothStates && !kSpillsDq) loads.wait_gradients(number);
+    fence_async_proxy();
     __syncthreads();
-    if (kAside) {
+    if (kSpillsDq) {
       // The load of dS overlaps: dS replaces S only now.
-      loads.start_gradients(here, v);
+      loads.start_gradients(chunk_info, v);
       start_steps();
-      put_values(v);
+      store_dv(v);
       loads.wait_gradients(number);
     }
-    write_states();
-    if (gated && here.first && Sizes::kApart) add_edge(v);
-    if (kBoth && !kOwn) {
-      fill(both, 0.f);
-      add_scores<T>(tile.origin, both, tile.dout, tile.u);
+    add_state_writes();
+    if (gated && chunk_info.first && Sizes::kHasBothStates) add_state_dot(v);
+    if (kHasOneGroup && !kHasNInRegisters) {
+      fill(do_products, 0.f);
+      add_scores<T>(tile.origin, do_products, tile.dout, tile.u);
     }
     if (!OneSlab) add_slabs(v, last);
     __syncthreads();

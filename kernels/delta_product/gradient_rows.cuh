@@ -6,27 +6,27 @@
 namespace girih::kernels::delta_product {
 
 template <int K>
-__device__ inline void fill(Operand<K>& x) {
-  each_sum<K>([&](int k, int i) { x.at[k][i] = 0; });
+__device__ inline void fill(AFragment<K>& x) {
+  for_each_register<K>([&](int k, int i) { x.at[k][i] = 0; });
 }
 
 // Stores the warp's 16 rows to a tile, rounded.
 template <typename T, int N, class Tile>
-__device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums) {
+__device__ inline void store_warp_rows(const WarpRows<Tile>& rows, const Accumulator<N>& sums) {
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
-    Operand<1> block;
-    round_to<T>(block, sums, n);
-    rows.put(8 * n, block.at[0]);
+    AFragment<1> block;
+    round_to_a_fragment<T>(block, sums, n);
+    rows.store(8 * n, block.at[0]);
   }
 }
 // Stores the warp's 16 rows to global memory in full lines. The rows pass through the warp's rows of a tile
 // that no other warp reads any more. `to` points to the first row; `count` rows exist.
 template <typename T, int N, class Tile>
-__device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& sums, T* to, int64_t stride,
-                                     int count, int cols) {
+__device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Accumulator<N>& sums, T* to,
+                                     int64_t stride, int count, int cols) {
   if (count <= 0) return;
-  put_rows<T>(rows, sums);
+  store_warp_rows<T>(rows, sums);
   __syncwarp();
   const int row = lane() / 8, col = lane() % 8 * 8;
   T* at = to + row * stride + col;
@@ -41,7 +41,7 @@ __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& 
 }
 // Stores fp32 rows from `row` on, up to row `rows`.
 template <int N>
-__device__ inline void store_floats(const Sums<N>& sums, float* to, int64_t stride, int row, int rows,
+__device__ inline void store_floats(const Accumulator<N>& sums, float* to, int64_t stride, int row, int rows,
                                     int cols) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -53,16 +53,17 @@ __device__ inline void store_floats(const Sums<N>& sums, float* to, int64_t stri
     }
   }
 }
-// Stores the values of the lane's rows `mine` and `mine` + 8.
-__device__ inline void put_rows(float* to, int mine, float2 x) {
-  if (lane_col() == 0) to[mine] = x.x, to[mine + 8] = x.y;
+// Stores the values of the lane's rows `thread_row` and `thread_row` + 8.
+__device__ inline void store_warp_rows(float* to, int thread_row, float2 x) {
+  if (lane_col() == 0) to[thread_row] = x.x, to[thread_row + 8] = x.y;
 }
 __device__ inline float2 sum_over_rows(float2 x) { return {sum_over_row(x.x), sum_over_row(x.y)}; }
 
 // sums += x, row lane_row() multiplied by by.x, row lane_row() + 8 by by.y.
 template <int N>
-__device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
-  each_sum<N>([&](int n, int i) { sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]); });
+__device__ inline void add_scaled(Accumulator<N>& sums, const Accumulator<N>& x, float2 by) {
+  for_each_register<N>(
+      [&](int n, int i) { sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]); });
 }
 
 // Calls f(n, i, two elements) for 8 N columns of the rows of a tile; the elements correspond to sums.at[n][2
@@ -74,13 +75,13 @@ __device__ inline void for_each_pair(const WarpRows<Tile>& rows, const F& f) {
     uint32_t block[4];
     rows.load(block, 8 * n);
 #pragma unroll
-    for (int m = 0; m < 4; ++m) f(n + m / 2, m % 2, unpaired<T>(block[m]));
+    for (int m = 0; m < 4; ++m) f(n + m / 2, m % 2, unpack_pair<T>(block[m]));
   }
 }
 
 // Dot product of x and the rows of a tile, for the lane's two rows.
 template <typename T, int N, class Tile>
-__device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) {
+__device__ inline float2 dot_rows(const Accumulator<N>& x, const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
   for_each_pair<N, T>(rows, [&](int n, int i, float2 y) {
     float& of_row = i == 0 ? sum.x : sum.y;
@@ -99,12 +100,12 @@ __device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   return sum_over_rows(sum);
 }
 
-// x -= (row . x) row / |row|^2, which makes x orthogonal to the row. `along`: row . x.
+// x -= (row . x) row / |row|^2, which makes x orthogonal to the row. `projection`: row . x.
 template <typename T, int N, class Tile>
-__device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2 along,
-                                  float2 inverse_length) {
-  const float2 of = {-along.x * inverse_length.x * inverse_length.x,
-                     -along.y * inverse_length.y * inverse_length.y};
+__device__ inline void subtract_projection(Accumulator<N>& x, const WarpRows<Tile>& rows, float2 projection,
+                                           float2 inverse_length) {
+  const float2 of = {-projection.x * inverse_length.x * inverse_length.x,
+                     -projection.y * inverse_length.y * inverse_length.y};
   for_each_pair<N, T>(rows, [&](int n, int i, float2 y) {
     const float by = i == 0 ? of.x : of.y;
     x.at[n][2 * i] = fmaf(by, y.x, x.at[n][2 * i]);
@@ -114,10 +115,10 @@ __device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2
 
 // Sums over warpgroups, for the lane's two rows.
 template <int Groups>
-__device__ inline float2 whole(const float (&parts)[Groups][kDeltaRows], int mine) {
+__device__ inline float2 sum_groups(const float (&parts)[Groups][kDeltaChunkRows], int thread_row) {
   float2 sum = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < Groups; ++i) sum.x += parts[i][mine], sum.y += parts[i][mine + 8];
+  for (int i = 0; i < Groups; ++i) sum.x += parts[i][thread_row], sum.y += parts[i][thread_row + 8];
   return sum;
 }
 // 1 / sqrt(square + 1e-6); 1000 for a row of zeros.
@@ -141,40 +142,40 @@ __device__ inline float sums_over_col(float (&x)[8]) {
 
 // sums += x y^T
 template <typename T, int N, class Tile>
-__device__ inline void add_scores(const Origin& origin, Sums<N>& sums, const Tile& x, const Tile& y,
+__device__ inline void add_scores(const Origin& origin, Accumulator<N>& sums, const Tile& x, const Tile& y,
                                   int row = 0) {
-  fence_products(sums);
-  start_product_transposed(origin, sums, x, y, row);
-  commit_products();
-  wait_products<0>(sums);
+  wgmma_fence(sums);
+  wgmma_start_transposed(origin, sums, x, y, row);
+  wgmma_commit();
+  wgmma_wait<0>(sums);
 }
 
 // Starts sums += x S^T of a slab, or with Sign = -1 sums -= x S^T; columns of D from `col` on.
 template <int D, int Sign = 1, typename T>
-__device__ inline void start_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
+__device__ inline void start_states(const Origin& origin, Accumulator<GradientSizes<D>::kCols / 8>& sums,
                                     const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
                                     int col) {
-  fence_products(sums);
+  wgmma_fence(sums);
 #pragma unroll
   for (int v = 0; v < GradientSizes<D>::kSlab; v += 64) {
-    start_product<T, Sign>(origin, sums, x, v,
-                           BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)},
-                           col);
+    wgmma_start<T, Sign>(origin, sums, x, v,
+                         BlockTile<T, D>{reinterpret_cast<T*>(states + v / 64 * BlockTile<T, D>::kBytes)},
+                         col);
   }
-  commit_products();
+  wgmma_commit();
 }
 template <int D, typename T>
-__device__ inline void add_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
+__device__ inline void add_states(const Origin& origin, Accumulator<GradientSizes<D>::kCols / 8>& sums,
                                   const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
                                   int col) {
   start_states<D>(origin, sums, x, states, col);
-  wait_products<0>(sums);
+  wgmma_wait<0>(sums);
 }
 
 // Stores a thread's accumulator to shared memory and loads it again; packs of 16 bytes, `Threads` packs
 // apart.
 template <int Threads, int N>
-__device__ inline void put_aside(float4* to, const Sums<N>& sums) {
+__device__ inline void spill_accumulator(float4* to, const Accumulator<N>& sums) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float(&x)[4] = sums.at[n];
@@ -182,7 +183,7 @@ __device__ inline void put_aside(float4* to, const Sums<N>& sums) {
   }
 }
 template <int Threads, int N>
-__device__ inline void take_back(Sums<N>& sums, const float4* from) {
+__device__ inline void reload_accumulator(Accumulator<N>& sums, const float4* from) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float4 x = from[n * Threads];

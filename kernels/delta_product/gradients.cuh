@@ -37,86 +37,86 @@ namespace girih::kernels::delta_product {
 
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const GradientGrid& grid) {
-  const uint32_t chunk = grid.query_heads.divide(blockIdx.x),
-                 query_head = blockIdx.x - chunk * grid.query_heads.by,
-                 head = grid.members.divide(query_head), chunk_and_head = chunk * p.shape.heads + head;
+  const uint32_t chunk = grid.output_heads.divide(blockIdx.x),
+                 output_head = blockIdx.x - chunk * grid.output_heads.by,
+                 head = grid.members.divide(output_head), chunk_and_head = chunk * p.shape.heads + head;
   // Starts all first loads except S.
-  const auto start = [&](const Here& here) {
-    loads.start_keys(here);
-    late ? loads.prefetch_queries(here) : loads.template start_queries<kThreads>(here);
-    loads.start_values(here, 0);
+  const auto start = [&](const ChunkInfo& chunk_info) {
+    loads.start_keys(chunk_info);
+    is_query_late ? loads.prefetch_queries(chunk_info) : loads.template start_queries<kThreads>(chunk_info);
+    loads.start_values(chunk_info, 0);
   };
   if (threadIdx.x == 0) {
-    if (kBoxes) {
+    if (kHasTma) {
       // The copy of S does not depend on the tokens, so it starts before they are known.
       loads.init();
       loads.start_states(chunk_and_head, 0);
     }
-    Here here;
-    here.query_head = static_cast<int>(query_head);
-    here.head = static_cast<int>(head);
-    here.number = chunk_and_head;
-    here.first = query_head == head * grid.members.by;
-    here.many_tokens = many_tokens;
-    here.piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.each);
-    here.rows = here.piece.length * p.shape.n;
-    *tile.here = here;
+    ChunkInfo chunk_info;
+    chunk_info.output_head = static_cast<int>(output_head);
+    chunk_info.head = static_cast<int>(head);
+    chunk_info.number = chunk_and_head;
+    chunk_info.first = output_head == head * grid.members.by;
+    chunk_info.many_tokens = many_tokens;
+    chunk_info.piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
+    chunk_info.rows = chunk_info.piece.length * p.shape.n;
+    *tile.chunk_info = chunk_info;
     // (Letting the other threads continue to their own wait meanwhile is slower.)
-    if (kBoxes && here.rows > 0) start(here);
+    if (kHasTma && chunk_info.rows > 0) start(chunk_info);
   }
-  tile.origin.put();
+  tile.origin.store();
   __syncthreads();
-  if (here.rows == 0) {
-    if (kBoxes) wait(&tile.barriers->states, 0);
+  if (chunk_info.rows == 0) {
+    if (kHasTma) wait(&tile.barriers->states, 0);
     return false;
   }
-  if (!kBoxes) {
-    loads.start_states(here.number, 0);
-    start(here);
+  if (!kHasTma) {
+    loads.start_states(chunk_info.number, 0);
+    start(chunk_info);
   }
-  has_tokens = many_tokens || place.band < kTilesDown / 2;
-  has_values = Sizes::kParts == Sizes::kGroups || place.group < Sizes::kParts;
-  has_edge = gated && here.first;
-  if (has_edge) of_states.load(p, here, 0);
+  has_tokens = many_tokens || coord.band < kChunkTiles / 2;
+  has_values = Sizes::kValueGroups == Sizes::kGroups || coord.group < Sizes::kValueGroups;
+  has_state_dot = gated && chunk_info.first;
+  if (has_state_dot) state_dot_loads.load(p, chunk_info, 0);
   return true;
 }
 
 template <typename T, int D, bool OneSlab, Factors factors>
 __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::blocks(OneSlab))
     gradients(const __grid_constant__ DeltaGradients p, const __grid_constant__ GradientGrid grid,
-              const __grid_constant__ GradientBoxes boxes) {
+              const __grid_constant__ GradientTensorMaps maps) {
   using Sizes = GradientSizes<D>;
-  extern __shared__ __align__(1024) unsigned char room[];
-  const bool many_tokens = has_many(grid.tokens);
-  const GradientTiles<T, D, OneSlab> tile(room, many_tokens);
-  GradientBlock<T, D, OneSlab, factors> block(p, boxes, tile, many_tokens);
+  extern __shared__ __align__(1024) unsigned char shared_start[];
+  const bool many_tokens = has_many_tokens(grid.tokens);
+  const GradientTiles<T, D, OneSlab> tile(shared_start, many_tokens);
+  GradientBlock<T, D, OneSlab, factors> block(p, maps, tile, many_tokens);
   if (!block.start(grid)) return;
   if constexpr (OneSlab) {
-    block.take_slab(0);
+    block.process_slab(0);
   } else {
     fill(block.dq, 0.f);
     fill(block.dk, 0.f);
 #pragma unroll 1
-    for (int v = 0; v < p.shape.V; v += Sizes::kSlab) block.take_slab(v);
+    for (int v = 0; v < p.shape.V; v += Sizes::kSlab) block.process_slab(v);
   }
-  Operand<kTilesDown> left;
-  block.weigh(grid.steps, left);
+  AFragment<kChunkTiles> left;
+  block.compute_operands(grid.steps, left);
   block.start_dq(left);
   many_tokens ? block.template add_queries<4>(left) : block.template add_queries<2>(left);
   block.add_keys(left);
   block.finish_lengths();
-  block.put();
+  block.store();
 }
 
 // Minimal shared memory of a block in bytes.
 template <typename T, int D>
-constexpr int gradients_least() {
+constexpr int gradients_min_bytes() {
   return std::max(D <= 128 ? GradientTiles<T, D, true>::bytes(true) : 0,
                   GradientTiles<T, D, false>::bytes(true));
 }
 
 template <typename T, int D, bool OneSlab, Factors factors = Factors::any>
-cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
+cudaError_t launch_gradients_instance(const DeltaGradients& p, cudaStream_t stream) {
   constexpr auto kernel = gradients<T, D, OneSlab, factors>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 56 : 113) * 1024,
@@ -124,18 +124,18 @@ cudaError_t launch_gradients_of(const DeltaGradients& p, cudaStream_t stream) {
   if (const cudaError_t error = allow_shared<kernel>(Tiles::bytes(true)); error != cudaSuccess) {
     return error;
   }
-  const int tokens = delta_chunk(p.shape.n);
-  const int64_t blocks = piece_count(p.shape.tokens, tokens) * p.shape.query_heads;
+  const int tokens = delta_chunk_tokens(p.shape.n);
+  const int64_t blocks = token_range_count(p.shape.tokens, tokens) * p.shape.output_heads;
   if (blocks == 0 || p.shape.tokens.tokens == 0) return cudaSuccess;
-  GradientBoxes boxes{};
+  GradientTensorMaps maps{};
   bool has = false;
-  if (const cudaError_t error = has_boxes<kernel>(has); error != cudaSuccess) return error;
+  if (const cudaError_t error = has_tma<kernel>(has); error != cudaSuccess) return error;
   if (has) {
-    if (const cudaError_t error = describe(boxes, p); error != cudaSuccess) return error;
+    if (const cudaError_t error = encode_tensor_map(maps, p); error != cudaSuccess) return error;
   }
   constexpr int kThreads = GradientSizes<D>::kThreads;
-  const int bytes = Tiles::bytes(has_many(tokens));
-  return launch_grid<kernel>(blocks, kThreads, bytes, stream, p, GradientGrid(p.shape), boxes);
+  const int bytes = Tiles::bytes(has_many_tokens(tokens));
+  return launch_grid<kernel>(blocks, kThreads, bytes, stream, p, GradientGrid(p.shape), maps);
 }
 
 template <typename T, int D>
@@ -145,14 +145,14 @@ cudaError_t launch_gradients(const DeltaGradients& p, cudaStream_t stream) {
       // (At D = 64 these instances are slower: the compiler serialises the products.)
       if constexpr (D == 128) {
         if (!p.gated) {
-          return p.shape.unit ? launch_gradients_of<T, D, true, Factors::lengths>(p, stream)
-                              : launch_gradients_of<T, D, true, Factors::none>(p, stream);
+          return p.shape.unit ? launch_gradients_instance<T, D, true, Factors::lengths>(p, stream)
+                              : launch_gradients_instance<T, D, true, Factors::none>(p, stream);
         }
       }
-      return launch_gradients_of<T, D, true>(p, stream);
+      return launch_gradients_instance<T, D, true>(p, stream);
     }
   }
-  return launch_gradients_of<T, D, false>(p, stream);
+  return launch_gradients_instance<T, D, false>(p, stream);
 }
 
 }  // namespace girih::kernels::delta_product

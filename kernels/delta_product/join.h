@@ -17,7 +17,7 @@
 namespace girih::kernels {
 
 struct TransitionJoin {
-  Tokens tokens;
+  SequenceLayout tokens;
   int64_t segment;  // tokens of a segment
   int heads, D, V;  // D is a multiple of 4
   bool reverse;     // segments from the last to the first
@@ -26,8 +26,8 @@ struct TransitionJoin {
   // first are not read.
   float* states;
   const float* transitions;
-  int64_t states_apart, transitions_apart;
-  In<4> initial;  // [N, heads, D, V] fp32: state before the first segment; absent: zero
+  int64_t states_stride, transitions_stride;
+  InputTensor<4> initial;  // [N, heads, D, V] fp32: state before the first segment; absent: zero
 };
 
 cudaError_t join_transitions(const TransitionJoin& problem, cudaStream_t stream);

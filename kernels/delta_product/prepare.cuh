@@ -11,7 +11,7 @@
 #pragma once
 
 #include "delta_product/prepare_inverse.cuh"
-#include "pipe/card.h"
+#include "pipe/device.h"
 #include "tile/gates.h"
 
 namespace girih::kernels::delta_product {
@@ -20,7 +20,7 @@ namespace girih::kernels::delta_product {
 constexpr int prepare_blocks(bool read_keys) { return read_keys ? 2 : 4; }
 
 // Inclusive prefix sum over the lanes.
-__device__ inline double sum_through(double x) {
+__device__ inline double prefix_sum(double x) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const double before = __shfl_up_sync(~0u, x, distance);
@@ -32,8 +32,8 @@ __device__ inline double sum_through(double x) {
 // Converts beta and the gates of a chunk from their own types. L is summed in fp64, because differences of L
 // are used. rho is set to 1, and to 0 for rows that do not exist.
 template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
-                                 const Chunk<T>& chunk) {
+__device__ inline void convert_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                    const ChunkLoads<T>& chunk) {
   double log_before = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -41,22 +41,23 @@ __device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Sl
     float log = 0.f;
     if (p.g.data != nullptr) {
       const float gate =
-          summable(arrived_element(space.log() + row, p.g.dtype, chunk.upper >> (half + 2) & 1));
-      const double sum = log_before + sum_through(static_cast<double>(gate) * 1.4426950408889634);
+          clamp_gate(convert_element(space.log_decay() + row, p.g.dtype, chunk.upper >> (half + 2) & 1));
+      const double sum = log_before + prefix_sum(static_cast<double>(gate) * 1.4426950408889634);
       log_before = __shfl_sync(~0u, sum, 31);
       log = static_cast<float>(sum);
     }
     space.beta()[row] =
-        ReadKeys ? 1.f : arrived_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
-    space.log()[row] = log;
-    space.unit()[row] = row < chunk.rows ? 1.f : 0.f;
+        ReadKeys ? 1.f : convert_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
+    space.log_decay()[row] = log;
+    space.rho()[row] = row < chunk.rows ? 1.f : 0.f;
   }
 }
 
 // K K^T, or B K^T, by slabs of 64 columns. After each slab the loads of a later slab start into its memory.
 template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepare& p,
-                                     const PrepareSpace<T, Slabs, ReadKeys>& space, const Chunk<T>& chunk) {
+__device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const DeltaPrepare& p,
+                                     const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                     const ChunkLoads<T>& chunk) {
   const int l = lane();
 #pragma unroll 1
   for (int slab = 0; slab * kSlab < p.shape.D; ++slab) {
@@ -67,16 +68,16 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
     for (int col = 0; col < kSlab; col += 16) {
       // B fragments are loaded by ldmatrix on their own: forming them from A fragments costs a third of the
       // instructions.
-      uint32_t right[kTilesDown][4];
+      uint32_t right[kChunkTiles][4];
 #pragma unroll
-      for (int i = 0; i < kTilesDown; ++i) {
+      for (int i = 0; i < kChunkTiles; ++i) {
         uint32_t left[4];
         load_block(left, read_keys, kTileRows * i, col);
-        load_matrices(right[i], keys.address(kTileRows * i, col, (l & 7) + (l >> 4) * 8, (l >> 3 & 1) * 8));
+        ldmatrix(right[i], keys.address(kTileRows * i, col, (l & 7) + (l >> 4) * 8, (l >> 3 & 1) * 8));
 #pragma unroll
         for (int j = 0; j <= i; ++j) {
-          mma<T>(a[block_of(i, j)].at[0], left, right[j][0], right[j][1]);
-          mma<T>(a[block_of(i, j)].at[1], left, right[j][2], right[j][3]);
+          mma<T>(a[inverse_block_index(i, j)].at[0], left, right[j][0], right[j][1]);
+          mma<T>(a[inverse_block_index(i, j)].at[1], left, right[j][2], right[j][3]);
         }
       }
     }
@@ -88,66 +89,67 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
 // rho_i from the diagonal of K K^T. A key of zeros has rho = 1: rho then scales the gradient only, and 1 /
 // sqrt(1e-6) = 1000 could overflow.
 template <class Space>
-__device__ inline void find_lengths(const Space& space, const Block (&a)[kDeltaBlocks], int rows) {
+__device__ inline void compute_rho(const Space& space, const Block (&a)[kDeltaInverseBlocks], int rows) {
 #pragma unroll
-  for (int i = 0; i < kDeltaRows / 8; ++i) {
-    const float(&block)[4] = a[block_of(i / 2, i / 2)].at[i % 2];
+  for (int i = 0; i < kDeltaChunkRows / 8; ++i) {
+    const float(&block)[4] = a[inverse_block_index(i / 2, i / 2)].at[i % 2];
     const float square = lane() & 4 ? block[i % 2 * 2 + 1] : block[i % 2 * 2];
     const int at = 8 * i + lane_row();
     if (lane_col() == (lane_row() & ~1) && at < rows && square > 0.f) {
-      space.unit()[at] = rsqrtf(square + 1e-6f);
+      space.rho()[at] = rsqrtf(square + 1e-6f);
     }
   }
   __syncwarp();
 }
 
-// Stores beta, read, write, L and rho of every row. Returns `divides` and that |beta| of the lane's rows is
+// Stores beta, read, write, L and rho of every row. Returns `has_dv` and that |beta| of the lane's rows is
 // large enough to divide by.
 template <class Space>
-__device__ inline bool put_factors(float* vectors, const Space& space, int rows, bool divides) {
+__device__ inline bool store_factors(float* chunk_factors, const Space& space, int rows, bool has_dv) {
   constexpr float kLeastStep = 0x1p-40f;
-  const float log_end = space.log()[kDeltaRows - 1];
+  const float log_end = space.log_decay()[kDeltaChunkRows - 1];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = half * 32 + lane();
-    const float beta = space.beta()[row], log = space.log()[row], unit = space.unit()[row];
-    divides = divides && (row >= rows || fabsf(beta) >= kLeastStep);
-    vectors[kDeltaBeta * kDeltaRows + row] = beta;
-    vectors[kDeltaRead * kDeltaRows + row] = beta * unit * exp2_fast(log);
-    vectors[kDeltaWrite * kDeltaRows + row] = unit * exp2_fast(log_end - log);
-    vectors[kDeltaLog * kDeltaRows + row] = log;
-    vectors[kDeltaUnit * kDeltaRows + row] = unit;
+    const float beta = space.beta()[row], log = space.log_decay()[row], unit = space.rho()[row];
+    has_dv = has_dv && (row >= rows || fabsf(beta) >= kLeastStep);
+    chunk_factors[kDeltaBeta * kDeltaChunkRows + row] = beta;
+    chunk_factors[kDeltaReadFactor * kDeltaChunkRows + row] = beta * unit * exp2_fast(log);
+    chunk_factors[kDeltaWriteFactor * kDeltaChunkRows + row] = unit * exp2_fast(log_end - log);
+    chunk_factors[kDeltaLogDecay * kDeltaChunkRows + row] = log;
+    chunk_factors[kDeltaRho * kDeltaChunkRows + row] = unit;
   }
-  return divides;
+  return has_dv;
 }
 
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Below the diagonal blocks, L_i - L_j is
 // a sum of three differences, each at most 0: L_i minus L at the first row of the block row, that minus L at
 // the last row of the block column, and that minus L_j.
 template <class Space>
-__device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool gated, bool unit) {
-  const float *const beta = space.beta(), *const log = space.log(), *const rho = space.unit();
+__device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Space& space, bool gated,
+                                         bool unit) {
+  const float *const beta = space.beta(), *const log = space.log_decay(), *const rho = space.rho();
 #pragma unroll
-  for (int i = 0; i < kTilesDown; ++i) {
+  for (int i = 0; i < kChunkTiles; ++i) {
     const int row = kTileRows * i + lane_row();
     float2 by = {-beta[row] * rho[row], -beta[row + 8] * rho[row + 8]};
-    scale_rows(a[block_of(i, i)], by);
+    scale_rows(a[inverse_block_index(i, i)], by);
     if (gated) {
       const float start = log[kTileRows * i];
       by.x *= exp2_fast(log[row] - start), by.y *= exp2_fast(log[row + 8] - start);
     }
 #pragma unroll
-    for (int j = 0; j < i; ++j) scale_rows(a[block_of(i, j)], by);
+    for (int j = 0; j < i; ++j) scale_rows(a[inverse_block_index(i, j)], by);
   }
   if (gated || unit) {
 #pragma unroll
-    for (int j = 0; j < kTilesDown; ++j) {
+    for (int j = 0; j < kChunkTiles; ++j) {
       float2 by[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         by[n] = *reinterpret_cast<const float2*>(rho + kTileRows * j + 8 * n + lane_col());
       }
-      scale_columns(a[block_of(j, j)], [&](int n) { return by[n]; });
+      scale_columns(a[inverse_block_index(j, j)], [&](int n) { return by[n]; });
       const float end = log[kTileRows * j + kTileRows - 1];
       if (gated) {
         const float of_row[2] = {log[kTileRows * j + lane_row()], log[kTileRows * j + lane_row() + 8]};
@@ -156,22 +158,24 @@ __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool 
           const float2 of_col = *reinterpret_cast<const float2*>(log + kTileRows * j + 8 * n + lane_col());
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            a[block_of(j, j)].at[n][i] *= exp2_fast(of_row[i / 2] - (i % 2 ? of_col.y : of_col.x));
+            a[inverse_block_index(j, j)].at[n][i] *= exp2_fast(of_row[i / 2] - (i % 2 ? of_col.y : of_col.x));
           }
           by[n].x *= exp2_fast(end - of_col.x), by[n].y *= exp2_fast(end - of_col.y);
         }
       }
 #pragma unroll
-      for (int i = j + 1; i < kTilesDown; ++i) {
+      for (int i = j + 1; i < kChunkTiles; ++i) {
         const float between = gated ? exp2_fast(log[kTileRows * i] - end) : 1.f;
-        scale_columns(a[block_of(i, j)], [&](int n) { return float2{by[n].x * between, by[n].y * between}; });
+        scale_columns(a[inverse_block_index(i, j)], [&](int n) {
+          return float2{by[n].x * between, by[n].y * between};
+        });
       }
     }
   }
   // N_ij = 0 unless j < i.
 #pragma unroll
-  for (int i = 0; i < kTilesDown; ++i) {
-    Block& block = a[block_of(i, i)];
+  for (int i = 0; i < kChunkTiles; ++i) {
+    Block& block = a[inverse_block_index(i, i)];
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const bool below = lane_col() + x < lane_row();
@@ -184,16 +188,16 @@ __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool 
 
 // True if keys are nearly equal to earlier keys and beta is large: the mean over rows of min(1, max_j |A_ij|)
 // exceeds 0.6. For random keys of 64 channels this mean is about beta / 4.
-__device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
+__device__ inline bool has_repeated_keys(const Block (&a)[kDeltaInverseBlocks], int rows) {
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kTilesDown; ++i) {
+  for (int i = 0; i < kChunkTiles; ++i) {
     float most[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
 #pragma unroll
       for (int x = 0; x < 8; ++x) {
-        most[x / 2 % 2] = fmaxf(most[x / 2 % 2], fabsf(a[block_of(i, j)].at[x / 4][x % 4]));
+        most[x / 2 % 2] = fmaxf(most[x / 2 % 2], fabsf(a[inverse_block_index(i, j)].at[x / 4][x % 4]));
       }
     }
     sum += fminf(max_over_row(most[0]), 1.f) + fminf(max_over_row(most[1]), 1.f);
@@ -203,64 +207,64 @@ __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
 
 template <typename T, int Slabs, bool ReadKeys>
 __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
-    prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider each) {
+    prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider sequence_chunks) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index();
   using Space = PrepareSpace<T, Slabs, ReadKeys>;
   const Space space{shared + warp * Space::kBytes};
-  const int tokens = delta_chunk(shape.n);
-  const int64_t numbers = piece_count(shape.tokens, tokens);
+  const int tokens = delta_chunk_tokens(shape.n);
+  const int64_t chunk_count = token_range_count(shape.tokens, tokens);
   const bool gated = p.g.data != nullptr;
 
   const unsigned first = blockIdx.x * kPrepareWarps + warp, warps = gridDim.x * kPrepareWarps,
                  heads = shape.heads;
-  const Job step = {warps / heads, static_cast<int>(warps % heads)};
-  Job next = {first / heads, static_cast<int>(first % heads)};
-  Chunk<T> chunk = start_chunk(p, space, next, numbers, each);
+  const ChunkHead step = {warps / heads, static_cast<int>(warps % heads)};
+  ChunkHead next = {first / heads, static_cast<int>(first % heads)};
+  ChunkLoads<T> chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
 #pragma unroll 1
-  while (next.number < numbers) {
-    const Job job = next;
+  while (next.chunk < chunk_count) {
+    const ChunkHead chunk_head = next;
     const int rows = chunk.rows;
-    Block a[kDeltaBlocks];
+    Block a[kDeltaInverseBlocks];
 #pragma unroll
-    for (int i = 0; i < kDeltaBlocks; ++i) fill(a[i], 0.f);
+    for (int i = 0; i < kDeltaInverseBlocks; ++i) fill(a[i], 0.f);
     if (rows > 0) {
       if (Slabs == 1) prefetch_keys<ReadKeys>(p, chunk);
       wait_copies<Slabs>();
-      take_rows(p, space, chunk);
+      convert_rows(p, space, chunk);
       multiply_keys(a, p, space, chunk);
     }
-    next.next(step, shape.heads);
+    next.advance(step, shape.heads);
     if (rows == 0) {
-      chunk = start_chunk(p, space, next, numbers, each);
+      chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
       continue;
     }
-    if (shape.unit) find_lengths(space, a, rows);
+    if (shape.unit) compute_rho(space, a, rows);
 
-    unsigned char* const out =
-        static_cast<unsigned char*>(p.prepared) + (job.number * shape.heads + job.head) * kDeltaPreparedBytes;
-    bool divides = put_factors(reinterpret_cast<float*>(out + kDeltaInverseBytes), space, rows,
-                               kHasRange<T> && !gated && !shape.unit);
-    weigh(a, space, gated, shape.unit);
-    const bool keeps = repeat(a, rows);
-    divides = __all_sync(~0u, divides);
+    unsigned char* const out = static_cast<unsigned char*>(p.prepared) +
+                               (chunk_head.chunk * shape.heads + chunk_head.head) * kDeltaPreparedBytes;
+    bool has_dv = store_factors(reinterpret_cast<float*>(out + kDeltaInverseBytes), space, rows,
+                                kHasFp32Range<T> && !gated && !shape.unit);
+    apply_row_factors(a, space, gated, shape.unit);
+    const bool has_inverse_lo = has_repeated_keys(a, rows);
+    has_dv = __all_sync(~0u, has_dv);
     if (lane() == 0) {
-      *reinterpret_cast<float*>(out + kDeltaFlag) = keeps;
-      *reinterpret_cast<float*>(out + kDeltaDivides) = divides;
+      *reinterpret_cast<float*>(out + kDeltaHasInverseLo) = has_inverse_lo;
+      *reinterpret_cast<float*>(out + kDeltaHasDv) = has_dv;
     }
     __syncwarp();
-    chunk = start_chunk(p, space, next, numbers, each);
-    invert(a, space, InverseOut<T>{out, keeps});
+    chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
+    invert(a, space, InverseOutput<T>{out, has_inverse_lo});
   }
 }
 
 template <typename T, int Slabs, bool ReadKeys>
-cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
+cudaError_t launch_prepare_instance(const DeltaPrepare& p, cudaStream_t stream) {
   constexpr auto kKernel = prepare<T, Slabs, ReadKeys>;
   constexpr int kBytes = PrepareSpace<T, Slabs, ReadKeys>::kBlockBytes;
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
-  const int64_t jobs = piece_count(p.shape.tokens, delta_chunk(p.shape.n)) * p.shape.heads;
+  const int64_t jobs = token_range_count(p.shape.tokens, delta_chunk_tokens(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
   int processors = 0, blocks = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
@@ -271,7 +275,7 @@ cudaError_t launch_prepare_of(const DeltaPrepare& p, cudaStream_t stream) {
   }
   const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
   const int64_t grid = std::min(divide_up(jobs, kPrepareWarps), most);
-  return launch_grid<kKernel>(grid, kPrepareWarps * 32, kBytes, stream, p, chunks_of_each(p.shape));
+  return launch_grid<kKernel>(grid, kPrepareWarps * 32, kBytes, stream, p, make_chunk_divider(p.shape));
 }
 
 template <typename T>
@@ -279,8 +283,8 @@ cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
   const auto launch = [&](auto slabs) {
-    return p.b.data == nullptr ? launch_prepare_of<T, slabs(), false>(p, stream)
-                               : launch_prepare_of<T, slabs(), true>(p, stream);
+    return p.b.data == nullptr ? launch_prepare_instance<T, slabs(), false>(p, stream)
+                               : launch_prepare_instance<T, slabs(), true>(p, stream);
   };
   return p.shape.D <= kSlab ? launch(two) : launch(one);  // two: see PrepareSpace
 }

@@ -1,16 +1,16 @@
 // Shared memory of a warp of prepare, and the loads of keys, beta and gates.
 #pragma once
 
-#include "delta_product/part.cuh"
 #include "delta_product/prepared.cuh"
+#include "delta_product/work.cuh"
 #include "tile/launch.h"
 #include "tile/shared.h"
 
 namespace girih::kernels::delta_product {
 
 constexpr int kPrepareWarps = 4;
-constexpr int kSlab = 64;  // columns of k that are loaded together
-constexpr int kSmall = 8;  // rows of the blocks of forward substitution
+constexpr int kSlab = 64;             // columns of k that are loaded together
+constexpr int kSubstitutionRows = 8;  // rows of the blocks of forward substitution
 
 // Shared memory of a warp: beta, L and rho of its rows, the 8 x 8 blocks, and a slab of keys; with b also a
 // slab of b. Only one slab is kept: with two, three blocks instead of four fit on a multiprocessor, and later
@@ -18,11 +18,11 @@ constexpr int kSmall = 8;  // rows of the blocks of forward substitution
 // registers.
 template <typename T, int Slabs, bool ReadKeys = false>
 struct PrepareSpace {
-  using Keys = SharedTile<T, kDeltaRows, kSlab>;
+  using Keys = SharedTile<T, kDeltaChunkRows, kSlab>;
   static constexpr bool kReadKeys = ReadKeys;
-  static constexpr int kVectorBytes = kDeltaRows * 4;
-  static constexpr int kSmallBytes = kSmall * kSmall * 4;
-  static constexpr int kKeys = 3 * kVectorBytes + kDeltaRows / kSmall * kSmallBytes;
+  static constexpr int kVectorBytes = kDeltaChunkRows * 4;
+  static constexpr int kSmallBytes = kSubstitutionRows * kSubstitutionRows * 4;
+  static constexpr int kKeys = 3 * kVectorBytes + kDeltaChunkRows / kSubstitutionRows * kSmallBytes;
   static constexpr int kBytes = kKeys + (ReadKeys ? 2 : 1) * Keys::kBytes;
   static constexpr int kBlockBytes = kPrepareWarps * kBytes;
 
@@ -35,9 +35,9 @@ struct PrepareSpace {
     return ReadKeys ? Keys{reinterpret_cast<T*>(data + kKeys + Keys::kBytes)} : keys(slab);
   }
   __device__ float* beta() const { return reinterpret_cast<float*>(data); }
-  __device__ float* log() const { return reinterpret_cast<float*>(data + kVectorBytes); }
-  __device__ float* unit() const { return reinterpret_cast<float*>(data + 2 * kVectorBytes); }
-  __device__ float* small(int block) const {
+  __device__ float* log_decay() const { return reinterpret_cast<float*>(data + kVectorBytes); }
+  __device__ float* rho() const { return reinterpret_cast<float*>(data + 2 * kVectorBytes); }
+  __device__ float* substitution_block(int block) const {
     return reinterpret_cast<float*>(data + 3 * kVectorBytes + block * kSmallBytes);
   }
 };
@@ -47,13 +47,14 @@ struct PrepareSpace {
 // the lower half is the previous element; allocations are aligned to 4 bytes, so the word is readable. Bytes
 // behind the element may lie outside of the tensor and are not read. fp64 is converted here. Copies to
 // registers would be spilled, and the spill waits for the load.
-__device__ inline void start_element(float* to, const void* data, DType dtype, int64_t index, bool exists) {
+__device__ inline void copy_element_async(float* to, const void* data, DType dtype, int64_t index,
+                                          bool exists) {
   if (dtype == DType::f64) {
     *to = exists ? static_cast<float>(static_cast<const double*>(data)[index]) : 0.f;
     return;
   }
   // A copy of 0 bytes does not access its source.
-  const int size = bytes_of(dtype);
+  const int size = dtype_size(dtype);
   const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * size : 0);
   const int into = static_cast<int>(address & 3);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)),
@@ -63,11 +64,11 @@ __device__ inline void start_element(float* to, const void* data, DType dtype, i
 __device__ inline uint32_t is_upper(const void* data, int64_t index) {
   return static_cast<uint32_t>((reinterpret_cast<uintptr_t>(data) >> 1) + index) & 1;
 }
-__device__ inline float arrived_element(const float* at, DType dtype, bool upper) {
+__device__ inline float convert_element(const float* at, DType dtype, bool upper) {
   uint32_t bits = __float_as_uint(*at);
-  if (bytes_of(dtype) == 2) {
+  if (dtype_size(dtype) == 2) {
     bits = upper ? bits >> 16 : bits & 0xffff;
-    if (dtype == DType::f16) return unpaired<__half>(bits).x;
+    if (dtype == DType::f16) return unpack_pair<__half>(bits).x;
     bits <<= 16;
   }
   return __uint_as_float(bits);
@@ -75,7 +76,7 @@ __device__ inline float arrived_element(const float* at, DType dtype, bool upper
 
 // The chunk and head whose loads a warp has started.
 template <typename T>
-struct Chunk {
+struct ChunkLoads {
   const T *keys, *read_keys;
   int rows = 0;        // 0: the chunk does not exist or has no tokens
   uint32_t upper = 0;  // is_upper of the lane's rows l and l + 32: bits 0 and 1 for beta, 2 and 3 for gates
@@ -91,16 +92,16 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
   const uint32_t to[2] = {keys.address(row, col), keys.address(row + 4, col)};
   constexpr int kEight = 8 * kSlab * static_cast<int>(sizeof(T));
   const T* from = first + row * stride + slab * kSlab + col;
-  if (rows == kDeltaRows && stride >> 24 == 0) {
+  if (rows == kDeltaChunkRows && stride >> 24 == 0) {
     // A full chunk with short strides uses 32-bit products: a third of the instructions of the other branch.
     const int step = static_cast<int>(stride) * 4;
 #pragma unroll
-    for (int i = 0; i < kDeltaRows / 4; ++i) {
+    for (int i = 0; i < kDeltaChunkRows / 4; ++i) {
       copy_async(to[i % 2] + i / 2 * kEight, from + static_cast<int64_t>(step) * i, valid);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kDeltaRows / 4; ++i) {
+    for (int i = 0; i < kDeltaChunkRows / 4; ++i) {
       // A copy of 0 bytes does not access its source.
       copy_async(to[i % 2] + i / 2 * kEight, from, valid && row + 4 * i < rows);
       from += 4 * stride;
@@ -108,7 +109,8 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
   }
 }
 template <class Space, typename T>
-__device__ inline void load_keys(const DeltaPrepare& p, const Space& space, const Chunk<T>& chunk, int slab) {
+__device__ inline void load_keys(const DeltaPrepare& p, const Space& space, const ChunkLoads<T>& chunk,
+                                 int slab) {
   if (slab * kSlab < p.shape.D && chunk.rows > 0) {
     start_keys(space.keys(slab), chunk.keys, p.k.stride[1], chunk.rows, p.shape.D, slab);
     if (Space::kReadKeys) {
@@ -120,9 +122,9 @@ __device__ inline void load_keys(const DeltaPrepare& p, const Space& space, cons
 
 // Prefetches the slabs after the first to the L2 cache.
 template <bool ReadKeys, typename T>
-__device__ inline void prefetch_keys(const DeltaPrepare& p, const Chunk<T>& chunk) {
+__device__ inline void prefetch_keys(const DeltaPrepare& p, const ChunkLoads<T>& chunk) {
 #pragma unroll
-  for (int row = lane(); row < kDeltaRows; row += 32) {
+  for (int row = lane(); row < kDeltaChunkRows; row += 32) {
     if (row >= chunk.rows) continue;
     const T* from = chunk.keys + row * p.k.stride[1];
 #pragma unroll 1
@@ -134,43 +136,46 @@ __device__ inline void prefetch_keys(const DeltaPrepare& p, const Chunk<T>& chun
 }
 
 // Index of a chunk and head; heads vary fastest.
-struct Job {
-  int64_t number;
+struct ChunkHead {
+  int64_t chunk;
   int head;
 
-  __device__ void next(const Job& step, int heads) {
-    number += step.number;
+  __device__ void advance(const ChunkHead& step, int heads) {
+    chunk += step.chunk;
     head += step.head;
-    if (head >= heads) head -= heads, ++number;
+    if (head >= heads) head -= heads, ++chunk;
   }
 };
 
 // Starts the loads of beta, of the gates and of the first slabs of keys of a chunk, into the memory of the
 // previous chunk.
 template <typename T, int Slabs, bool ReadKeys>
-__device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
-                                       const Job& job, int64_t numbers, const Divider& each) {
+__device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
+                                                  const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                                  const ChunkHead& chunk_head, int64_t chunk_count,
+                                                  const Divider& sequence_chunks) {
   const int n = p.shape.n;
-  Chunk<T> chunk;
-  if (job.number < numbers) {
-    const Piece piece = chunk_at(p.shape.tokens, job.number, delta_chunk(n), each);
+  ChunkLoads<T> chunk;
+  if (chunk_head.chunk < chunk_count) {
+    const TokenRange piece =
+        chunk_at(p.shape.tokens, chunk_head.chunk, delta_chunk_tokens(n), sequence_chunks);
     const int64_t batch = piece.sequence.batch, first_row = piece.start * n;
     chunk.rows = piece.length * n;
-    chunk.keys = at<T>(p.k, batch, first_row, job.head / p.shape.key_share, 0);
-    if (ReadKeys) chunk.read_keys = at<T>(p.b, batch, first_row, job.head, 0);
+    chunk.keys = at<T>(p.k, batch, first_row, chunk_head.head / p.shape.key_share, 0);
+    if (ReadKeys) chunk.read_keys = at<T>(p.b, batch, first_row, chunk_head.head, 0);
     if (chunk.rows > 0) {  // else no thread waits for the copies
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = half * 32 + lane();
         const bool exists = row < chunk.rows;
         if (!ReadKeys) {
-          const int64_t beta = offset_of(p.beta, batch, first_row + row, job.head);
-          start_element(space.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
+          const int64_t beta = offset_of(p.beta, batch, first_row + row, chunk_head.head);
+          copy_element_async(space.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
           chunk.upper |= is_upper(p.beta.data, beta) << half;
         }
         if (p.g.data == nullptr) continue;
-        const int64_t gate = offset_of(p.g, batch, piece.start + row / n, job.head);
-        start_element(space.log() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
+        const int64_t gate = offset_of(p.g, batch, piece.start + row / n, chunk_head.head);
+        copy_element_async(space.log_decay() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
         chunk.upper |= is_upper(p.g.data, gate) << (half + 2);
       }
     }

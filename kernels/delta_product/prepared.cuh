@@ -4,38 +4,38 @@
 #include <type_traits>
 
 #include "delta_product/delta_product.h"
-#include "delta_product/pass.h"
+#include "delta_product/params.h"
 #include "tile/matrix.h"
 
 namespace girih::kernels::delta_product {
 
 constexpr int kTileRows = 16;  // rows of one warp of a product
-constexpr int kTilesDown = kDeltaRows / kTileRows;
+constexpr int kChunkTiles = kDeltaChunkRows / kTileRows;
 
 // Index of block (i, j) of X, j <= i, among the ten blocks.
-__host__ __device__ constexpr int block_of(int i, int j) { return i * (i + 1) / 2 + j; }
+__host__ __device__ constexpr int inverse_block_index(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// The factors of the rows of a chunk, in shared memory (enum DeltaVector).
-struct Vectors {
+// The factors of the rows of a chunk, in shared memory (enum DeltaFactor).
+struct ChunkFactors {
   const float* data;
 
-  __device__ float element(int vector, int at) const { return data[vector * kDeltaRows + at]; }
+  __device__ float element(int kind, int at) const { return data[kind * kDeltaChunkRows + at]; }
   // Elements `at` and `at` + 8.
-  __device__ float2 rows(int vector, int at) const { return {element(vector, at), element(vector, at + 8)}; }
+  __device__ float2 rows(int kind, int at) const { return {element(kind, at), element(kind, at + 8)}; }
   // The lane's two of the eight elements from `at` on.
-  __device__ float2 pair(int vector, int at) const {
-    return *reinterpret_cast<const float2*>(data + vector * kDeltaRows + at + lane_col());
+  __device__ float2 pair(int kind, int at) const {
+    return *reinterpret_cast<const float2*>(data + kind * kDeltaChunkRows + at + lane_col());
   }
 };
 
 // One factor of all rows of a chunk, in the layout of the columns of an accumulator.
-struct RowFactors {
-  float2 at[kDeltaRows / 8];
+struct RowFactorFragment {
+  float2 at[kDeltaChunkRows / 8];
 
-  RowFactors() = default;
-  __device__ RowFactors(const Vectors& vectors, int vector) {
+  RowFactorFragment() = default;
+  __device__ RowFactorFragment(const ChunkFactors& chunk_factors, int kind) {
 #pragma unroll
-    for (int i = 0; i < kDeltaRows / 8; ++i) at[i] = vectors.pair(vector, 8 * i);
+    for (int i = 0; i < kDeltaChunkRows / 8; ++i) at[i] = chunk_factors.pair(kind, 8 * i);
   }
 };
 
@@ -44,14 +44,18 @@ struct Prepared {
   const unsigned char* data;
 
   // Block (i, j) of X as an A fragment.
-  __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, block(i, j)); }
-  __device__ bool keeps() const { return *reinterpret_cast<const float*>(data + kDeltaFlag) != 0.f; }
-  __device__ bool divides() const { return *reinterpret_cast<const float*>(data + kDeltaDivides) != 0.f; }
-  __device__ Vectors vectors() const { return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)}; }
+  __device__ void load(uint32_t (&x)[4], int i, int j) const { ldmatrix(x, block(i, j)); }
+  __device__ bool has_inverse_lo() const {
+    return *reinterpret_cast<const float*>(data + kDeltaHasInverseLo) != 0.f;
+  }
+  __device__ bool has_dv() const { return *reinterpret_cast<const float*>(data + kDeltaHasDv) != 0.f; }
+  __device__ ChunkFactors chunk_factors() const {
+    return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)};
+  }
 
  private:
   __device__ uint32_t block(int i, int j) const {
-    return shared_address(data + block_of(i, j) * 512 + lane() * 16);
+    return shared_address(data + inverse_block_index(i, j) * 512 + lane() * 16);
   }
 };
 
@@ -68,18 +72,19 @@ __device__ inline const unsigned char* prepared_at(const void* prepared, const D
 // Factors may move from one operand to another before rounding: bf16 has the exponent range of fp32. In fp16
 // small elements would lose digits.
 template <typename T>
-constexpr bool kHasRange = std::is_same_v<T, __nv_bfloat16>;
+constexpr bool kHasFp32Range = std::is_same_v<T, __nv_bfloat16>;
 // True if reverse stores dv = beta G in place of G. p: the arguments of reverse or of gradients.
-template <typename T, class Pass>
-__device__ inline bool divides(const Pass& p, const Prepared& prepared) {
-  return kHasRange<T> && p.in_place && prepared.divides();
+template <typename T, class Params>
+__device__ inline bool has_dv(const Params& p, const Prepared& prepared) {
+  return kHasFp32Range<T> && p.in_place && prepared.has_dv();
 }
 
 // Loads the rounding errors of block (i, j) of X.
-__device__ inline void load_lost(uint32_t (&x)[4], const unsigned char* prepared, int i, int j) {
+__device__ inline void load_inverse_lo(uint32_t (&x)[4], const unsigned char* prepared, int i, int j) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    x[m] = reinterpret_cast<const uint32_t*>(prepared + kDeltaLost + block_of(i, j) * 512 + m * 128)[lane()];
+    x[m] = reinterpret_cast<const uint32_t*>(prepared + kDeltaInverseLo + inverse_block_index(i, j) * 512 +
+                                             m * 128)[lane()];
   }
 }
 
@@ -87,9 +92,9 @@ __device__ inline void load_lost(uint32_t (&x)[4], const unsigned char* prepared
 // 32 to 63; each half is stored by 16 columns, including the zero blocks right of the diagonal that complete
 // squares of 32. Of 16 columns the four 8 x 8 matrices of the first 8 columns come first, then the four of
 // the other 8.
-struct InverseRows {
+struct InverseTile {
   static constexpr int kBytes = 12 * 512;
-  static constexpr int kNext = 512;  // bytes from the first 8 of 16 columns to the other 8
+  static constexpr int kColumnStride = 512;  // bytes from the first 8 of 16 columns to the other 8
 
   const unsigned char* data;
 
@@ -98,14 +103,14 @@ struct InverseRows {
   }
 
   // Block (i, j) as an A fragment, or its four 8 x 8 matrices transposed.
-  __device__ void load(uint32_t (&x)[4], int i, int j) const { load_matrices(x, of_lane(i, j)); }
+  __device__ void load(uint32_t (&x)[4], int i, int j) const { ldmatrix(x, lane_address(i, j)); }
   __device__ void load_transposed(uint32_t (&x)[4], int i, int j) const {
-    load_matrices_transposed(x, of_lane(i, j));
+    ldmatrix_trans(x, lane_address(i, j));
   }
 
  private:
-  __device__ uint32_t of_lane(int i, int j) const {
-    return shared_address(data + block(i, j) + (lane() >> 4) * kNext + (lane() & 15) * 16);
+  __device__ uint32_t lane_address(int i, int j) const {
+    return shared_address(data + block(i, j) + (lane() >> 4) * kColumnStride + (lane() & 15) * 16);
   }
 };
 

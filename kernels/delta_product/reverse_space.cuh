@@ -5,34 +5,35 @@
 
 namespace girih::kernels::delta_product {
 
-constexpr int kReverseChain = 4, kReverseMakers = 4, kReverseStores = 2;  // numbers of warps
-constexpr int kReverseThreads = 32 * (kReverseChain + kReverseMakers + kReverseStores + kLoaders);
+constexpr int kReverseStateWarps = 4, kReverseProducerWarps = 4, kReverseStoreWarps = 2;  // numbers of warps
+constexpr int kReverseThreads =
+    32 * (kReverseStateWarps + kReverseProducerWarps + kReverseStoreWarps + kLoadWarps);
 
 // q and do of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
 template <typename T, int D, int Rows>
-struct GradientStage {
+struct QueryStage {
   using Q = BlockTile<T, D, Rows>;
-  using O = BlockTile<T, kScanColumns, Rows>;
-  static constexpr int kBytes = Q::kBytes + O::kBytes, kFactorBytes = Rows * 12;
+  using DOut = BlockTile<T, kScanColumns, Rows>;
+  static constexpr int kBytes = Q::kBytes + DOut::kBytes, kFactorBytes = Rows * 12;
 
   unsigned char *data, *after;
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
-  __device__ O dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
+  __device__ DOut dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
   // {scale rho_t, L_t}, and r_t, of every token.
   __device__ float2* tokens() const { return reinterpret_cast<float2*>(after); }
   __device__ float* read() const { return reinterpret_cast<float*>(after + Rows * 8); }
 };
 
-constexpr int kReverseStages = 4, kReverseSlots = 2, kReverseMade = 2;
+constexpr int kReverseStages = 4, kReverseStateStages = 2, kReverseDuStages = 2;
 
 struct ReverseBarriers {
-  uint64_t full[kReverseStages], empty[kReverseStages];  // ring of keys
-  uint64_t made[kReverseMade], used[kReverseMade];       // ring of dU without dS
+  uint64_t full[kReverseStages], empty[kReverseStages];            // ring of keys
+  uint64_t du_full[kReverseDuStages], du_empty[kReverseDuStages];  // ring of dU without dS
   // Ring of query heads; ready: the factors of the tokens are stored.
-  uint64_t query_full[kReverseStages], query_ready[kReverseStages], query_empty[kReverseStages];
-  uint64_t state[kReverseSlots], state_stored[kReverseSlots];    // dS
-  uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G, or dv
+  uint64_t query_full[kReverseStages], query_factors_full[kReverseStages], query_empty[kReverseStages];
+  uint64_t state_full[kReverseStateStages], state_empty[kReverseStateStages];    // dS
+  uint64_t update_full[kReverseStateStages], update_empty[kReverseStateStages];  // G, or dv
 };
 constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
@@ -41,81 +42,85 @@ static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ReverseSpace {
   using Keys = Stage<T, D, false>;
-  using Query = GradientStage<T, D, Rows>;
-  using StateSlot = PaddedTile<T, kScanColumns, D>;
-  using UpdateSlot = PaddedTile<T, kDeltaRows, kScanColumns>;
-  static constexpr int kSlotBytes = StateSlot::kBytes + UpdateSlot::kBytes;
+  using Query = QueryStage<T, D, Rows>;
+  using StateTile = PaddedTile<T, kScanColumns, D>;
+  using UpdateTile = PaddedTile<T, kDeltaChunkRows, kScanColumns>;
+  static constexpr int kStateStageBytes = StateTile::kBytes + UpdateTile::kBytes;
   // Bytes of a stage of keys and of a stage of queries.
   static constexpr int kKeysBytes = Keys::kBytes + (ReadKeys ? BlockTile<T, D>::kBytes : 0),
                        kStageBytes = kKeysBytes + Query::kBytes + Query::kFactorBytes;
 
   unsigned char* data;
-  int stages, slots;
+  int stages, state_stages;
 
-  __host__ __device__ static constexpr int bytes(int stages, int slots) {
-    return kReverseBarrierBytes + kReverseMade * Values<T>::kBytes + stages * kStageBytes +
-           slots * kSlotBytes;
+  __host__ __device__ static constexpr int bytes(int stages, int state_stages) {
+    return kReverseBarrierBytes + kReverseDuStages * Values<T>::kBytes + stages * kStageBytes +
+           state_stages * kStateStageBytes;
   }
 
-  __device__ Values<T> made(int i) const { return {reinterpret_cast<T*>(data + i * Values<T>::kBytes)}; }
-  __device__ Keys stage(int i) const { return {after_made() + i * kKeysBytes}; }
+  __device__ Values<T> du(int i) const { return {reinterpret_cast<T*>(data + i * Values<T>::kBytes)}; }
+  __device__ Keys stage(int i) const { return {after_du() + i * kKeysBytes}; }
   __device__ BlockTile<T, D> read_keys(int i) const {
     return {reinterpret_cast<T*>(stage(i).data + (ReadKeys ? Keys::kBytes : 0))};
   }
   __device__ Query query(int i) const {
-    unsigned char* const queries = after_made() + stages * kKeysBytes;
+    unsigned char* const queries = after_du() + stages * kKeysBytes;
     unsigned char* const after = queries + stages * Query::kBytes;
     return {queries + i * Query::kBytes, after + i * Query::kFactorBytes};
   }
-  __device__ StateSlot state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
-  __device__ UpdateSlot update(int i) const { return {reinterpret_cast<T*>(slot(i) + StateSlot::kBytes)}; }
+  __device__ StateTile state(int i) const { return {reinterpret_cast<T*>(state_stage(i))}; }
+  __device__ UpdateTile update(int i) const {
+    return {reinterpret_cast<T*>(state_stage(i) + StateTile::kBytes)};
+  }
   __device__ ReverseBarriers& barriers() const {
-    return *reinterpret_cast<ReverseBarriers*>(data + bytes(stages, slots) - kReverseBarrierBytes);
+    return *reinterpret_cast<ReverseBarriers*>(data + bytes(stages, state_stages) - kReverseBarrierBytes);
   }
 
  private:
-  __device__ unsigned char* after_made() const { return data + kReverseMade * Values<T>::kBytes; }
-  __device__ unsigned char* slot(int i) const { return after_made() + stages * kStageBytes + i * kSlotBytes; }
+  __device__ unsigned char* after_du() const { return data + kReverseDuStages * Values<T>::kBytes; }
+  __device__ unsigned char* state_stage(int i) const {
+    return after_du() + stages * kStageBytes + i * kStateStageBytes;
+  }
 };
 
 // Load warps, last chunk first: keys and prepared data, then q and do of its query heads.
 template <typename T, int D, int Rows, bool ReadKeys>
-__device__ inline void load_reverse(const ReversePass& pass, const Part& part,
-                                    const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {
+__device__ inline void run_reverse_load_warps(const ReverseParams& params, const BlockWork& work,
+                                              const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {
   using Query = typename ReverseSpace<T, D, Rows, ReadKeys>::Query;
   using Keys = BlockTile<T, D>;
-  const DeltaReverse& p = pass.scan;
-  const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads;
-  const int64_t batch = part.piece.sequence.batch, token = part.piece.start, row = token * n,
-                first_head = static_cast<int64_t>(part.head) * group;
-  const StageCopier<Keys> keys(at<T>(p.k, batch, row, part.head / p.shape.key_share, 0), p.k.stride[1],
+  const DeltaReverse& p = params.scan;
+  const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads;
+  const int64_t batch = work.piece.sequence.batch, token = work.piece.start, row = token * n,
+                first_head = static_cast<int64_t>(work.head) * group;
+  const StageCopier<Keys> keys(at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
                                p.shape.D, thread);
   const StageCopier<typename Query::Q> q(at<T>(p.q, batch, token, first_head / p.shape.query_share, 0),
                                          p.q.stride[1], p.shape.D, thread);
-  const StageCopier<typename Query::O> dout(at<T>(p.dout, batch, token, first_head, part.col),
-                                            p.dout.stride[1], p.shape.V - part.col, thread);
-  const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, part.head, 0), p.b.stride[1], p.shape.D, thread);
+  const StageCopier<typename Query::DOut> dout(at<T>(p.dout, batch, token, first_head, work.col),
+                                               p.dout.stride[1], p.shape.V - work.col, thread);
+  const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, work.head, 0), p.b.stride[1], p.shape.D, thread);
   ReverseBarriers& barriers = space.barriers();
-  Turn turn, query_turn;
+  PipelineState key_pipe, query_pipe;
 #pragma unroll 1
-  for (int i = 0; i < part.chunks; ++i) {
-    const int c = part.chunks - 1 - i, length = tokens_in(part, tokens, c);
-    wait(&barriers.empty[turn.place], turn.parity ^ 1);
-    const unsigned char* const prepared = prepared_at(p.prepared, p.shape, part.chunk + c, part.head);
-    const auto stage = space.stage(turn.place);
+  for (int i = 0; i < work.chunks; ++i) {
+    const int c = work.chunks - 1 - i, length = chunk_length(work, tokens, c);
+    wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
+    const unsigned char* const prepared = prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head);
+    const auto stage = space.stage(key_pipe.stage);
     keys.start(stage.k(), c * tokens * n, length * n);
     stage.start_prepared(prepared, thread);
-    if (ReadKeys) read_keys.start(space.read_keys(turn.place), c * tokens * n, length * n);
-    arrive_after_copies(&barriers.full[turn.place]);
-    turn.next(pass.stages);
+    if (ReadKeys) read_keys.start(space.read_keys(key_pipe.stage), c * tokens * n, length * n);
+    arrive_after_copies(&barriers.full[key_pipe.stage]);
+    key_pipe.next(params.stages);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      wait(&barriers.query_empty[query_turn.place], query_turn.parity ^ 1);
-      const Query query = space.query(query_turn.place);
+      wait(&barriers.query_empty[query_pipe.stage], query_pipe.phase ^ 1);
+      const Query query = space.query(query_pipe.stage);
       q.start(query.q(), c * tokens, length, member * p.q.stride[2]);
       dout.start(query.dout(), c * tokens, length, member * p.dout.stride[2]);
-      arrive_after_copies(&barriers.query_full[query_turn.place]);
-      query_turn.next(pass.stages);
+      arrive_after_copies(&barriers.query_full[query_pipe.stage]);
+      query_pipe.next(params.stages);
     }
   }
   commit_copies();

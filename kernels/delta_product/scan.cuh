@@ -8,150 +8,160 @@
 // time of a chunk is the latency of the dependent products Y, U and S, so one warpgroup (the state warps)
 // computes nothing else. The other roles are one or two output warpgroups, a store warp for states, two load
 // warps and a fence warp. At D = 64, if the GPU has two multiprocessors for each block, a cluster of two
-// blocks shares the work (scan_apart.cuh). At D = 128 the state warps compute the output too where possible
-// (scan_output.cuh). A launch with `alone` has no output; its blocks have two groups of columns if one each
+// blocks shares the work (scan_cluster.cuh). At D = 128 the state warps compute the output too where possible
+// (scan_fused.cuh). A launch with `is_local` has no output; its blocks have two groups of columns if one each
 // would exceed the GPU.
 #pragma once
 
-#include "delta_product/scan_apart.cuh"
-#include "delta_product/scan_output.cuh"
+#include "delta_product/scan_cluster.cuh"
+#include "delta_product/scan_fused.cuh"
 #include "tile/segments.h"
 
 namespace girih::kernels::delta_product {
 
 template <typename T, int D, int Rows, bool ReadKeys>
 __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
-    scan(const __grid_constant__ ScanPass pass) {
+    scan(const __grid_constant__ ScanParams params) {
   using Roles = ScanRoles<D, Rows>;
   using Space = ScanSpace<T, D, Rows, ReadKeys>;
   using Registers = ScanRegisters<D, Rows>;
   // The registers of all warpgroups do not exceed the registers at launch.
-  static_assert(Roles::kChains * Registers::kChain + Roles::kReaders * Registers::kReaders +
-                    Registers::kOthers <=
-                registers_of(Roles::kThreads));
+  static_assert(Roles::kStateGroups * Registers::kState + Roles::kOutputGroups * Registers::kOutput +
+                    Registers::kOther <=
+                launch_registers(Roles::kThreads));
   extern __shared__ __align__(1024) unsigned char shared[];
-  Part part;
-  if (!part_of(pass.scan.shape, pass.walk, blockIdx.x, part, 0, pass.chains)) return;
-  Part second;
-  bool two = false;
-  if constexpr (Roles::kChains == 2) {
-    two = pass.chains == 2 && part_of(pass.scan.shape, pass.walk, blockIdx.x, second, 1, 2);
+  BlockWork work;
+  if (!find_work(params.scan.shape, params.grid, blockIdx.x, work, 0, params.state_groups)) return;
+  BlockWork second;
+  bool has_second = false;
+  if constexpr (Roles::kStateGroups == 2) {
+    has_second =
+        params.state_groups == 2 && find_work(params.scan.shape, params.grid, blockIdx.x, second, 1, 2);
   }
-  const Space space{shared, pass.stages, pass.slots, pass.readers};
+  const Space space{shared, params.stages, params.state_stages, params.output_groups};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
-    for (int i = 0; i < pass.stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoaders);
-      init_barrier(&barriers.ready[i], once(1));
-      init_barrier(&barriers.empty[i], once((two ? 2 : 1) * Roles::kChain + Roles::kReader));
+    for (int i = 0; i < params.stages; ++i) {
+      init_barrier(&barriers.full[i], 32 * kLoadWarps);
+      init_barrier(&barriers.proxy_full[i], arrival_count(1));
+      init_barrier(&barriers.empty[i],
+                   arrival_count((has_second ? 2 : 1) * Roles::kStateGroupWarps + Roles::kOutputGroupWarps));
     }
-    for (int i = 0; i < pass.slots; ++i) {
-      init_barrier(&barriers.state[i], once(Roles::kChain));
-      init_barrier(&barriers.update[i], once(Roles::kChain));
-      init_barrier(&barriers.read[i],
-                   once(Roles::kReader + (pass.scan.states == nullptr ? 0 : Roles::kStores)));
+    for (int i = 0; i < params.state_stages; ++i) {
+      init_barrier(&barriers.state_full[i], arrival_count(Roles::kStateGroupWarps));
+      init_barrier(&barriers.update_full[i], arrival_count(Roles::kStateGroupWarps));
+      init_barrier(
+          &barriers.state_empty[i],
+          arrival_count(Roles::kOutputGroupWarps + (params.scan.states == nullptr ? 0 : Roles::kStoreWarps)));
     }
   }
   __syncthreads();
   const int warp = warp_index();
-  if (warp < Roles::kChains * Roles::kChain) {
-    if (Registers::kShared) take_registers<Registers::kChain>();
-    if constexpr (Roles::kChains == 2) {
-      const bool is_second = warp >= Roles::kChain;
-      if (is_second && !two) return;
-      return run_chain(pass, is_second ? second : part, space, is_second, warp % Roles::kChain);
+  if (warp < Roles::kStateGroups * Roles::kStateGroupWarps) {
+    if (Registers::kHasSetmaxnreg) setmaxnreg_inc<Registers::kState>();
+    if constexpr (Roles::kStateGroups == 2) {
+      const bool is_second = warp >= Roles::kStateGroupWarps;
+      if (is_second && !has_second) return;
+      return run_state_warps(params, is_second ? second : work, space, is_second,
+                             warp % Roles::kStateGroupWarps);
     } else {
-      return run_chain(pass, part, space, 0, warp);
+      return run_state_warps(params, work, space, 0, warp);
     }
   }
-  if constexpr (Rows == kAlone) {
-    if (Registers::kShared) leave_registers<Registers::kOthers>();
-    if (warp < Roles::kThreads / 32 - kLoaders) return;
+  if constexpr (Rows == kStateOnly) {
+    if (Registers::kHasSetmaxnreg) setmaxnreg_dec<Registers::kOther>();
+    if (warp < Roles::kThreads / 32 - kLoadWarps) return;
   } else {
-    const int reader = warp - Roles::kChain, other = reader - Roles::kReaders * Roles::kReader;
+    const int output_warp = warp - Roles::kStateGroupWarps,
+              other = output_warp - Roles::kOutputGroups * Roles::kOutputGroupWarps;
     if (other < 0) {
-      const int which = reader / Roles::kReader, its_warp = reader % Roles::kReader;
-      leave_registers<Registers::kReaders>();
+      const int output_group = output_warp / Roles::kOutputGroupWarps,
+                warp_of_group = output_warp % Roles::kOutputGroupWarps;
+      setmaxnreg_dec<Registers::kOutput>();
       if constexpr (Rows == Space::kTokens) {
-        return run_half_readers<false>(pass, part, space, which, its_warp);
+        return run_transposed_output_warps<false>(params, work, space, output_group, warp_of_group);
       } else {
-        return run_readers<false>(pass, part, space, which, its_warp);
+        return run_output_warps<false>(params, work, space, output_group, warp_of_group);
       }
     }
-    leave_registers<Registers::kOthers>();
-    if (other == 0) return store_states<T>(pass, part, space);
-    if (other == 1) return fence_stages(pass, part, space);
+    setmaxnreg_dec<Registers::kOther>();
+    if (other == 0) return store_states<T>(params, work, space);
+    if (other == 1) return fence_stages(params, work, space);
   }
-  load_stages<T, D>(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
+  load_stages<T, D>(params, work, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
 }
 
 // Minimal shared memory of a block in bytes.
 template <typename T, int D, bool ReadKeys = false>
-constexpr int scan_least() {
-  return std::max(ScanSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1, 1),
-                  ScanSpace<T, D, kDeltaRows / 2, ReadKeys>::bytes(1, 1, 1));
+constexpr int scan_min_bytes() {
+  return std::max(ScanSpace<T, D, kDeltaChunkRows, ReadKeys>::bytes(1, 1, 1),
+                  ScanSpace<T, D, kDeltaChunkRows / 2, ReadKeys>::bytes(1, 1, 1));
 }
 
 template <typename T, int D, int Rows, bool ReadKeys>
-cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
+cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t stream) {
   using Space = ScanSpace<T, D, Rows, ReadKeys>;
-  ScanPass pass = given;
+  ScanParams params = base_params;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  if (Rows == kAlone) {
-    pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
-    pass.slots = pass.readers = 0;
+  if (Rows == kStateOnly) {
+    params.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
+    params.state_stages = params.output_groups = 0;
   } else {
     // The largest number of stages beside all output warpgroups, or beside one if that is zero. Two stages of
     // states with three stages of keys are faster than one with more.
-    const auto fit = [&](int slots, int readers = ScanRoles<D, Rows>::kReaders) {
-      for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
-        if (Space::bytes(pass.stages, slots, readers) <= limit) break;
+    const auto fit_stages = [&](int state_stages, int output_groups = ScanRoles<D, Rows>::kOutputGroups) {
+      for (params.stages = kMaxStages; params.stages > 0; --params.stages) {
+        if (Space::bytes(params.stages, state_stages, output_groups) <= limit) break;
       }
-      pass.slots = slots;
+      params.state_stages = state_stages;
       // An output warpgroup that skips chunks needs a stage of each ring of its own.
-      pass.readers = std::min({readers, pass.stages, slots});
-      return pass.stages;
+      params.output_groups = std::min({output_groups, params.stages, state_stages});
+      return params.stages;
     };
-    if (const int stages = fit(2); stages < 3 && fit(1) <= stages) fit(stages > 0 ? 2 : 1);
-    if (pass.stages == 0) fit(1, 1);
+    if (const int stages = fit_stages(2); stages < 3 && fit_stages(1) <= stages)
+      fit_stages(stages > 0 ? 2 : 1);
+    if (params.stages == 0) fit_stages(1, 1);
   }
-  if (pass.stages < 1) return cudaErrorInvalidConfiguration;
+  if (params.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows, ReadKeys>>(limit); error != cudaSuccess)
     return error;
   // 1 x 32768 tokens, 8 heads of 128: 94 us instead of 122.
-  pass.chains = ScanRoles<D, Rows>::kChains == 2 && parts_alone(pass.scan.shape, pass.walk) > kCard ? 2 : 1;
-  const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
+  params.state_groups = ScanRoles<D, Rows>::kStateGroups == 2 &&
+                                count_local_groups(params.scan.shape, params.grid) > kMultiprocessors
+                            ? 2
+                            : 1;
+  const int64_t blocks = block_count(params.scan.shape, params.grid, params.state_groups);
   if (blocks == 0) return cudaSuccess;
-  if constexpr (D == 64 && Rows != kAlone && !ReadKeys) {  // D = 128 uses scan_output in one block
+  if constexpr (D == 64 && Rows != kStateOnly && !ReadKeys) {  // D = 128 uses scan_fused in one block
     bool can = false;
-    if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
-        Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {
-      if (const cudaError_t error = has_clusters<scan_apart<T, D, Rows>>(can); error != cudaSuccess)
+    if (blocks <= kMultiprocessors / 2 && params.stages >= kClusterOutputGroups &&
+        Space::bytes(params.stages, kClusterOutputGroups, kClusterOutputGroups) <= limit) {
+      if (const cudaError_t error = has_clusters<scan_cluster<T, D, Rows>>(can); error != cudaSuccess)
         return error;
     }
-    if (can) return launch_apart<T, D, Rows>(pass, blocks, limit, stream);
+    if (can) return launch_scan_cluster<T, D, Rows>(params, blocks, limit, stream);
   }
-  if constexpr (D == 128 && Rows != kAlone && !ReadKeys) {
+  if constexpr (D == 128 && Rows != kStateOnly && !ReadKeys) {
     bool launched = false;
-    const cudaError_t error = try_output<T, D, Rows>(pass, limit, stream, launched);
+    const cudaError_t error = try_launch_fused<T, D, Rows>(params, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
-  const int bytes = Space::bytes(pass.stages, pass.slots, pass.readers);
-  return launch_grid<scan<T, D, Rows, ReadKeys>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, pass);
+  const int bytes = Space::bytes(params.stages, params.state_stages, params.output_groups);
+  return launch_grid<scan<T, D, Rows, ReadKeys>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, params);
 }
 
 template <typename T, int D, bool ReadKeys>
-cudaError_t launch_scan_by_rows(const ScanPass& pass, cudaStream_t stream) {
-  if (pass.walk.alone) return launch_scan_of<T, D, kAlone, ReadKeys>(pass, stream);
-  return has_many(delta_chunk(pass.scan.shape.n))
-             ? launch_scan_of<T, D, kDeltaRows, ReadKeys>(pass, stream)
-             : launch_scan_of<T, D, kDeltaRows / 2, ReadKeys>(pass, stream);
+cudaError_t launch_scan_by_rows(const ScanParams& params, cudaStream_t stream) {
+  if (params.grid.is_local) return launch_scan_instance<T, D, kStateOnly, ReadKeys>(params, stream);
+  return has_many_tokens(delta_chunk_tokens(params.scan.shape.n))
+             ? launch_scan_instance<T, D, kDeltaChunkRows, ReadKeys>(params, stream)
+             : launch_scan_instance<T, D, kDeltaChunkRows / 2, ReadKeys>(params, stream);
 }
 template <typename T, int D>
-cudaError_t launch_scan(const ScanPass& pass, cudaStream_t stream) {
-  if (pass.scan.b.data == nullptr) return launch_scan_by_rows<T, D, false>(pass, stream);
-  if constexpr (D <= kDeltaVectorMaxWidth) return launch_scan_by_rows<T, D, true>(pass, stream);
+cudaError_t launch_scan(const ScanParams& params, cudaStream_t stream) {
+  if (params.scan.b.data == nullptr) return launch_scan_by_rows<T, D, false>(params, stream);
+  if constexpr (D <= kDeltaChannelBetaMaxWidth) return launch_scan_by_rows<T, D, true>(params, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -8,35 +8,38 @@
 namespace girih::kernels::delta_product {
 
 // Value of Rows (rows of a tile of tokens) for a launch that computes states without any output.
-constexpr int kAlone = 0;
+constexpr int kStateOnly = 0;
 
 template <int D, int Rows>
 struct ScanRoles {  // numbers of warps
-  static constexpr int kChain = 4;
+  static constexpr int kStateGroupWarps = 4;
   // Without output two state warpgroups share the loads: one computes while the other waits for its products.
-  static constexpr int kChains = Rows == kAlone && D <= 128 ? 2 : 1;
+  static constexpr int kStateGroups = Rows == kStateOnly && D <= 128 ? 2 : 1;
   // At D = 256 the registers suffice for one output warpgroup only.
-  static constexpr int kReader = Rows == kAlone ? 0 : 4, kReaders = Rows == kAlone ? 0 : D <= 128 ? 2 : 1;
-  static constexpr int kStores = Rows == kAlone ? 0 : 1;
-  static constexpr int kFences = Rows == kAlone ? 0 : 1;
-  static constexpr int kIdle = kChains == 2 ? 2 : 0;  // setmaxnreg applies to whole warpgroups
-  static constexpr int kThreads =
-      32 * (kChains * kChain + kReaders * kReader + kStores + kFences + kIdle + kLoaders);
+  static constexpr int kOutputGroupWarps = Rows == kStateOnly ? 0 : 4, kOutputGroups = Rows == kStateOnly ? 0
+                                                                                       : D <= 128         ? 2
+                                                                                                          : 1;
+  static constexpr int kStoreWarps = Rows == kStateOnly ? 0 : 1;
+  static constexpr int kFenceWarps = Rows == kStateOnly ? 0 : 1;
+  static constexpr int kIdleWarps = kStateGroups == 2 ? 2 : 0;  // setmaxnreg applies to whole warpgroups
+  static constexpr int kThreads = 32 * (kStateGroups * kStateGroupWarps + kOutputGroups * kOutputGroupWarps +
+                                        kStoreWarps + kFenceWarps + kIdleWarps + kLoadWarps);
 };
 
-constexpr int kMaxStages = 4, kMaxSlots = 3;
+constexpr int kMaxStages = 4, kMaxStateStages = 3;
 
 struct ScanBarriers {
-  uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];  // ring of keys and values
-  uint64_t state[kMaxSlots], update[kMaxSlots], read[kMaxSlots];    // ring of S and U
+  uint64_t full[kMaxStages], proxy_full[kMaxStages], empty[kMaxStages];  // ring of keys and values
+  uint64_t state_full[kMaxStateStages], update_full[kMaxStateStages],
+      state_empty[kMaxStateStages];  // ring of S and U
 };
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
-// Signals that an output warp has read S and U of a stage. Apart: the barrier of block 0 of the cluster.
-template <bool Apart>
-__device__ inline void leave_slot(uint64_t& barrier) {
-  Apart ? arrive_far(&barrier, 0) : arrive_once(&barrier);
+// Signals that an output warp has read S and U of a stage. Cluster: the barrier of block 0 of the cluster.
+template <bool Cluster>
+__device__ inline void arrive_state_empty(uint64_t& barrier) {
+  Cluster ? arrive_remote(&barrier, 0) : arrive_warp(&barrier);
 }
 
 // ReadKeys: b replaces beta k in reads; a stage has a tile of b beside the keys.
@@ -44,67 +47,76 @@ template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ScanSpace {
   static constexpr bool kReadKeys = ReadKeys;
   using Keys = BlockTile<T, D>;
-  static constexpr int kChains = ScanRoles<D, Rows>::kChains;
+  static constexpr int kStateGroups = ScanRoles<D, Rows>::kStateGroups;
 
-  using State = BlockTile<T, D, kScanColumns>;            // S^T
-  using Update = BlockTile<T, kDeltaRows, kScanColumns>;  // U^T
+  using State = BlockTile<T, D, kScanColumns>;                 // S^T
+  using Update = BlockTile<T, kDeltaChunkRows, kScanColumns>;  // U^T
 
   using Query = BlockTile<T, D, kTileRows>;  // rows of q of one output warp
   // Memory of an output warpgroup for tiles of 32 tokens.
-  static constexpr int kTokens = kDeltaRows / 2;
-  struct HalfReader {
+  static constexpr int kTokens = kDeltaChunkRows / 2;
+  struct TransposedOutputSpace {
     using Query = BlockTile<T, D, kTokens>;
-    using Near = BlockTile<T, 64>;  // P^T
+    using MaskedScores = BlockTile<T, 64>;  // P^T
     using Out = SharedTile<T, kTokens, kScanColumns>;
     static constexpr int kTokenBytes = kTokens * 8;
     static constexpr int kBytes =
-        (Query::kBytes + Near::kBytes + Out::kBytes + kTokenBytes + 1023) / 1024 * 1024;
+        (Query::kBytes + MaskedScores::kBytes + Out::kBytes + kTokenBytes + 1023) / 1024 * 1024;
 
     Query q;
-    Near near;
+    MaskedScores masked_scores;
     Out out;
     float2* tokens;  // {scale rho_t, L_t} of every token
 
-    __device__ explicit HalfReader(unsigned char* data)
+    __device__ explicit TransposedOutputSpace(unsigned char* data)
         : q{reinterpret_cast<T*>(data)},
-          near{reinterpret_cast<T*>(data + Query::kBytes)},
-          out{reinterpret_cast<T*>(data + Query::kBytes + Near::kBytes)},
-          tokens(reinterpret_cast<float2*>(data + Query::kBytes + Near::kBytes + Out::kBytes)) {}
+          masked_scores{reinterpret_cast<T*>(data + Query::kBytes)},
+          out{reinterpret_cast<T*>(data + Query::kBytes + MaskedScores::kBytes)},
+          tokens(reinterpret_cast<float2*>(data + Query::kBytes + MaskedScores::kBytes + Out::kBytes)) {}
   };
 
   unsigned char* data;
-  int stages, slots, readers;
+  int stages, state_stages, output_groups;
 
-  static constexpr int kReadKeysAt = Stage<T, D>::kBytes + (kChains - 1) * Values<T>::kBytes,
+  static constexpr int kReadKeysAt = Stage<T, D>::kBytes + (kStateGroups - 1) * Values<T>::kBytes,
                        kStageBytes = kReadKeysAt + (ReadKeys ? Keys::kBytes : 0);
-  static constexpr int kSlotBytes = State::kBytes + Update::kBytes,
-                       kReaderBytes = Rows == kTokens ? HalfReader::kBytes : Rows / kTileRows * Query::kBytes;
-  __host__ __device__ static constexpr int bytes(int stages, int slots, int readers) {
-    return kScanBarrierBytes + stages * kStageBytes + slots * kSlotBytes + readers * kReaderBytes;
+  static constexpr int kStateStageBytes = State::kBytes + Update::kBytes,
+                       kOutputGroupBytes =
+                           Rows == kTokens ? TransposedOutputSpace::kBytes : Rows / kTileRows * Query::kBytes;
+  __host__ __device__ static constexpr int bytes(int stages, int state_stages, int output_groups) {
+    return kScanBarrierBytes + stages * kStageBytes + state_stages * kStateStageBytes +
+           output_groups * kOutputGroupBytes;
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
   __device__ Keys read_keys(int i) const {
     return {reinterpret_cast<T*>(stage(i).data + (ReadKeys ? kReadKeysAt : 0))};
   }
-  __device__ Values<T> values(int i, int chain) const {
-    return chain == 0 ? stage(i).v()
-                      : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};
+  __device__ Values<T> values(int i, int state_group) const {
+    return state_group == 0 ? stage(i).v()
+                            : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};
   }
   // Rows of q of one output warp.
-  __device__ Query query(int reader, int warp) const {
-    return {reinterpret_cast<T*>(of_reader(reader) + warp * Query::kBytes)};
+  __device__ Query query(int output_group, int warp) const {
+    return {reinterpret_cast<T*>(output_group_data(output_group) + warp * Query::kBytes)};
   }
-  __device__ HalfReader half_reader(int i) const { return HalfReader(of_reader(i)); }
-  __device__ State state(int i) const { return {reinterpret_cast<T*>(slot(i))}; }
-  __device__ Update update(int i) const { return {reinterpret_cast<T*>(slot(i) + State::kBytes)}; }
+  __device__ TransposedOutputSpace transposed_output_space(int i) const {
+    return TransposedOutputSpace(output_group_data(i));
+  }
+  __device__ State state(int i) const { return {reinterpret_cast<T*>(state_stage(i))}; }
+  __device__ Update update(int i) const { return {reinterpret_cast<T*>(state_stage(i) + State::kBytes)}; }
   __device__ ScanBarriers& barriers() const {
-    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, slots, readers) - kScanBarrierBytes);
+    return *reinterpret_cast<ScanBarriers*>(data + bytes(stages, state_stages, output_groups) -
+                                            kScanBarrierBytes);
   }
 
  private:
-  __device__ unsigned char* slot(int i) const { return data + stages * kStageBytes + i * kSlotBytes; }
-  __device__ unsigned char* of_reader(int i) const { return slot(slots) + i * kReaderBytes; }
+  __device__ unsigned char* state_stage(int i) const {
+    return data + stages * kStageBytes + i * kStateStageBytes;
+  }
+  __device__ unsigned char* output_group_data(int i) const {
+    return state_stage(state_stages) + i * kOutputGroupBytes;
+  }
 };
 
 }  // namespace girih::kernels::delta_product

@@ -5,7 +5,7 @@
 
 namespace girih::kernels::delta_product {
 
-using Block = Sums<2>;
+using Block = Accumulator<2>;
 
 // Two neighbouring elements of a factor, split.
 struct Parts {
@@ -13,12 +13,14 @@ struct Parts {
 };
 
 __device__ inline Parts split(float left, float right) {
-  const uint32_t hi = pair_of<__nv_bfloat16>(left, right);
-  const float2 back = unpaired<__nv_bfloat16>(hi);
-  return {hi, pair_of<__nv_bfloat16>(left - back.x, right - back.y)};
+  const uint32_t hi = pack_pair<__nv_bfloat16>(left, right);
+  const float2 back = unpack_pair<__nv_bfloat16>(hi);
+  return {hi, pack_pair<__nv_bfloat16>(left - back.x, right - back.y)};
 }
 
-__device__ inline Parts turned(const Parts& x) { return {transpose_pairs(x.hi), transpose_pairs(x.lo)}; }
+__device__ inline Parts transpose_parts(const Parts& x) {
+  return {transpose_pairs(x.hi), transpose_pairs(x.lo)};
+}
 
 // A 16 x 16 block, split, as an A fragment.
 struct Split {
@@ -42,7 +44,7 @@ __device__ inline Split triangle(const Parts& a, const Parts& b, const Parts& c)
 }
 
 __device__ inline Split transposed_triangle(const Parts& a, const Parts& b, const Parts& c) {
-  const Parts of_a = turned(a), of_b = turned(b), of_c = turned(c);
+  const Parts of_a = transpose_parts(a), of_b = transpose_parts(b), of_c = transpose_parts(c);
   return {{of_a.hi, 0, of_b.hi, of_c.hi}, {of_a.lo, 0, of_b.lo, of_c.lo}};
 }
 

@@ -18,44 +18,44 @@ namespace {
 // blocks would write more partials.
 constexpr int64_t kBlocks = 3 * 132;
 
-int64_t blocks_of(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
+int64_t block_count(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     backward(const GatedRmsNormBackward p, const bool packs) {
   using T = typename R::T;
-  __shared__ __align__(16) float place[R::kGroups * R::kWidth];  // the weights, later dweight
+  __shared__ __align__(16) float buffer[R::kGroups * R::kWidth];  // the weights, later dweight
   const int dim = p.shape.dim;
   const float per_dim = 1.f / dim;
-  const bool gated = p.shape.activation != GateActivation::none;
+  const bool has_gate = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
-  const Weight<R> weight(place, p.weight, dim);
+  const Weight<R> weight(buffer, p.weight, dim);
   typename R::Part dweight = {};
-  RowSums<R, 2> over_row;
+  RowSums<R, 2> row_sums;
 
   // All groups of a block run the same number of iterations. A group past the last row reads the last row and
   // stores nothing.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
-    const bool here = first + R::group() < p.shape.rows;
-    const int64_t row = here ? first + R::group() : p.shape.rows - 1;
+    const bool exists = first + R::group() < p.shape.rows;
+    const int64_t row = exists ? first + R::group() : p.shape.rows - 1;
     typename R::Raw x, gate, dy;
     load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
     load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, packs);
-    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
 
     // u, dgate / r, and the sums of x^2 and u weight x over the row
     typename R::Part u, dgate;
     float sums[2] = {0.f, 0.f};
-    with_activation(p.shape.activation, [&](auto activation) {
+    dispatch_activation(p.shape.activation, [&](auto activation) {
       constexpr GateActivation kActivation = decltype(activation)::value;
 #pragma unroll
       for (int k = 0; k < R::kPacks; ++k) {
 #pragma unroll
         for (int f = 0; f < R::kFours; ++f) {
-          const Pack<4> xs = four_of<R>(x[k], f), w = weight(k, f), down = four_of<R>(dy[k], f);
+          const Pack<4> xs = unpack_four<R>(x[k], f), w = weight(k, f), grad = unpack_four<R>(dy[k], f);
           Pack<4> act, slope;
           if constexpr (kActivation != GateActivation::none) {
-            activate<kActivation, true>(four_of<R>(gate[k], f), act, slope);
+            activate<kActivation, true>(unpack_four<R>(gate[k], f), act, slope);
           } else {
             act = {1.f, 1.f, 1.f, 1.f};
             slope = zeros<4>();
@@ -63,25 +63,25 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float wx = w.at[i] * xs.at[i];
-            u[k][f].at[i] = down.at[i] * act.at[i];
-            dgate[k][f].at[i] = down.at[i] * slope.at[i] * wx;
+            u[k][f].at[i] = grad.at[i] * act.at[i];
+            dgate[k][f].at[i] = grad.at[i] * slope.at[i] * wx;
             sums[0] += xs.at[i] * xs.at[i];
             sums[1] += u[k][f].at[i] * wx;
           }
         }
       }
     });
-    over_row.sum(sums);
+    row_sums.sum(sums);
     const float r = rsqrtf(sums[0] * per_dim + p.shape.eps);
     const float mean = r * sums[1] * per_dim;
 
-    if (!here) continue;
+    if (!exists) continue;
 #pragma unroll
     for (int k = 0; k < R::kPacks; ++k) {
       uint4 pack;
 #pragma unroll
       for (int f = 0; f < R::kFours; ++f) {
-        Pack<4> n = four_of<R>(x[k], f), dx;
+        Pack<4> n = unpack_four<R>(x[k], f), dx;
         const Pack<4> w = weight(k, f);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -89,16 +89,16 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
           dx.at[i] = r * (u[k][f].at[i] * w.at[i] - n.at[i] * mean);
           dweight[k][f].at[i] += u[k][f].at[i] * n.at[i];
         }
-        set_four<R>(pack, f, dx);
+        pack_four<R>(pack, f, dx);
       }
       store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, pack, dim, packs);
-      if (!gated) continue;
+      if (!has_gate) continue;
 #pragma unroll
       for (int f = 0; f < R::kFours; ++f) {
-        Pack<4> through = dgate[k][f];
+        Pack<4> dg = dgate[k][f];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) through.at[i] *= r;
-        set_four<R>(pack, f, through);
+        for (int i = 0; i < 4; ++i) dg.at[i] *= r;
+        pack_four<R>(pack, f, dg);
       }
       store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, packs);
     }
@@ -110,14 +110,14 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
   for (int k = 0; k < R::kPacks; ++k) {
 #pragma unroll
     for (int f = 0; f < R::kFours; ++f) {
-      store(place + R::group() * R::kWidth + R::column(k) + 4 * f, dweight[k][f]);
+      store(buffer + R::group() * R::kWidth + R::column(k) + 4 * f, dweight[k][f]);
     }
   }
   __syncthreads();  // the sums of all groups are stored
   for (int column = threadIdx.x; column < dim; column += R::kThreads) {
     float sum = 0.f;
 #pragma unroll
-    for (int g = 0; g < R::kGroups; ++g) sum += place[g * R::kWidth + column];
+    for (int g = 0; g < R::kGroups; ++g) sum += buffer[g * R::kWidth + column];
     p.partials[static_cast<int64_t>(blockIdx.x) * dim + column] = sum;
   }
 }
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
 
 int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
   int64_t floats = 0;
-  gated_rms_norm::with_rows(shape, [&](auto rows) {
-    floats = gated_rms_norm::blocks_of(shape.rows, decltype(rows)::kGroups) * shape.dim;
+  gated_rms_norm::dispatch_rows(shape, [&](auto rows) {
+    floats = gated_rms_norm::block_count(shape.rows, decltype(rows)::kGroups) * shape.dim;
     return cudaSuccess;
   });
   return floats;
@@ -136,10 +136,10 @@ int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
 
 cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t stream) {
   using namespace gated_rms_norm;
-  const bool packs = fit_packs(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
-  return with_rows(p.shape, [&](auto rows) {
+  const bool packs = are_pack_aligned(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
+  return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
-    const int64_t blocks = blocks_of(p.shape.rows, R::kGroups);
+    const int64_t blocks = block_count(p.shape.rows, R::kGroups);
     if (blocks > 0) {
       backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, packs);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

@@ -15,21 +15,21 @@ template <class R>
 __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R::kThreads)
     forward(const GatedRmsNormForward p, const bool packs) {
   using T = typename R::T;
-  __shared__ __align__(16) float place[R::kWidth];
+  __shared__ __align__(16) float buffer[R::kWidth];
   const int dim = p.shape.dim;
   const float per_dim = 1.f / dim;
-  const bool gated = p.shape.activation != GateActivation::none;
+  const bool has_gate = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
   // A group past the last row reads the last row.
   const auto load = [&](typename R::Raw& x, typename R::Raw& gate, int64_t row) {
     row = min(row, p.shape.rows - 1);
     load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
-    if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
   };
   typename R::Raw x{}, gate{};
   load(x, gate, static_cast<int64_t>(blockIdx.x) * R::kGroups + R::group());
-  const Weight<R> weight(place, p.weight, dim);
-  RowSums<R, 1> over_row;
+  const Weight<R> weight(buffer, p.weight, dim);
+  RowSums<R, 1> row_sums;
 
   // All groups of a block run the same number of iterations. The next row is loaded during the work on this
   // row.
@@ -43,33 +43,33 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
     for (int k = 0; k < R::kPacks; ++k) {
 #pragma unroll
       for (int f = 0; f < R::kFours; ++f) {
-        const Pack<4> xs = four_of<R>(x[k], f);
+        const Pack<4> xs = unpack_four<R>(x[k], f);
 #pragma unroll
         for (int i = 0; i < 4; ++i) square[0] += xs.at[i] * xs.at[i];
       }
     }
-    over_row.sum(square);
+    row_sums.sum(square);
     const float r = rsqrtf(square[0] * per_dim + p.shape.eps);
 
     if (row < p.shape.rows)
-      with_activation(p.shape.activation, [&](auto activation) {
+      dispatch_activation(p.shape.activation, [&](auto activation) {
         constexpr GateActivation kActivation = decltype(activation)::value;
 #pragma unroll
         for (int k = 0; k < R::kPacks; ++k) {
           uint4 pack;
 #pragma unroll
           for (int f = 0; f < R::kFours; ++f) {
-            Pack<4> y = four_of<R>(x[k], f);
+            Pack<4> y = unpack_four<R>(x[k], f);
             const Pack<4> w = weight(k, f);
 #pragma unroll
             for (int i = 0; i < 4; ++i) y.at[i] *= r * w.at[i];
             if constexpr (kActivation != GateActivation::none) {
               Pack<4> act, slope;
-              activate<kActivation, false>(four_of<R>(gate[k], f), act, slope);
+              activate<kActivation, false>(unpack_four<R>(gate[k], f), act, slope);
 #pragma unroll
               for (int i = 0; i < 4; ++i) y.at[i] *= act.at[i];
             }
-            set_four<R>(pack, f, y);
+            pack_four<R>(pack, f, y);
           }
           store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
         }
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
 cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& p, cudaStream_t stream) {
   using namespace gated_rms_norm;
   if (p.shape.rows == 0) return cudaSuccess;
-  const bool packs = fit_packs(p.shape, p.x, p.gate, p.y);
-  return with_rows(p.shape, [&](auto rows) {
+  const bool packs = are_pack_aligned(p.shape, p.x, p.gate, p.y);
+  return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
     const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kBlocks));
     forward<R><<<blocks, R::kThreads, 0, stream>>>(p, packs);

@@ -30,8 +30,8 @@ struct GatedRmsNormShape {
 struct GatedRmsNormForward {
   GatedRmsNormShape shape;
   const void* x;
-  In<1> weight;      // [dim]
-  const void* gate;  // null if there is no gate
+  InputTensor<1> weight;  // [dim]
+  const void* gate;       // null if there is no gate
   void* y;
 };
 
@@ -39,12 +39,12 @@ struct GatedRmsNormBackward {
   GatedRmsNormShape shape;
   const void* dy;
   const void* x;
-  In<1> weight;
+  InputTensor<1> weight;
   const void* gate;  // null if there is no gate
   void* dx;
-  Out<1> dweight;   // [dim]
-  void* dgate;      // null if gate is null
-  float* partials;  // gated_rms_norm_partials(shape) floats
+  OutputTensor<1> dweight;  // [dim]
+  void* dgate;              // null if gate is null
+  float* partials;          // gated_rms_norm_partials(shape) floats
 };
 
 // Floats of workspace for the sum of dweight over the rows: a function of the sizes only.

@@ -1,8 +1,9 @@
 // Shared by forward and backward: the distribution of a row over threads, sums over a row, the activations,
 // and the choice of an instance.
 //
-// A group of `Lanes` threads has a row, each thread `Own` of its elements. A block has several groups and
-// loops over rows. Neighbouring lanes have neighbouring packs of 16 bytes. The weights are in shared memory.
+// A group of `Lanes` threads has a row, each thread `PerThread` of its elements. A block has several groups
+// and loops over rows. Neighbouring lanes have neighbouring packs of 16 bytes. The weights are in shared
+// memory.
 #pragma once
 
 #include <type_traits>
@@ -17,17 +18,17 @@ namespace girih::kernels::gated_rms_norm {
 
 constexpr int kWarp = 32;
 
-template <typename Element, int Lanes, int Own>
-struct Rows {
+template <typename Element, int Lanes, int PerThread>
+struct RowLayout {
   using T = Element;
   static constexpr int kLanes = Lanes;
   static constexpr int kThreads = Lanes < 256 ? 256 : Lanes;
   static constexpr int kGroups = kThreads / Lanes;     // rows of a block at once
   static constexpr int kPack = 16 / int(sizeof(T));    // elements of a pack
-  static constexpr int kPacks = Own / kPack;           // packs of a thread
+  static constexpr int kPacks = PerThread / kPack;     // packs of a thread
   static constexpr int kFours = kPack / 4;             // groups of four elements in a pack
   static constexpr int kWarps = (Lanes + 31) / kWarp;  // warps of a row
-  static constexpr int kWidth = Lanes * Own;           // the largest dim
+  static constexpr int kWidth = Lanes * PerThread;     // the largest dim
 
   // The elements of a thread in the type of memory: three tensors in fp32 would not fit in the registers.
   using Raw = uint4[kPacks];
@@ -42,14 +43,14 @@ struct Rows {
 
 // Whether rows can be accessed in packs of 16 bytes.
 template <typename... Pointers>
-bool fit_packs(const GatedRmsNormShape& shape, const Pointers*... tensors) {
+bool are_pack_aligned(const GatedRmsNormShape& shape, const Pointers*... tensors) {
   const int pack = shape.dtype == DType::f32 ? 4 : 8;
   return shape.dim % pack == 0 && ((reinterpret_cast<uintptr_t>(tensors) % 16 == 0) && ...);
 }
 
 // Loads the 32-bit word of a row at `column` with accesses of one element; zero beyond the end of the row.
 template <typename T>
-__device__ inline uint32_t word_at(const T* row, int column, int dim) {
+__device__ inline uint32_t load_word(const T* row, int column, int dim) {
   if constexpr (sizeof(T) == 4) {
     return column < dim ? reinterpret_cast<const uint32_t*>(row)[column] : 0u;
   } else {
@@ -75,32 +76,32 @@ __device__ inline void load_row(typename R::Raw& to, const typename R::T* row, i
 #pragma unroll
   for (int p = 0; p < R::kPacks; ++p) {
     const int column = R::column(p);
-    to[p] = {word_at(row, column, dim), word_at(row, column + kWord, dim),
-             word_at(row, column + 2 * kWord, dim), word_at(row, column + 3 * kWord, dim)};
+    to[p] = {load_word(row, column, dim), load_word(row, column + kWord, dim),
+             load_word(row, column + 2 * kWord, dim), load_word(row, column + 3 * kWord, dim)};
   }
 }
 
 // Elements 4f to 4f + 3 of a pack in fp32.
 template <class R>
-__device__ inline Pack<4> four_of(const uint4& pack, int f) {
+__device__ inline Pack<4> unpack_four(const uint4& pack, int f) {
   if constexpr (R::kFours == 1) {
     return {__uint_as_float(pack.x), __uint_as_float(pack.y), __uint_as_float(pack.z),
             __uint_as_float(pack.w)};
   } else {
-    const float2 a = unpaired<typename R::T>(f == 0 ? pack.x : pack.z);
-    const float2 b = unpaired<typename R::T>(f == 0 ? pack.y : pack.w);
+    const float2 a = unpack_pair<typename R::T>(f == 0 ? pack.x : pack.z);
+    const float2 b = unpack_pair<typename R::T>(f == 0 ? pack.y : pack.w);
     return {a.x, a.y, b.x, b.y};
   }
 }
 
 template <class R>
-__device__ inline void set_four(uint4& pack, int f, const Pack<4>& value) {
+__device__ inline void pack_four(uint4& pack, int f, const Pack<4>& value) {
   if constexpr (R::kFours == 1) {
     pack = {__float_as_uint(value.at[0]), __float_as_uint(value.at[1]), __float_as_uint(value.at[2]),
             __float_as_uint(value.at[3])};
   } else {
-    (f == 0 ? pack.x : pack.z) = pair_of<typename R::T>(value.at[0], value.at[1]);
-    (f == 0 ? pack.y : pack.w) = pair_of<typename R::T>(value.at[2], value.at[3]);
+    (f == 0 ? pack.x : pack.z) = pack_pair<typename R::T>(value.at[0], value.at[1]);
+    (f == 0 ? pack.y : pack.w) = pack_pair<typename R::T>(value.at[2], value.at[3]);
   }
 }
 
@@ -126,25 +127,25 @@ __device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, 
 template <class R>
 class Weight {
  public:
-  // Loads the weights to `place`, which has R::kWidth floats. Ends with __syncthreads().
-  __device__ Weight(float* place, const In<1>& weight, int dim) : place_(place) {
+  // Loads the weights to `buffer`, which has R::kWidth floats. Ends with __syncthreads().
+  __device__ Weight(float* buffer, const InputTensor<1>& weight, int dim) : buffer_(buffer) {
     for (int column = threadIdx.x; column < R::kWidth; column += R::kThreads) {
       const int pack = column / R::kPack, i = column % R::kPack;
-      place[offset(pack / R::kLanes, pack % R::kLanes, i) + i % 4] =
-          column < dim ? load_any(weight, column) : 0.f;
+      buffer[offset(pack / R::kLanes, pack % R::kLanes, i) + i % 4] =
+          column < dim ? load_element(weight, column) : 0.f;
     }
     __syncthreads();
   }
 
   // The weights of elements 4f to 4f + 3 in pack p of this thread.
-  __device__ Pack<4> operator()(int p, int f) const { return load<4>(place_ + offset(p, R::lane(), 4 * f)); }
+  __device__ Pack<4> operator()(int p, int f) const { return load<4>(buffer_ + offset(p, R::lane(), 4 * f)); }
 
  private:
   __device__ static int offset(int p, int lane, int i) {
     return ((p * R::kFours + i / 4) * R::kLanes + lane) * 4;
   }
 
-  const float* place_;
+  const float* buffer_;
 };
 
 // Sums of `Count` numbers over the threads of a row; all threads of the block call sum(). The warps of a wide
@@ -164,33 +165,33 @@ class RowSums {
       const int first = R::group() * R::kWarps;
       if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-        for (int i = 0; i < Count; ++i) parts[pass_][threadIdx.x / kWarp][i] = value[i];
+        for (int i = 0; i < Count; ++i) parts[stage_][threadIdx.x / kWarp][i] = value[i];
       }
-      barrier_wait(1 + R::group(), R::kLanes);  // the parts of all warps are stored
+      named_barrier_sync(1 + R::group(), R::kLanes);  // the parts of all warps are stored
 #pragma unroll
       for (int i = 0; i < Count; ++i) {
-        value[i] = parts[pass_][first][i];
+        value[i] = parts[stage_][first][i];
 #pragma unroll
-        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[pass_][first + w][i];
+        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[stage_][first + w][i];
       }
-      pass_ ^= 1;
+      stage_ ^= 1;
     } else {
       __syncwarp();  // forces a reload of the weights after the sum: otherwise they spill
     }
   }
 
  private:
-  int pass_ = 0;
+  int stage_ = 0;
 };
 
-// Phi(g) = (1 + erf(g / sqrt(2))) / 2, with bell = e^{-g^2 / 2}:
+// Phi(g) = (1 + erf(g / sqrt(2))) / 2, with gaussian = e^{-g^2 / 2}:
 //
-//     g < 0: Phi = bell Q(t)        g >= 0: Phi = 1 - bell Q(t)        t = 1 / (1 + 0.28 |g|)
+//     g < 0: Phi = gaussian Q(t)        g >= 0: Phi = 1 - gaussian Q(t)        t = 1 / (1 + 0.28 |g|)
 //
 // with a fitted polynomial Q. The error of Phi is at most 1.8e-7, and that of gelu is smaller than with erf
 // in fp32. Where 1 + erf cancels, the relative error is 0.3%. erff takes twice as many instructions, and the
 // kernel would be bound by instructions instead of memory.
-__device__ inline float normal_below(float g, float bell) {
+__device__ inline float normal_cdf(float g, float gaussian) {
   const float t = reciprocal(1.f + 0.28f * fabsf(g));
   float q = -0.1064387783f;
   q = q * t + 0.3925175965f;
@@ -198,26 +199,26 @@ __device__ inline float normal_below(float g, float bell) {
   q = q * t + 0.2725635469f;
   q = q * t + 0.0659923851f;
   q = q * t + 0.1167669371f;
-  const float tail = q * t * bell;
+  const float tail = q * t * gaussian;
   return g < 0.f ? tail : 1.f - tail;
 }
 
-// act(gate), and with WithSlope act'(gate).
-template <GateActivation Activation, bool WithSlope>
+// act(gate), and with ComputeSlope act'(gate).
+template <GateActivation Activation, bool ComputeSlope>
 __device__ inline void activate(const Pack<4>& gate, Pack<4>& act, Pack<4>& slope) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float g = gate.at[i];
     if constexpr (Activation == GateActivation::gelu) {
-      const float bell = exp2_fast(-0.5f * kLog2E * g * g), phi = normal_below(g, bell);
+      const float gaussian = exp2_fast(-0.5f * kLog2E * g * g), phi = normal_cdf(g, gaussian);
       act.at[i] = g * phi;
-      if (WithSlope) slope.at[i] = phi + g * 0.39894228f * bell;
+      if (ComputeSlope) slope.at[i] = phi + g * 0.39894228f * gaussian;
     } else {
       const float s = reciprocal(1.f + exp2_fast(-kLog2E * g));
       constexpr bool kSilu = Activation == GateActivation::silu;
       act.at[i] = kSilu ? g * s : s;
       // s (1 + g (1 - s)), or s (1 - s)
-      if (WithSlope) slope.at[i] = kSilu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
+      if (ComputeSlope) slope.at[i] = kSilu ? s + act.at[i] * (1.f - s) : s * (1.f - s);
     }
   }
 }
@@ -225,7 +226,7 @@ __device__ inline void activate(const Pack<4>& gate, Pack<4>& act, Pack<4>& slop
 // Calls body(std::integral_constant<GateActivation, ...>): one branch for each row, not for every four
 // elements.
 template <typename Body>
-__device__ inline void with_activation(GateActivation activation, Body body) {
+__device__ inline void dispatch_activation(GateActivation activation, Body body) {
   switch (activation) {
     case GateActivation::none:
       return body(std::integral_constant<GateActivation, GateActivation::none>{});
@@ -238,21 +239,21 @@ __device__ inline void with_activation(GateActivation activation, Body body) {
   }
 }
 
-// Calls launch(Rows) for the smallest width that holds dim. A thread has two packs: with one, too few loads
-// are in flight to saturate memory; with more, the sums of the gradient do not fit in registers.
+// Calls launch(RowLayout) for the smallest width that holds dim. A thread has two packs: with one, too few
+// loads are in flight to saturate memory; with more, the sums of the gradient do not fit in registers.
 template <typename T, typename Launch>
-cudaError_t with_dim(int dim, const Launch& launch) {
+cudaError_t dispatch_dim(int dim, const Launch& launch) {
   constexpr int kTwo = 32 / int(sizeof(T));  // packs
-  if (dim > 512 * kTwo && dim <= kGatedRmsNormMaxDim) return launch(Rows<T, 512, 16>{});
-  return by_width<4, 8, 16, 32, 64, 128, 256, 512>(
-      divide_up(dim, kTwo), [&](auto threads) { return launch(Rows<T, threads(), kTwo>{}); });
+  if (dim > 512 * kTwo && dim <= kGatedRmsNormMaxDim) return launch(RowLayout<T, 512, 16>{});
+  return dispatch_width<4, 8, 16, 32, 64, 128, 256, 512>(
+      divide_up(dim, kTwo), [&](auto threads) { return launch(RowLayout<T, threads(), kTwo>{}); });
 }
 
-// Calls launch(Rows) for the type and width of the shape.
+// Calls launch(RowLayout) for the type and width of the shape.
 template <typename Launch>
-cudaError_t with_rows(const GatedRmsNormShape& shape, const Launch& launch) {
-  return by_element(shape.dtype,
-                    [&](auto element) { return with_dim<decltype(element)>(shape.dim, launch); });
+cudaError_t dispatch_rows(const GatedRmsNormShape& shape, const Launch& launch) {
+  return dispatch_dtype(shape.dtype,
+                        [&](auto element) { return dispatch_dim<decltype(element)>(shape.dim, launch); });
 }
 
 }  // namespace girih::kernels::gated_rms_norm

@@ -6,18 +6,18 @@
 namespace girih::kernels {
 
 cudaError_t gla_output(const GlaOutput& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
     return launch_gla_output<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gla_rows(const GlaRows& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gla_rows<decltype(element), slots()>(p, stream);
+cudaError_t gla_dq(const GlaDq& p, cudaStream_t stream) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gla_dq<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gla_columns(const GatedColumns& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gated_columns<decltype(element), slots(), 1>(p, stream);
+cudaError_t gla_dkv(const GatedDkv& p, cudaStream_t stream) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gated_dkv<decltype(element), slots(), 1>(p, stream);
   });
 }
 

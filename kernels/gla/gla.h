@@ -14,28 +14,28 @@ namespace girih::kernels {
 
 struct GlaOutput {
   GsaShape shape;
-  In<4> q, k, v;       // [B, T, HQ, M], [B, T, H, M], [B, T, H, V]
-  In<4> g;             // [B, T, H, M] fp32
-  const void* states;  // from the scan of v
-  Out<4> o;            // [B, T, HQ, V]
+  InputTensor<4> q, k, v;  // [B, T, HQ, M], [B, T, H, M], [B, T, H, V]
+  InputTensor<4> g;        // [B, T, H, M] fp32
+  const void* states;      // from the scan of v
+  OutputTensor<4> o;       // [B, T, HQ, V]
 };
 
 cudaError_t gla_output(const GlaOutput& problem, cudaStream_t stream);
 
-struct GlaRows {
+struct GlaDq {
   GsaShape shape;
-  In<4> q, k, v, g;
+  InputTensor<4> q, k, v, g;
   const void* states;
-  In<4> dout;         // [B, T, HQ, V]
-  Out<4> dq;          // [B, T, HQ, M]
-  RowGradients left;  // with y = scale * q
-  Out<4> q_scan;      // y_scan of RowGradients, [B, T, HQ, M]
+  InputTensor<4> dout;           // [B, T, HQ, V]
+  OutputTensor<4> dq;            // [B, T, HQ, M]
+  GateGradientTerms gate_terms;  // with y = scale * q
+  OutputTensor<4> q_scan;        // y_scan of GateGradientTerms, [B, T, HQ, M]
 };
 
-cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
+cudaError_t gla_dq(const GlaDq& problem, cudaStream_t stream);
 
 // s is k; the memory is memory[1] with (x, read, y) = (v, do, q).
-cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
+cudaError_t gla_dkv(const GatedDkv& problem, cudaStream_t stream);
 
 // One token. Any kind of gate, any sizes whose vectors fit in shared memory, any strides, any types except
 // fp64. The state is updated in place.
@@ -44,10 +44,10 @@ struct GlaStep {
   int heads, query_heads, key_share, query_share;  // as in HeadShape
   int D, V;
   float scale;
-  In<3> q, k, v;  // [N, HQ, D], [N, HK, D], [N, H, V]
-  In<3> g;        // [N, H, D], optional
-  Out<4> state;   // [N, H, D, V] fp32
-  Out<3> o;       // [N, HO, V]
+  InputTensor<3> q, k, v;  // [N, HQ, D], [N, HK, D], [N, H, V]
+  InputTensor<3> g;        // [N, H, D], optional
+  OutputTensor<4> state;   // [N, H, D, V] fp32
+  OutputTensor<3> o;       // [N, HO, V]
 };
 
 cudaError_t gla_step(const GlaStep& problem, cudaStream_t stream);

@@ -36,14 +36,14 @@ constexpr int kHeadPair = 2 * kChunk;  // tokens of a pair of chunks
 // heads share a memory head, a key head or a query head, each output head writes its own terms and the caller
 // sums them.
 struct HeadShape {
-  Tokens tokens;
+  SequenceLayout tokens;
   int heads, query_heads;  // H: heads of the memory; HO: heads of the outputs, a multiple of H
   int key_share;           // memory heads that share one head of k: k has H / key_share heads
   int query_share;         // output heads that share one head of q; 1 if HO > H
   int D, V, keys, values;
   DType dtype;  // fp16 or bf16
   float scale;
-  In<3> g;  // [B, T, H], any type; absent: no decay
+  InputTensor<3> g;  // [B, T, H], any type; absent: no decay
 };
 
 // Forward: o of (q, k, v); states[n] is the state before pair n.
@@ -54,12 +54,13 @@ struct HeadShape {
 struct HeadRead {
   HeadShape shape;
   bool reverse;
-  In<4> q, k;       // [B, T, HQ, D], [B, T, HK, D]; swapped in reverse
-  In<4> v;          // [B, T, H, V]; in reverse [B, T, HO, V]
-  In<4> initial;    // [N, H, V, D] fp32, in reverse HO heads; absent: zero
-  Out<4> final;     // the same
-  Out<4> o;         // [B, T, HO, V], dtype or fp32
-  void* states;     // dtype [piece_count(tokens, kHeadPair), H, V, D], in reverse HO heads; null: not written
+  InputTensor<4> q, k;     // [B, T, HQ, D], [B, T, HK, D]; swapped in reverse
+  InputTensor<4> v;        // [B, T, H, V]; in reverse [B, T, HO, V]
+  InputTensor<4> initial;  // [N, H, V, D] fp32, in reverse HO heads; absent: zero
+  OutputTensor<4> final;   // the same
+  OutputTensor<4> o;       // [B, T, HO, V], dtype or fp32
+  void* states;     // dtype [token_range_count(tokens, kHeadPair), H, V, D], in reverse HO heads; null: not
+                    // written
   void* workspace;  // head_read_workspace() bytes; may be null if this is 0
 };
 
@@ -68,18 +69,18 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream);
 
 struct HeadGradients {
   HeadShape shape;
-  In<4> q, k, v, dout;    // [B, T, HQ, D], [B, T, HK, D], [B, T, H, V], [B, T, HO, V]
-  const void* states;     // [pairs, H, V, D], from the forward head_read
-  const void* gradients;  // [pairs, HO, V, D], from the reverse head_read
+  InputTensor<4> q, k, v, dout;  // [B, T, HQ, D], [B, T, HK, D], [B, T, H, V], [B, T, HO, V]
+  const void* states;            // [pairs, H, V, D], from the forward head_read
+  const void* gradients;         // [pairs, HO, V, D], from the reverse head_read
   // Before a sequence's first token: the state (optional) and its gradient, [N, H or HO, V, D] fp32.
-  In<4> initial, start;
-  Out<4> dq;  // [B, T, HO, D], the terms of each output head
-  Out<4> dk;  // [B, T, HO, D], dtype or fp32, the terms of each output head
-  Out<3> dg;  // [B, T, H], any type; optional, with dg_parts and across
+  InputTensor<4> initial, dinitial;
+  OutputTensor<4> dq;  // [B, T, HO, D], the terms of each output head
+  OutputTensor<4> dk;  // [B, T, HO, D], dtype or fp32, the terms of each output head
+  OutputTensor<3> dg;  // [B, T, H], any type; optional, with dg_parts and partner_gate_terms
   // fp32, the terms of each tile of keys. dg_parts [B, T, HO, tiles]: the terms of a block for the gates of
-  // its own tokens. across [piece_count(tokens, 64), HO, tiles]: the term of a block that is common to all
-  // gates of its partner.
-  float *dg_parts = nullptr, *across = nullptr;
+  // its own tokens. partner_gate_terms [token_range_count(tokens, 64), HO, tiles]: the term of a block that
+  // is common to all gates of its partner.
+  float *dg_parts = nullptr, *partner_gate_terms = nullptr;
   int tile = 64;  // keys of a tile, from head_gradient_tile()
 
   int tiles() const { return (shape.D + tile - 1) / tile; }

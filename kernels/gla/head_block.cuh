@@ -3,26 +3,26 @@
 
 #include "gla/head_gates.cuh"
 #include "gla/launch.h"
-#include "gsa/gradients.cuh"
-#include "gsa/walk.cuh"
+#include "gsa/gate_gradients.cuh"
+#include "gsa/range.cuh"
 
 namespace girih::kernels {
 
 // Number of warps of each role, and registers of a thread of each role. The five warpgroups start with 96
 // registers for a thread, 480 together. A state warp has 16 values and up to 128 keys of the state.
 constexpr int kLoaders = 4;
-constexpr int kPublishers = 4;
+constexpr int kStoreWarps = 4;
 template <int D>
-constexpr int kKeepers = D <= 128 ? 4 : 8;
+constexpr int kStateWarps = D <= 128 ? 4 : 8;
 template <int D>
-constexpr int kReaders = 12 - kKeepers<D>;
-constexpr int kFirstKeeper = kLoaders + kPublishers;
+constexpr int kOutputWarps = 12 - kStateWarps<D>;
+constexpr int kFirstStateWarp = kLoaders + kStoreWarps;
 constexpr int kHeadReadThreads = 32 * 20;
-constexpr int kLoaderRegisters = 64, kPublisherRegisters = 32, kProductRegisters = 128;
-static_assert(kLoaderRegisters + kPublisherRegisters + 3 * kProductRegisters <= 5 * 96);
-constexpr int kGatesAhead = 4;  // iterations between the prefetch of gates to L2 and their use
+constexpr int kLoaderRegisters = 64, kStoreRegisters = 32, kProductRegisters = 128;
+static_assert(kLoaderRegisters + kStoreRegisters + 3 * kProductRegisters <= 5 * 96);
+constexpr int kGatePrefetchDistance = 4;  // iterations between the prefetch of gates to L2 and their use
 constexpr int kMaxStages = 6, kMaxValues = 6;
-constexpr int kMaxSlots = 4;
+constexpr int kMaxStateStages = 4;
 
 template <typename T, int D>
 using HeadState = BlockTile<T, D>;  // S^T, [64 values, D]
@@ -33,7 +33,7 @@ struct HeadStage {
 
   static constexpr int kBytes = 2 * BlockTile<T, D>::kBytes;
 
-  __device__ explicit HeadStage(unsigned char* shared) { Layout(shared)(q)(k); }
+  __device__ explicit HeadStage(unsigned char* shared) { SharedAllocator(shared)(q)(k); }
 };
 
 template <typename T>
@@ -41,28 +41,29 @@ using HeadValues = BlockTile<T, kSlab>;
 
 // Whether the output warps load q to registers. The rows of q are then loaded once for two products, and the
 // stage is free after the scores, one and a half iterations before the values of the chunk are. The stores of
-// o then cannot use the stage as a buffer and have their own (out_at).
+// o then cannot use the stage as a buffer and have their own (output_buffer_at).
 template <int D>
-constexpr bool kHoldsQueries = D <= 128;
+constexpr bool kHasQueriesInRegisters = D <= 128;
 template <typename T, int D>
-constexpr int kOutBytes = kHoldsQueries<D> ? kReaders<D> / 4 * HeadValues<T>::kBytes : 0;
+constexpr int kOutputBufferBytes =
+    kHasQueriesInRegisters<D> ? kOutputWarps<D> / 4 * HeadValues<T>::kBytes : 0;
 
 // The start of the shared memory. Behind it: stages, values, states, buffers for the stores of o.
-struct HeadRing {
-  float sums[kMaxValues][kChunk];     // L, the running sums of the gates of a chunk
-  float weights[kMaxValues][kChunk];  // weights w of the values
-  uint64_t full[kMaxValues];          // q, k, v, L and w are loaded
-  uint64_t values_free[kMaxValues];   // v, L and w are free
-  uint64_t stage_free[kMaxStages];    // q and k are free
-  uint64_t carried[kMaxSlots];        // the rounded S is written
-  uint64_t used[kMaxSlots];
+struct HeadReadRings {
+  float sums[kMaxValues][kChunk];        // L, the running sums of the gates of a chunk
+  float weights[kMaxValues][kChunk];     // weights w of the values
+  uint64_t full[kMaxValues];             // q, k, v, L and w are loaded
+  uint64_t values_empty[kMaxValues];     // v, L and w are free
+  uint64_t stage_empty[kMaxStages];      // q and k are free
+  uint64_t state_full[kMaxStateStages];  // the rounded S is written
+  uint64_t state_empty[kMaxStateStages];
 };
-constexpr int kHeadRingBytes = (sizeof(HeadRing) + 1023) / 1024 * 1024;
+constexpr int kHeadReadRingsBytes = (sizeof(HeadReadRings) + 1023) / 1024 * 1024;
 
 // The minimum of shared memory: one stage, one place for values and one state.
 template <typename T, int D>
-constexpr int kLeastHeadReadBytes = kHeadRingBytes + HeadStage<T, D>::kBytes + HeadValues<T>::kBytes +
-                                    HeadState<T, D>::kBytes + kOutBytes<T, D>;
+constexpr int kMinHeadReadBytes = kHeadReadRingsBytes + HeadStage<T, D>::kBytes + HeadValues<T>::kBytes +
+                                  HeadState<T, D>::kBytes + kOutputBufferBytes<T, D>;
 
 template <typename T, int D, bool Reverse>
 struct HeadBlock {
@@ -70,85 +71,90 @@ struct HeadBlock {
   using Values = HeadValues<T>;
   using State = HeadState<T, D>;
 
-  const HeadPass& pass;
+  const HeadReadParams& params;
   const HeadRead& p;
   const HeadShape& shape;
   unsigned char* const shared;
-  HeadRing& ring;
+  HeadReadRings& ring;
   const int warp;  // warp-uniform, as wgmma requires
-  const bool alone;
-  int walkers, group;  // heads that are scanned; query heads of a memory head
-  int col, cols;       // columns of the values
+  const bool is_local_scan;
+  int scanned_heads, group_size;  // heads that are scanned; query heads of a memory head
+  int col, cols;                  // columns of the values
   int query_head, head, state_head;
-  int64_t number;  // index of the sequence or segment
-  Walk<Reverse> walk;
-  bool publishes;
+  int64_t segment_index;  // index of the sequence or segment
+  ChunkRange<Reverse> range;
+  bool has_stores;
 
-  __device__ HeadBlock(const HeadPass& pass, unsigned char* shared)
-      : pass(pass),
-        p(pass.read),
+  __device__ HeadBlock(const HeadReadParams& params, unsigned char* shared)
+      : params(params),
+        p(params.read),
         shape(p.shape),
         shared(shared),
-        ring(*reinterpret_cast<HeadRing*>(shared)),
+        ring(*reinterpret_cast<HeadReadRings*>(shared)),
         warp(warp_index()),
-        alone(pass.cut.decay != nullptr) {}
+        is_local_scan(params.segmentation.decay != nullptr) {}
 
   // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool start();
   __device__ void init_barriers() const;
-  __device__ void load() const;        // head_loaders.cuh
-  __device__ void publish() const;     // head_publishers.cuh
-  __device__ void keep_state() const;  // head_keepers.cuh
-  __device__ void read() const;        // head_readers.cuh
+  __device__ void run_loaders() const;       // head_loaders.cuh
+  __device__ void run_store_warps() const;   // head_store_warps.cuh
+  __device__ void run_state_warps() const;   // head_state_warps.cuh
+  __device__ void run_output_warps() const;  // head_output_warps.cuh
 
-  __device__ Stage stage_at(int slot) const { return Stage(shared + kHeadRingBytes + slot * Stage::kBytes); }
+  __device__ Stage stage_at(int index) const {
+    return Stage(shared + kHeadReadRingsBytes + index * Stage::kBytes);
+  }
   __device__ Values values_at(int place) const {
     return Values{reinterpret_cast<T*>(after_stages() + place * Values::kBytes)};
   }
-  __device__ State state_at(int slot) const {
-    return State{reinterpret_cast<T*>(after_values() + slot * State::kBytes)};
+  __device__ State state_at(int index) const {
+    return State{reinterpret_cast<T*>(after_values() + index * State::kBytes)};
   }
   // The buffer of an output warpgroup for the stores of o.
-  __device__ Values out_at(int reader) const {
-    return Values{
-        reinterpret_cast<T*>(after_values() + pass.slots * State::kBytes + reader * Values::kBytes)};
+  __device__ Values output_buffer_at(int output_warpgroup) const {
+    return Values{reinterpret_cast<T*>(after_values() + params.state_stages * State::kBytes +
+                                       output_warpgroup * Values::kBytes)};
   }
 
  private:
   __device__ unsigned char* after_stages() const {
-    return shared + kHeadRingBytes + pass.stages * Stage::kBytes;
+    return shared + kHeadReadRingsBytes + params.stages * Stage::kBytes;
   }
-  __device__ unsigned char* after_values() const { return after_stages() + pass.values * Values::kBytes; }
+  __device__ unsigned char* after_values() const { return after_stages() + params.values * Values::kBytes; }
 };
 
 template <typename T, int D, bool Reverse>
 __device__ inline bool HeadBlock<T, D, Reverse>::start() {
-  walkers = alone ? state_heads(p) : shape.query_heads, group = shape.query_heads / shape.heads;
+  scanned_heads = is_local_scan ? count_state_heads(p) : shape.query_heads,
+  group_size = shape.query_heads / shape.heads;
   const unsigned slabs = (shape.V + kSlab - 1) / kSlab;
-  unsigned job = blockIdx.x;
-  col = static_cast<int>(job % slabs) * kSlab, cols = min(kSlab, shape.V - col);
-  job /= slabs;
-  query_head = static_cast<int>(job % walkers) * (shape.query_heads / walkers);
-  number = job / walkers;
-  head = query_head / group, state_head = Reverse ? query_head : head;
-  if (!walk.find(shape.tokens, pass.cut.tokens, number, alone)) return false;
+  unsigned block_index = blockIdx.x;
+  col = static_cast<int>(block_index % slabs) * kSlab, cols = min(kSlab, shape.V - col);
+  block_index /= slabs;
+  query_head = static_cast<int>(block_index % scanned_heads) * (shape.query_heads / scanned_heads);
+  segment_index = block_index / scanned_heads;
+  head = query_head / group_size, state_head = Reverse ? query_head : head;
+  if (!range.init(shape.tokens, params.segmentation.tokens, segment_index, is_local_scan)) return false;
   // Query heads with the same memory head compute the same state; the first stores it.
-  publishes = !alone && p.states != nullptr && (Reverse || query_head % group == 0);
+  has_stores = !is_local_scan && p.states != nullptr && (Reverse || query_head % group_size == 0);
   return true;
 }
 
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::init_barriers() const {
-  const int users = 32 * (kKeepers<D> + (alone ? 0 : 4));  // threads that consume q, k and v of a chunk
-  if (threadIdx.x < static_cast<unsigned>(pass.values)) {
+  const int consumer_threads =
+      32 * (kStateWarps<D> + (is_local_scan ? 0 : 4));  // threads that consume q, k and v of a chunk
+  if (threadIdx.x < static_cast<unsigned>(params.values)) {
     // Arrivals: every loader for its copies, and one warp for the sums of gates.
     init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));
-    init_barrier(&ring.values_free[threadIdx.x], users);
+    init_barrier(&ring.values_empty[threadIdx.x], consumer_threads);
   }
-  if (threadIdx.x < static_cast<unsigned>(pass.stages)) init_barrier(&ring.stage_free[threadIdx.x], users);
-  if (threadIdx.x < static_cast<unsigned>(pass.slots)) {
-    init_barrier(&ring.carried[threadIdx.x], 32 * kKeepers<D>);
-    init_barrier(&ring.used[threadIdx.x], 32 * (4 + (publishes ? kPublishers : 0)));
+  if (threadIdx.x < static_cast<unsigned>(params.stages))
+    init_barrier(&ring.stage_empty[threadIdx.x], consumer_threads);
+  if (threadIdx.x < static_cast<unsigned>(params.state_stages)) {
+    init_barrier(&ring.state_full[threadIdx.x], 32 * kStateWarps<D>);
+    init_barrier(&ring.state_empty[threadIdx.x], 32 * (4 + (has_stores ? kStoreWarps : 0)));
   }
 }
 

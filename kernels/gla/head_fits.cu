@@ -11,9 +11,9 @@ using T = __half;  // same size as bf16
 }
 
 cudaError_t head_fits(int D, bool& fits) {
-  const int read = D <= 64    ? kLeastHeadReadBytes<T, 64>
-                   : D <= 128 ? kLeastHeadReadBytes<T, 128>
-                              : kLeastHeadReadBytes<T, 256>;
+  const int read = D <= 64    ? kMinHeadReadBytes<T, 64>
+                   : D <= 128 ? kMinHeadReadBytes<T, 128>
+                              : kMinHeadReadBytes<T, 256>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   fits = std::max(read, HeadGradientTiles<T, 64>::kBytes) <= limit;

@@ -8,25 +8,25 @@
 namespace girih::kernels {
 
 // The gates of two neighbouring tokens for each lane, of a chunk of `rows` tokens from `start`. The loaded
-// values are not converted, so that nothing waits for the loads before put_sums().
+// values are not converted, so that nothing waits for the loads before store_prefix_sums().
 struct GatePair {
   float first, second;
 
-  __device__ static GatePair load(const In<3>& g, const Sequence& sequence, int64_t start, int head,
+  __device__ static GatePair load(const InputTensor<3>& g, const Sequence& sequence, int64_t start, int head,
                                   int rows) {
     const auto gate = [&](int row) {
       if (g.data == nullptr || row >= rows) return 0.f;
-      return load_any(g, sequence.batch, start + row, head);
+      return load_element(g, sequence.batch, start + row, head);
     };
     return {gate(2 * lane()), gate(2 * lane() + 1)};
   }
 
   // Prefetches the gates to the L2 cache.
-  __device__ static void prefetch(const In<3>& g, const Sequence& sequence, int64_t start, int head,
+  __device__ static void prefetch(const InputTensor<3>& g, const Sequence& sequence, int64_t start, int head,
                                   int rows) {
     if (g.data == nullptr) return;
     const int64_t at = offset_of(g, sequence.batch, start, head);
-    const int size = bytes_of(g.dtype);
+    const int size = dtype_size(g.dtype);
 #pragma unroll
     for (int row = lane(); row < kChunk; row += 32) {
       if (row < rows) kernels::prefetch(static_cast<const char*>(g.data) + (at + row * g.stride[1]) * size);
@@ -34,8 +34,8 @@ struct GatePair {
   }
 
   // Writes L_i, the sum of the gates through row i in powers of two, to sums[0..63]. Called by a warp.
-  __device__ void put_sums(float* sums) const {
-    const auto power = [](float gate) { return kLog2E * summable(gate); };
+  __device__ void store_prefix_sums(float* sums) const {
+    const auto power = [](float gate) { return kLog2E * clamp_gate(gate); };
     const float one = power(first), both = one + power(second);
     float through = both;
 #pragma unroll
@@ -52,8 +52,8 @@ struct GatePair {
 // a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere; rows 16 w to
 // 16 w + 15 of the scores of a chunk. By blocks of 16 columns: a block is used in full or not at all, and
 // only the diagonal block is masked by element.
-__device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, int warp, bool later) {
-  const int first = kRows * warp + lane_row();
+__device__ inline void decay_scores(Accumulator<8>& a, const float* sums, float scale, int warp, bool later) {
+  const int first = kWarpRows * warp + lane_row();
   const float sign = later ? -1.f : 1.f;
   const float own[2] = {sign * sums[first], sign * sums[first + 8]};
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, 
       }
     }
     if (block != warp) continue;
-    each_sum<2>([&](int n, int i) {
+    for_each_register<2>([&](int n, int i) {
       const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
       // masked elements may have overflowed
       if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;

@@ -3,7 +3,7 @@
 
 #include "gla/head_gates.cuh"
 #include "gla/launch.h"
-#include "gsa/gradients.cuh"
+#include "gsa/gate_gradients.cuh"
 
 namespace girih::kernels {
 
@@ -14,24 +14,24 @@ struct HeadGradientTiles {
   BlockTile<T, D> q, k;
   BlockTile<T, 2 * kSlab> s, ds;             // 64 keys of S and G, for two times 64 values, [values, keys]
   BlockTile<T, 2 * kSlab> v, dout, partner;  // partner: v' or do', then k' or q'
-  // L, L', and the terms of each row in dg: of_row for the gates up to the row, of_col for the gates after
-  // it.
-  float *sums, *partner_sums, *of_row, *of_col;
+  // L, L', and the terms of each row in dg: row_terms for the gates up to the row, col_terms for the gates
+  // after it.
+  float *sums, *partner_sums, *row_terms, *col_terms;
 
   static constexpr int kFloats = 4 * kChunk;
   static constexpr int kBytes =
       2 * BlockTile<T, D>::kBytes + 5 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
 
   __device__ explicit HeadGradientTiles(unsigned char* shared) {
-    Layout(shared)(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(of_row, kChunk)(of_col,
-                                                                                                      kChunk);
+    SharedAllocator(shared)(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(
+        row_terms, kChunk)(col_terms, kChunk);
   }
   // The sums of every warp that are common to all gates of the chunk, and to all gates of the partner. They
   // overlap L', of which only the last element is read after the decay of the scores; otherwise two blocks
   // would not fit on a multiprocessor.
-  __device__ float* own_edge() const { return partner_sums; }
-  __device__ float* partner_edge() const { return partner_sums + kHeadGradientThreads / 32; }
-  __device__ const float& partner_whole() const { return partner_sums[kChunk - 1]; }
+  __device__ float* own_state_dots() const { return partner_sums; }
+  __device__ float* partner_state_dots() const { return partner_sums + kHeadGradientThreads / 32; }
+  __device__ const float& partner_chunk_sum() const { return partner_sums[kChunk - 1]; }
 };
 
 template <typename T, int D>
@@ -49,55 +49,55 @@ struct HeadGradientBlock {
   const HeadShape& shape;
   const Tiles tile;
   const int thread;
-  int warp;      // index in the warpgroup
-  bool of_keys;  // the warpgroup computes dk, else dq
-  bool crosses;  // the warpgroup has terms with rows of the partner
-  bool wants_gates, from_start;
-  int key, keys, query_head, head, key_head, head_of_query;
-  Piece piece, partner;
+  int warp;                // index in the warpgroup
+  bool is_dk;              // the warpgroup computes dk, else dq
+  bool has_partner_terms;  // the warpgroup has terms with rows of the partner
+  bool has_gates, is_at_start;
+  int key, keys, query_head, head, key_head, q_head;
+  TokenRange piece, partner;
   const T *dout, *values, *s, *ds;
-  const Out<4>* out;  // the output, dq or dk
+  const OutputTensor<4>* out;  // the output, dq or dk
 
   // The operands x, y, H, z of a warpgroup: do, v, S, k for dq; v, do, G, q for dk. partner_z: y' of the
   // partner, then z'.
   Wide x, y, h;
   BlockTile<T, D> z, own, partner_z;
   // Values of the lane's two rows.
-  float2 read = {0.f, 0.f};          // the row's terms of dg
-  float edge = 0.f, of_state = 0.f;  // the thread's part of <S, G>; of own . (gradient through H)
-  Sums<8> near;                      // x y^T
-  Operand<4> far{}, scores;          // x y'^T and near, weighted and rounded
-  Sums<8> gradient;
-  Operand<4> done{};  // the previous 64 columns of the gradient
+  float2 read = {0.f, 0.f};                    // the row's terms of dg
+  float state_dot = 0.f, through_state = 0.f;  // the thread's part of <S, G>; of own . (gradient through H)
+  Accumulator<8> near;                         // x y^T
+  AFragment<4> cross_scores{}, scores;         // x y'^T and near, weighted and rounded
+  Accumulator<8> gradient;
+  AFragment<4> previous_columns{};  // the previous 64 columns of the gradient
 
   __device__ HeadGradientBlock(const HeadGradients& p, unsigned char* shared)
       : p(p), shape(p.shape), tile(shared), thread(threadIdx.x) {}
 
   // Maps the block index to the block's work. Returns false if the chunk has no tokens.
-  __device__ bool find();
+  __device__ bool init();
   __device__ void start();
-  __device__ void make_scores();
-  __device__ void cross_over(Sums<8>& cross);
-  __device__ void read_pairs();
-  __device__ void add_edge(bool both);
-  __device__ void add_columns(int col);
-  __device__ void make_gradient();
-  __device__ void put_edges() const;
+  __device__ void compute_scores();
+  __device__ void compute_cross_scores(Accumulator<8>& cross);
+  __device__ void compute_pair_terms();
+  __device__ void add_state_dot(bool both);
+  __device__ void finish_columns(int col);
+  __device__ void compute_gradient();
+  __device__ void store_gate_terms() const;
   __device__ void store() const;
-  __device__ void put_gates() const;
+  __device__ void store_dg_parts() const;
 
-  __device__ void put(const Sums<8>& sums, int room, int col) const {
-    store_rows_of<T>(sums, x.block(room), worked_out_here(warp), *out, piece, worked_out_here(query_head),
+  __device__ void store_columns(const Accumulator<8>& sums, int buffer_col, int col) const {
+    store_rows_as<T>(sums, x.block(buffer_col), opaque_value(warp), *out, piece, opaque_value(query_head),
                      key + col, shape.D);
   }
-  __device__ int first() const { return kRows * warp + lane_row(); }  // first of the lane's two rows
+  __device__ int first() const { return kWarpRows * warp + lane_row(); }  // first of the lane's two rows
   // Whether the chunk is the second of its pair.
-  __device__ bool is_second() const { return of_keys != crosses; }
-  __device__ void group_barrier() const { of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128); }
+  __device__ bool is_second() const { return is_dk != has_partner_terms; }
+  __device__ void sync_warpgroup() const { is_dk ? named_barrier_sync(1, 128) : named_barrier_sync(2, 128); }
   __device__ static BlockTile<T, kSlab> half(const Wide& slab, int i) {
     return BlockTile<T, kSlab>{slab.data + i * kSlab * kSlab};
   }
-  __device__ Slab next_of(const Slab& at) const {
+  __device__ Slab next_slab(const Slab& at) const {
     return at.v + kWide < shape.V ? Slab{at.col, at.v + kWide} : Slab{at.col + kSlab, 0};
   }
 
@@ -109,12 +109,12 @@ struct HeadGradientBlock {
   }
   // (Values derived from the thread index are recomputed for each slab, as there are no registers for them.)
   __device__ void load_rows(int v) const {
-    const int thread = worked_out_here(this->thread);
+    const int thread = opaque_value(this->thread);
     load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, shape.V - v, thread);
     load_async<kThreads>(tile.v, values + v, p.v.stride[1], piece.length, shape.V - v, thread);
   }
   __device__ void load_states(const Slab& at) const {
-    const int thread = worked_out_here(this->thread);
+    const int thread = opaque_value(this->thread);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int v = at.v + i * kSlab;
@@ -128,36 +128,35 @@ struct HeadGradientBlock {
   // thread.
   __device__ void prefetch_states(const Slab& at) const {
     const int v = at.v + thread % kWide;
-    if (v < shape.V && at.col < keys)
-      prefetch((of_keys ? ds : s) + static_cast<int64_t>(v) * shape.D + at.col);
+    if (v < shape.V && at.col < keys) prefetch((is_dk ? ds : s) + static_cast<int64_t>(v) * shape.D + at.col);
   }
 };
 
 template <typename T, int D>
-__device__ inline bool HeadGradientBlock<T, D>::find() {
+__device__ inline bool HeadGradientBlock<T, D>::init() {
   const int group = shape.query_heads / shape.heads;
-  const int all_warps = warp_index();  // warp-uniform, as wgmma requires
-  warp = all_warps % 4;
-  of_keys = all_warps >= 4;
+  const int warp_in_block = warp_index();  // warp-uniform, as wgmma requires
+  warp = warp_in_block % 4;
+  is_dk = warp_in_block >= 4;
   const unsigned parts = (shape.D + D - 1) / D;
-  unsigned job = blockIdx.x;
-  key = static_cast<int>(job % parts) * D, keys = min(D, shape.D - key);
-  job /= parts;
-  query_head = static_cast<int>(job % shape.query_heads), head = query_head / group;
-  key_head = head / shape.key_share, head_of_query = query_head / shape.query_share;
-  piece = piece_at(shape.tokens, job / shape.query_heads, kChunk);
-  wants_gates = p.dg.data != nullptr;
+  unsigned block_index = blockIdx.x;
+  key = static_cast<int>(block_index % parts) * D, keys = min(D, shape.D - key);
+  block_index /= parts;
+  query_head = static_cast<int>(block_index % shape.query_heads), head = query_head / group;
+  key_head = head / shape.key_share, q_head = query_head / shape.query_share;
+  piece = token_range_at(shape.tokens, block_index / shape.query_heads, kChunk);
+  has_gates = p.dg.data != nullptr;
   if (piece.length == 0) {
-    if (wants_gates && thread == 0) p.across[blockIdx.x] = 0.f;
+    if (has_gates && thread == 0) p.partner_gate_terms[blockIdx.x] = 0.f;
     return false;
   }
-  partner = partner_of(piece);
+  partner = partner_chunk(piece);
   const bool second = piece.index % 2 == 1;
-  crosses = __shfl_sync(~0u, static_cast<int>(of_keys != second), 0) != 0;
+  has_partner_terms = __shfl_sync(~0u, static_cast<int>(is_dk != second), 0) != 0;
   dout = chunk_rows<T>(p.dout, piece, query_head);
   values = chunk_rows<T>(p.v, piece, head);
   const int64_t state = static_cast<int64_t>(shape.V) * shape.D;
-  const int64_t pair = first_piece(shape.tokens, piece.sequence, kHeadPair) + piece.index / 2;
+  const int64_t pair = first_token_range(shape.tokens, piece.sequence, kHeadPair) + piece.index / 2;
   s = static_cast<const T*>(p.states) + (pair * shape.heads + head) * state + key;
   ds = static_cast<const T*>(p.gradients) + (pair * shape.query_heads + query_head) * state + key;
 
@@ -169,25 +168,25 @@ template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::start() {
   load_rows(0);
   load_partner(0);
-  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, head_of_query) + key, p.q.stride[1], piece.length,
-                       keys, thread);
+  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, q_head) + key, p.q.stride[1], piece.length, keys,
+                       thread);
   load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, key_head) + key, p.k.stride[1], piece.length, keys,
                        thread);
   commit_copies();
   load_states({0, 0});
   commit_copies();
-  prefetch_states(next_of({0, 0}));
+  prefetch_states(next_slab({0, 0}));
   if (warp == 0) {
-    GatePair::load(shape.g, piece.sequence, of_keys ? partner.start : piece.start, head,
-                   of_keys ? partner.length : piece.length)
-        .put_sums(of_keys ? tile.partner_sums : tile.sums);
+    GatePair::load(shape.g, piece.sequence, is_dk ? partner.start : piece.start, head,
+                   is_dk ? partner.length : piece.length)
+        .store_prefix_sums(is_dk ? tile.partner_sums : tile.sums);
   }
-  from_start = piece.index < 2 && p.initial.data != nullptr;
-  x.data = of_keys ? tile.v.data : tile.dout.data, y.data = of_keys ? tile.dout.data : tile.v.data;
-  h.data = of_keys ? tile.ds.data : tile.s.data;
-  z.data = of_keys ? tile.q.data : tile.k.data, own.data = of_keys ? tile.k.data : tile.q.data;
+  is_at_start = piece.index < 2 && p.initial.data != nullptr;
+  x.data = is_dk ? tile.v.data : tile.dout.data, y.data = is_dk ? tile.dout.data : tile.v.data;
+  h.data = is_dk ? tile.ds.data : tile.s.data;
+  z.data = is_dk ? tile.q.data : tile.k.data, own.data = is_dk ? tile.k.data : tile.q.data;
   partner_z.data = tile.partner.data;
-  out = of_keys ? &p.dk : &p.dq;
+  out = is_dk ? &p.dk : &p.dq;
 }
 
 }  // namespace girih::kernels

@@ -7,55 +7,55 @@ namespace girih::kernels {
 
 // Warp 0 also computes L, and w = e^{L_C - L}, in reverse w = scale e^L.
 template <typename T, int D, bool Reverse>
-__device__ inline void HeadBlock<T, D, Reverse>::load() const {
-  const int64_t batch = walk.sequence.batch;
-  const int key_head = head / shape.key_share, head_of_query = query_head / shape.query_share;
+__device__ inline void HeadBlock<T, D, Reverse>::run_loaders() const {
+  const int64_t batch = range.sequence.batch;
+  const int key_head = head / shape.key_share, q_head = query_head / shape.query_share;
   const TileCopier<32 * kLoaders, decltype(Stage::q)> q(
-      at<T>(p.q, batch, walk.start, Reverse ? key_head : head_of_query), p.q.stride[1], shape.D, threadIdx.x);
+      at<T>(p.q, batch, range.start, Reverse ? key_head : q_head), p.q.stride[1], shape.D, threadIdx.x);
   const TileCopier<32 * kLoaders, decltype(Stage::k)> k(
-      at<T>(p.k, batch, walk.start, Reverse ? head_of_query : key_head), p.k.stride[1], shape.D, threadIdx.x);
-  const TileCopier<32 * kLoaders, Values> v(at<T>(p.v, batch, walk.start, Reverse ? query_head : head, col),
+      at<T>(p.k, batch, range.start, Reverse ? q_head : key_head), p.k.stride[1], shape.D, threadIdx.x);
+  const TileCopier<32 * kLoaders, Values> v(at<T>(p.v, batch, range.start, Reverse ? query_head : head, col),
                                             p.v.stride[1], cols, threadIdx.x);
-  leave_registers<kLoaderRegisters>();
-  const auto gates_of = [&](int turn) {
-    const int token = walk.token_of(turn);
-    return GatePair::load(shape.g, walk.sequence, walk.start + token, head,
-                          turn < walk.chunks ? walk.length - token : 0);
+  setmaxnreg_dec<kLoaderRegisters>();
+  const auto gates_of = [&](int step) {
+    const int token = range.first_token(step);
+    return GatePair::load(shape.g, range.sequence, range.start + token, head,
+                          step < range.chunks ? range.length - token : 0);
   };
-  const auto prefetch_gates = [&](int turn) {
-    const int token = walk.token_of(turn);
-    if (turn < walk.chunks)
-      GatePair::prefetch(shape.g, walk.sequence, walk.start + token, head, walk.length - token);
+  const auto prefetch_gates = [&](int step) {
+    const int token = range.first_token(step);
+    if (step < range.chunks)
+      GatePair::prefetch(shape.g, range.sequence, range.start + token, head, range.length - token);
   };
   GatePair gates = gates_of(0);
   if (warp == 0) {
-    for (int turn = 1; turn < kGatesAhead; ++turn) prefetch_gates(turn);
+    for (int step = 1; step < kGatePrefetchDistance; ++step) prefetch_gates(step);
   }
-  Turn at, of_values;
+  PipelineState at, of_values;
 #pragma unroll 1
-  for (int turn = 0; turn < walk.chunks; ++turn) {
-    wait(&ring.stage_free[at.place], at.parity ^ 1);
-    wait(&ring.values_free[of_values.place], of_values.parity ^ 1);
-    const Stage stage = stage_at(at.place);
-    const int token = walk.token_of(turn), rows = walk.rows_from(token);
+  for (int step = 0; step < range.chunks; ++step) {
+    wait(&ring.stage_empty[at.stage], at.phase ^ 1);
+    wait(&ring.values_empty[of_values.stage], of_values.phase ^ 1);
+    const Stage stage = stage_at(at.stage);
+    const int token = range.first_token(step), rows = range.count_rows(token);
     k.start(stage.k, token, rows);
-    v.start(values_at(of_values.place), token, rows);
-    if (!alone) q.start(stage.q, token, rows);
-    arrive_after_copies(&ring.full[of_values.place]);
+    v.start(values_at(of_values.stage), token, rows);
+    if (!is_local_scan) q.start(stage.q, token, rows);
+    arrive_after_copies(&ring.full[of_values.stage]);
     if (warp == 0) {
-      float* sums = ring.sums[of_values.place];
-      gates.put_sums(sums);
+      float* sums = ring.sums[of_values.stage];
+      gates.store_prefix_sums(sums);
       __syncwarp();
       const float2 sum = *reinterpret_cast<const float2*>(sums + 2 * lane());
-      const float whole = sums[kChunk - 1];
-      *reinterpret_cast<float2*>(ring.weights[of_values.place] + 2 * lane()) =
+      const float chunk_sum = sums[kChunk - 1];
+      *reinterpret_cast<float2*>(ring.weights[of_values.stage] + 2 * lane()) =
           Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
-                  : float2{exp2_fast(whole - sum.x), exp2_fast(whole - sum.y)};
-      arrive(&ring.full[of_values.place]);
-      gates = gates_of(turn + 1);
-      prefetch_gates(turn + kGatesAhead);
+                  : float2{exp2_fast(chunk_sum - sum.x), exp2_fast(chunk_sum - sum.y)};
+      arrive(&ring.full[of_values.stage]);
+      gates = gates_of(step + 1);
+      prefetch_gates(step + kGatePrefetchDistance);
     }
-    at.next(pass.stages), of_values.next(pass.values);
+    at.next(params.stages), of_values.next(params.values);
   }
 }
 

@@ -11,11 +11,11 @@
 //
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
-//   load()        loaders: copy chunks of q, k, v to rings of stages, and sum the gates
-//   keep_state()  state warps: S^T in registers in fp32, 16 values for each warp; write S^T, rounded, to a
-//   ring of
+//   run_loaders()        loaders: copy chunks of q, k, v to rings of stages, and sum the gates
+//   run_state_warps()  state warps: S^T in registers in fp32, 16 values for each warp; write S^T, rounded, to
+//   a ring of
 //                 states, then S <- e^{L_C} S + (w v)^T k
-//   read()        output warps: warpgroups that compute o; they process chunks round-robin
+//   run_output_warps()        output warps: warpgroups that compute o; they process chunks round-robin
 //   publish()     store warps: store S to global memory, once for each pair of chunks
 // So the output warps get the state through shared memory, and only the update of S is sequential. The
 // products are wgmma: with mma.sync, the loads from shared memory would be most of the time of a chunk. State
@@ -25,62 +25,64 @@
 
 #include <algorithm>
 
-#include "gla/head_keepers.cuh"
 #include "gla/head_loaders.cuh"
-#include "gla/head_publishers.cuh"
-#include "gla/head_readers.cuh"
+#include "gla/head_output_warps.cuh"
+#include "gla/head_state_warps.cuh"
+#include "gla/head_store_warps.cuh"
 #include "tile/grid.h"
 
 namespace girih::kernels {
 
 template <typename T, int D, bool Reverse>
 __global__ void __launch_bounds__(kHeadReadThreads, 1)
-    head_read_kernel(const __grid_constant__ HeadPass pass) {
+    head_read_kernel(const __grid_constant__ HeadReadParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  HeadBlock<T, D, Reverse> block(pass, shared);
+  HeadBlock<T, D, Reverse> block(params, shared);
   if (!block.start()) return;
   block.init_barriers();
   __syncthreads();
   if (block.warp < kLoaders) {
-    block.load();
-  } else if (block.warp < kFirstKeeper) {
-    leave_registers<kPublisherRegisters>();
-    if (block.publishes) block.publish();
+    block.run_loaders();
+  } else if (block.warp < kFirstStateWarp) {
+    setmaxnreg_dec<kStoreRegisters>();
+    if (block.has_stores) block.run_store_warps();
   } else {
-    take_registers<kProductRegisters>();
-    if (block.warp < kFirstKeeper + kKeepers<D>) {
-      block.keep_state();
+    setmaxnreg_inc<kProductRegisters>();
+    if (block.warp < kFirstStateWarp + kStateWarps<D>) {
+      block.run_state_warps();
     } else {
-      block.read();
+      block.run_output_warps();
     }
   }
 }
 
 template <typename T, int D, bool Reverse>
-cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
-  const HeadShape& shape = pass.read.shape;
-  const int walkers = pass.cut.decay != nullptr ? state_heads(pass.read) : shape.query_heads;
-  const int64_t blocks = pass.cut.count(shape.tokens) * walkers * divide_up(shape.V, kSlab);
+cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream) {
+  const HeadShape& shape = params.read.shape;
+  const int scanned_heads =
+      params.segmentation.decay != nullptr ? count_state_heads(params.read) : shape.query_heads;
+  const int64_t blocks = params.segmentation.count(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,
                 kPlace = HeadValues<T>::kBytes;
-  if (limit < kLeastHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
+  if (limit < kMinHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
   // One of each, then more of each while shared memory is left: states, stages of q and k, stages of v. There
   // are at least as many stages of v as of q and k.
-  int room = limit - kLeastHeadReadBytes<T, D>;
-  const auto take = [&](int bytes) {
-    if (bytes <= room) return room -= bytes, true;
+  int free_bytes = limit - kMinHeadReadBytes<T, D>;
+  const auto reserve = [&](int bytes) {
+    if (bytes <= free_bytes) return free_bytes -= bytes, true;
     return false;
   };
-  pass.stages = pass.values = pass.slots = 1;
-  if (take(kState)) ++pass.slots;
-  while (pass.stages < kMaxStages && take(kStage + kPlace)) ++pass.stages, ++pass.values;
-  while (pass.values < kMaxValues && take(kPlace)) ++pass.values;
-  while (pass.slots < kMaxSlots && take(kState)) ++pass.slots;
+  params.stages = params.values = params.state_stages = 1;
+  if (reserve(kState)) ++params.state_stages;
+  while (params.stages < kMaxStages && reserve(kStage + kPlace)) ++params.stages, ++params.values;
+  while (params.values < kMaxValues && reserve(kPlace)) ++params.values;
+  while (params.state_stages < kMaxStateStages && reserve(kState)) ++params.state_stages;
   // Warpgroups that process chunks round-robin need two stages and two states.
-  pass.readers = std::min({kReaders<D> / 4, pass.stages, pass.slots});
-  return launch_kernel<head_read_kernel<T, D, Reverse>>(pass, blocks, kHeadReadThreads, limit - room, stream);
+  params.output_warpgroups = std::min({kOutputWarps<D> / 4, params.stages, params.state_stages});
+  return launch_kernel<head_read_kernel<T, D, Reverse>>(params, blocks, kHeadReadThreads, limit - free_bytes,
+                                                        stream);
 }
 
 }  // namespace girih::kernels

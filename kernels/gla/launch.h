@@ -4,38 +4,38 @@
 
 #include "gla/gla.h"
 #include "gla/head.h"
-#include "gsa/walk.cuh"
+#include "gsa/range.cuh"
 
 namespace girih::kernels {
 
 template <typename T, int M>
 cudaError_t launch_gla_output(const GlaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
-cudaError_t launch_gla_rows(const GlaRows& problem, cudaStream_t stream);
+cudaError_t launch_gla_dq(const GlaDq& problem, cudaStream_t stream);
 
 // The arguments of one launch of head_read_kernel.
-struct HeadPass {
+struct HeadReadParams {
   HeadRead read;
-  Segments cut;
-  int stages, values, slots, readers;
+  Segmentation segmentation;
+  int stages, values, state_stages, output_warpgroups;
 };
 
 // Number of heads with a state.
-__host__ __device__ inline int state_heads(const HeadRead& read) {
+__host__ __device__ inline int count_state_heads(const HeadRead& read) {
   return read.reverse ? read.shape.query_heads : read.shape.heads;
 }
 
 // The other chunk of the pair; its length is 0 if the sequence ends before it.
-__device__ inline Piece partner_of(const Piece& piece) {
+__device__ inline TokenRange partner_chunk(const TokenRange& piece) {
   const int64_t index = piece.index ^ 1, start = piece.sequence.start + index * kChunk;
   return {piece.sequence, index, start, static_cast<int>(clamp(piece.sequence.end - start, 0, kChunk))};
 }
 
 template <typename T, int D, bool Reverse>
-cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream);
+cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream);
 template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& problem, cudaStream_t stream);
 // Sums dg_parts and across to dg.
-cudaError_t sum_head_gates(const HeadGradients& problem, cudaStream_t stream);
+cudaError_t sum_gate_gradients(const HeadGradients& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

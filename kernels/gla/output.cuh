@@ -17,12 +17,12 @@ struct GlaOutputTiles {
                                 SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
 
   __device__ explicit GlaOutputTiles(unsigned char* shared) {
-    Layout(shared)(g)(q)(k)(raw)(s)(v)(totals, 4 * M)(decay, M);
+    SharedAllocator(shared)(g)(q)(k)(raw)(s)(v)(totals, 4 * M)(decay, M);
   }
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     gla_output_kernel(const __grid_constant__ GlaOutput p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GlaOutputTiles<T, M> tile(shared);
@@ -31,51 +31,51 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   const ChunkBlock block(shape, warp);
   if (block.piece.length == 0) return;
 
-  block.load<kGroup>(tile.g, p.g, block.head, 0, shape.M);
-  block.load<kGroup>(tile.k, p.k, block.head, 0, shape.M);
+  block.load<kWarpgroupThreads>(tile.g, p.g, block.head, 0, shape.M);
+  block.load<kWarpgroupThreads>(tile.k, p.k, block.head, 0, shape.M);
   commit_copies();
   const auto load_values = [&](int v) {
-    block.load<kGroup>(tile.v, p.v, block.head, v, shape.V);
-    block.load_states<kGroup>(tile.s, p.states, v, shape.V - v);
+    block.load<kWarpgroupThreads>(tile.v, p.v, block.head, v, shape.V);
+    block.load_states<kWarpgroupThreads>(tile.s, p.states, v, shape.V - v);
     commit_copies();
   };
-  block.load<kGroup>(tile.q, p.q, block.query_head, 0, shape.M);
+  block.load<kWarpgroupThreads>(tile.q, p.q, block.query_head, 0, shape.M);
   load_values(0);
 
   wait_copies<1>();
   __syncthreads();
   RowReads<T, M> reads;
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {rows_of(tile.q, warp)}};
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {warp_scratch(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split<kGroup>(tile.raw, p.k, {}, block.piece, block.head, shape.M);
+  reads.template split_into_blocks<kWarpgroupThreads>(tile.raw, p.k, {}, block.piece, block.head, shape.M);
   wait_copies<0>();
   __syncthreads();
 
   // O = (q e^L) S + [q_i . e^{L_i - L_j} k_j, j <= i] V
-  Operand<M / 8 / 2> f;
-  Operand<2> w[2];
+  AFragment<M / 8 / 2> f;
+  AFragment<2> w[2];
   {
-    Sums<M / 8> q;
-    take_rows<T>(q, tile.q, kRows * warp, shape.scale);
+    Accumulator<M / 8> q;
+    load_scaled_rows<T>(q, tile.q, kWarpRows * warp, shape.scale);
     __syncwarp();
     reads.key_read(q, w);
-    round_to<T>(f, q);
+    round_to_a_fragment<T>(f, q);
   }
   // The warp's rows of the tile q are the buffer for its stores.
-  const SharedTile<T, kChunk, kSlab> stage{reinterpret_cast<T*>(rows_of(tile.q, warp)) -
-                                           warp * kRows * kSlab};
-  each_slab(shape.V, load_values, [&](int v) {
-    Sums<8> o;
+  const SharedTile<T, kChunk, kSlab> staging{reinterpret_cast<T*>(warp_scratch(tile.q, warp)) -
+                                             warp * kWarpRows * kSlab};
+  for_each_slab(shape.V, load_values, [&](int v) {
+    Accumulator<8> o;
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.s);
-    add_scored<Side::earlier, T>(o, w, tile.v, warp);
-    store_rows<T>(o, stage, warp, p.o, block.piece, block.query_head, v, shape.V);
+    add_score_product<Side::earlier, T>(o, w, tile.v, warp);
+    store_rows<T>(o, staging, warp, p.o, block.piece, block.query_head, v, shape.V);
   });
 }
 
 template <typename T, int M>
 cudaError_t launch_gla_output(const GlaOutput& p, cudaStream_t stream) {
-  return launch_blocks<gla_output_kernel<T, M>>(p, kGroup, GlaOutputTiles<T, M>::kBytes, stream);
+  return launch_blocks<gla_output_kernel<T, M>>(p, kWarpgroupThreads, GlaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

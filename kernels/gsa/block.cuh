@@ -8,7 +8,7 @@
 
 namespace girih::kernels {
 
-constexpr int kGroup = 128;  // threads of a warpgroup; a block has one or two warpgroups
+constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup; a block has one or two warpgroups
 
 // Rows of the state of a chunk, from row `first`.
 template <typename T>
@@ -21,27 +21,27 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
 // The block's chunk and query head.
 struct ChunkBlock {
   const GsaShape& shape;
-  const int warp, group;                // index in the warpgroup; index of the warpgroup
-  const int query_head, queries, head;  // queries: number of query heads of the memory head
+  const int warp, warpgroup;               // index in the warpgroup; index of the warpgroup
+  const int query_head, group_size, head;  // queries: number of query heads of the memory head
   const int64_t chunk;
-  Piece piece;
+  TokenRange piece;
 
-  __device__ ChunkBlock(const GsaShape& shape, int warp, int group = 0)
+  __device__ ChunkBlock(const GsaShape& shape, int warp, int warpgroup = 0)
       : shape(shape),
         warp(warp),
-        group(group),
+        warpgroup(warpgroup),
         query_head(static_cast<int>(blockIdx.x % static_cast<unsigned>(shape.query_heads))),
-        queries(shape.query_heads / shape.heads),
-        head(query_head / queries),
+        group_size(shape.query_heads / shape.heads),
+        head(query_head / group_size),
         chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
-        piece(piece_at(shape.tokens, chunk, kChunk)) {}
+        piece(token_range_at(shape.tokens, chunk, kChunk)) {}
 
   // True for the first of the query heads that share the memory head.
-  __device__ bool leads() const { return query_head % queries == 0; }
+  __device__ bool is_group_leader() const { return query_head % group_size == 0; }
 
   // Called by all threads of the block. Starts the copy of the rows of head `of`, from column `col`.
   template <int Threads, class Tile>
-  __device__ void load(const Tile& tile, const In<4>& from, int of, int col, int width) const {
+  __device__ void load(const Tile& tile, const InputTensor<4>& from, int of, int col, int width) const {
     load_rows<Threads>(tile, from, piece, of, col, width);
   }
   // Starts the copy of `rows` rows of the state, from row `first`.
@@ -52,7 +52,8 @@ struct ChunkBlock {
   }
   // Starts the copies of the gates and the weights.
   template <int Threads, class G, class S>
-  __device__ void load_slots(const G& to_g, const In<4>& g, const S& to_s, const In<4>& s) const {
+  __device__ void load_slots(const G& to_g, const InputTensor<4>& g, const S& to_s,
+                             const InputTensor<4>& s) const {
     load<Threads>(to_g, g, head, 0, shape.M);
     load_weights<Threads>(to_s, s, g, piece, head, shape.M);
     commit_copies();
@@ -63,7 +64,7 @@ struct ChunkBlock {
 // load(col) starts the copies of the next 64 after all threads of the block have finished with the previous
 // ones.
 template <class Load, class F>
-__device__ inline void each_slab(int width, const Load& load, const F& f) {
+__device__ inline void for_each_slab(int width, const Load& load, const F& f) {
   for (int col = 0;; col += kSlab) {
     f(col);
     if (col + kSlab >= width) break;
@@ -76,12 +77,12 @@ __device__ inline void each_slab(int width, const Load& load, const F& f) {
 
 // For the warp's rows of X and 64 columns:   a += X Y^T,   sums += X H, H from column `first`.
 template <Side side, typename T, int N, class Tile, class Other, class Memory>
-__device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const Other& y, const Memory& h,
-                                int warp, int first = 0) {
+__device__ inline void add_slab(Scores& a, Accumulator<N>& sums, const Tile& x, const Other& y,
+                                const Memory& h, int warp, int first = 0) {
 #pragma unroll 2
   for (int col = 0; col < kSlab; col += 16) {
     uint32_t block[4];
-    load_block(block, x, kRows * warp, col);
+    load_block(block, x, kWarpRows * warp, col);
     add_scores<side, T>(a, block, y, col, warp);
     add_product<T>(sums, block, h, col, first);
   }
@@ -91,40 +92,40 @@ __device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const O
 // memory. The values pass through the warp's rows of the tile `stage`, from column `at`, so that lanes store
 // 16 bytes each.
 template <typename T, int Eights = 8, int N>
-__device__ inline void store_rows(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
-                                  const Out<4>& array, const Piece& piece, int head, int first_col, int cols,
-                                  int at = 0, int n0 = 0) {
+__device__ inline void store_rows(const Accumulator<N>& sums, const SharedTile<T, kChunk, kSlab>& staging,
+                                  int warp, const OutputTensor<4>& array, const TokenRange& piece, int head,
+                                  int first_col, int cols, int at = 0, int n0 = 0) {
   T* to = chunk_rows<T>(array, piece, head) + first_col;
   const int64_t stride = array.stride[1];
   const int rows = piece.length;
   cols -= first_col;
   __syncwarp();
-  each_pair<Eights>([&](int n, int i) {
-    put_lane_pair<T>(stage, kRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
-                     sums.at[n0 + n][2 * i + 1]);
+  for_each_register_pair<Eights>([&](int n, int i) {
+    store_lane_pair<T>(staging, kWarpRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
+                       sums.at[n0 + n][2 * i + 1]);
   });
   __syncwarp();
-  const int row = kRows * warp + lane() / Eights, col = lane() % Eights * 8;
+  const int row = kWarpRows * warp + lane() / Eights, col = lane() % Eights * 8;
   const int left = col < cols ? rows - row : 0;
   to += row * stride + col;
 #pragma unroll
-  for (int i = 0; i < kRows; i += 32 / Eights) {
+  for (int i = 0; i < kWarpRows; i += 32 / Eights) {
     if (i < left)
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&stage.at(row + i, at + col));
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&staging.at(row + i, at + col));
     to += 32 / Eights * stride;
   }
 }
 
 // The shared memory of a warp's 16 rows of a tile.
 template <class Tile>
-__device__ inline float* rows_of(const Tile& tile, int warp) {
-  return reinterpret_cast<float*>(tile.data + kRows * warp * Tile::kCols);
+__device__ inline float* warp_scratch(const Tile& tile, int warp) {
+  return reinterpret_cast<float*>(tile.data + kWarpRows * warp * Tile::kCols);
 }
 
 // Launches one block for each chunk and query head.
 template <auto Kernel, class Problem>
 cudaError_t launch_blocks(const Problem& p, int threads, int bytes, cudaStream_t stream) {
-  const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;
+  const int64_t blocks = token_range_count(p.shape.tokens, kChunk) * p.shape.query_heads;
   return launch_kernel<Kernel>(p, blocks, threads, bytes, stream);
 }
 

@@ -19,7 +19,7 @@ namespace girih::kernels {
 // stays below 2^80, and products with logits and gradients stay below 2^127. The range of fp16 is 2^-14 to
 // 2^16; the gates of a layer (log sigmoids divided by 8 or 16) sum to about 2^-9 or 2^-4 in a chunk.
 template <typename T>
-constexpr float factored_limit = std::is_same_v<T, __half> ? 13.f : 80.f;
+constexpr float max_factored_log2 = std::is_same_v<T, __half> ? 13.f : 80.f;
 // In fp16 both factors have to fit in the range: s~ is multiplied by 2^6 and r by 2^-6. Products of r with
 // e^{L_C}, or of s~ with a factor other than r, are corrected by 2^6 or 2^-6. So s, p, dz and q have full
 // precision from 2^-7 and stay finite up to 2^9.
@@ -28,7 +28,7 @@ constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 
 // Adds factor_shift to log2 of s~ / s, or to log2 of e^{L_C} where it multiplies r.
 template <typename T>
-__device__ inline float shifted(float log2) {
+__device__ inline float add_shift(float log2) {
   if constexpr (factor_shift<T> == 0) {
     return log2;
   } else {
@@ -36,41 +36,41 @@ __device__ inline float shifted(float log2) {
   }
 }
 // x *= 2^factor_shift, or with `Back` x *= 2^-factor_shift.
-template <typename T, bool Back = false, int N>
-__device__ inline void shift(Sums<N>& x) {
+template <typename T, bool Inverse = false, int N>
+__device__ inline void apply_shift(Accumulator<N>& x) {
   if constexpr (factor_shift<T> != 0) {
     constexpr float kPower = 1 << factor_shift<T>;
-    constexpr float kBy = Back ? 1.f / kPower : kPower;
-    each_sum<N>([&](int n, int i) { x.at[n][i] *= kBy; });
+    constexpr float kFactor = Inverse ? 1.f / kPower : kPower;
+    for_each_register<N>([&](int n, int i) { x.at[n][i] *= kFactor; });
   }
 }
 
 // The rows of one chunk and head of an array [B, T, heads, width].
 template <typename T, template <int> class Array>
-__device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int head) {
+__device__ inline auto chunk_rows(const Array<4>& array, const TokenRange& piece, int head) {
   return at<T>(array, piece.sequence.batch, piece.start, head);
 }
 // Called by all threads of the block. Starts the copy of these rows, columns `col` to `width`.
 template <int Threads, class Tile>
-__device__ inline void load_rows(const Tile& tile, const In<4>& from, const Piece& piece, int head, int col,
-                                 int width) {
+__device__ inline void load_rows(const Tile& tile, const InputTensor<4>& from, const TokenRange& piece,
+                                 int head, int col, int width) {
   load_async<Threads>(tile, chunk_rows<typename Tile::Element>(from, piece, head) + col, from.stride[1],
                       piece.length, width - col, threadIdx.x);
 }
 
 // 1 - e^g of two neighbouring columns. Rows and columns outside of the array are clamped.
 template <typename T>
-__device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
-                                           int col) {
+__device__ inline uint32_t complement_pair(const InputTensor<4>& g, const TokenRange& piece, int head,
+                                           int slots, int row, int col) {
   const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
   const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
-  return pair_of<T>(complement(pair.x), complement(pair.y));
+  return pack_pair<T>(one_minus_exp(pair.x), one_minus_exp(pair.y));
 }
 
 // Called by all threads of the block. Starts the copy of s, or writes 1 - e^g if s is absent.
 template <int Threads, typename T, int M>
-__device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<4>& from, const In<4>& g,
-                                    const Piece& piece, int head, int slots) {
+__device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const InputTensor<4>& from,
+                                    const InputTensor<4>& g, const TokenRange& piece, int head, int slots) {
   if (from.data != nullptr) {
     load_rows<Threads>(s, from, piece, head, 0, slots);
     return;
@@ -80,41 +80,44 @@ __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<
     const int row = i / (M / 4), col = i % (M / 4) * 4;
     Pack<4> pack = zeros<4>();
     if (row < piece.length && col < slots) pack = load<4>(gates + row * g.stride[1] + col);
-    *reinterpret_cast<uint2*>(&s.at(row, col)) = {pair_of<T>(complement(pack.at[0]), complement(pack.at[1])),
-                                                  pair_of<T>(complement(pack.at[2]), complement(pack.at[3]))};
+    *reinterpret_cast<uint2*>(&s.at(row, col)) = {
+        pack_pair<T>(one_minus_exp(pack.at[0]), one_minus_exp(pack.at[1])),
+        pack_pair<T>(one_minus_exp(pack.at[2]), one_minus_exp(pack.at[3]))};
   }
 }
 
 // Two neighbouring elements of a tile as floats.
 template <typename T, class Tile>
-__device__ inline float2 pair_at(const Tile& tile, int row, int col) {
-  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
+__device__ inline float2 load_pair(const Tile& tile, int row, int col) {
+  return unpack_pair<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
 }
 // The pair at (row + lane_row(), col + lane_col()).
 template <typename T, class Tile>
-__device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
-  return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
+__device__ inline float2 load_lane_pair(const Tile& tile, int row, int col) {
+  return unpack_pair<T>(*reinterpret_cast<const uint32_t*>(&lane_element(tile, row, col)));
 }
 template <typename T, class Tile>
-__device__ inline void put_lane_pair(const Tile& tile, int row, int col, float left, float right) {
-  *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
+__device__ inline void store_lane_pair(const Tile& tile, int row, int col, float left, float right) {
+  *reinterpret_cast<uint32_t*>(&lane_element(tile, row, col)) = pack_pair<T>(left, right);
 }
 
 // sums = factor * 16 rows of a tile, from row `first`.
 template <typename T, int N, class Tile>
-__device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int first, float factor = 1.f) {
-  each_pair<N>([&](int n, int i) {
-    const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
+__device__ inline void load_scaled_rows(Accumulator<N>& sums, const Tile& tile, int first,
+                                        float factor = 1.f) {
+  for_each_register_pair<N>([&](int n, int i) {
+    const float2 x = load_lane_pair<T>(tile, first + 8 * i, 8 * n);
     sums.at[n][2 * i] = factor * x.x, sums.at[n][2 * i + 1] = factor * x.y;
   });
 }
 
 // tile *= factors, for 16 rows from row `first`.
 template <typename T, int N, class Tile>
-__device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {
-  each_pair<N>([&](int n, int i) {
-    const float2 x = lane_pair<T>(tile, first + 8 * i, 8 * n);
-    put_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i], x.y * factors.at[n][2 * i + 1]);
+__device__ inline void scale_rows(const Tile& tile, int first, const Accumulator<N>& factors) {
+  for_each_register_pair<N>([&](int n, int i) {
+    const float2 x = load_lane_pair<T>(tile, first + 8 * i, 8 * n);
+    store_lane_pair<T>(tile, first + 8 * i, 8 * n, x.x * factors.at[n][2 * i],
+                       x.y * factors.at[n][2 * i + 1]);
   });
 }
 
@@ -128,13 +131,13 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
 template <typename T, int Warps, int Columns, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
   constexpr int kTiles = Columns / 8 / Warps;  // tiles of 8 columns of a warp
-  constexpr int kBlocks = kChunk / kRows;
+  constexpr int kBlocks = kChunk / kWarpRows;
   const int first = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
-  uint32_t triangle[4], square[4];
-  ones(triangle, Sum::after);
-  ones(square, Sum::all);
-  Sums<kBlocks> after[kTiles];  // blocks of 16 rows, the last block first
-  Sums<1> total[kTiles];
+  uint32_t prefix_ones[4], total_ones[4];
+  fill_ones(prefix_ones, RowRange::later);
+  fill_ones(total_ones, RowRange::all);
+  Accumulator<kBlocks> suffix_sum[kTiles];  // blocks of 16 rows, the last block first
+  Accumulator<1> total[kTiles];
   bool small = true;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -142,33 +145,34 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       GateParts<1> gates;
-      load(gates, g, kRows * (kBlocks - 1 - b), first + 8 * t);
-      Sums<1> sums = total[t];
-      add_gates(sums, triangle, gates);
-      add_gates(total[t], square, gates);
+      load(gates, g, kWarpRows * (kBlocks - 1 - b), first + 8 * t);
+      Accumulator<1> sums = total[t];
+      add_gates(sums, prefix_ones, gates);
+      add_gates(total[t], total_ones, gates);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float x = after[t].at[b][i] = kLog2E * sums.at[0][i];
+        const float x = suffix_sum[t].at[b][i] = kLog2E * sums.at[0][i];
         // With gates above 0 a partial sum may exceed the whole sum, and fp16 has no range for it.
-        if (factor_shift<T> != 0) small = small && x > -factored_limit<T> && x <= 1.f;
+        if (factor_shift<T> != 0) small = small && x > -max_factored_log2<T> && x <= 1.f;
       }
     }
-    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -factored_limit<T>;
+    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -max_factored_log2<T>;
   }
   if (!__syncthreads_and(small)) return false;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
     const int col = first + 8 * t;
-    each_pair<kBlocks>([&](int b, int i) {
-      const int row = kRows * (kBlocks - 1 - b) + 8 * i;
-      const float left = shifted<T>(after[t].at[b][2 * i]), right = shifted<T>(after[t].at[b][2 * i + 1]);
+    for_each_register_pair<kBlocks>([&](int b, int i) {
+      const int row = kWarpRows * (kBlocks - 1 - b) + 8 * i;
+      const float left = add_shift<T>(suffix_sum[t].at[b][2 * i]),
+                  right = add_shift<T>(suffix_sum[t].at[b][2 * i + 1]);
       weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
-      *reinterpret_cast<float2*>(&lane_at(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
+      *reinterpret_cast<float2*>(&lane_element(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
     });
     if (lane_row() == 0) {
       *reinterpret_cast<float2*>(decay + col + lane_col()) = {
-          exp2_fast(shifted<T>(kLog2E * total[t].at[0][0])),
-          exp2_fast(shifted<T>(kLog2E * total[t].at[0][1]))};
+          exp2_fast(add_shift<T>(kLog2E * total[t].at[0][0])),
+          exp2_fast(add_shift<T>(kLog2E * total[t].at[0][1]))};
     }
   }
   return true;
@@ -179,23 +183,24 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 template <int M, int Columns = M>
 struct Gates {
   static constexpr int N = Columns / 8;
-  // With factors: e^{-X}. Without, after split(): sums of log2 e^g through each row of its block of 16 rows.
+  // With factors: e^{-X}. Without, after split(): sums of log2 e^g prefix_sum each row of its block of 16
+  // rows.
   SharedTile<float, kChunk, M> g;
   float* decay;   // [M], with factors: e^{L_C}
   float* totals;  // [4, M], without factors: sums of each block of 16 rows
   int warp;       // index in the warpgroup
 
-  __device__ int row() const { return kRows * warp; }
+  __device__ int row() const { return kWarpRows * warp; }
   // The factors e^{-X} of row row() + lane_row() + 8 i, columns 8n + lane_col() and the next.
   __device__ float2 factor(int i, int n) const {
-    return *reinterpret_cast<const float2*>(&lane_at(g, row() + 8 * i, 8 * n));
+    return *reinterpret_cast<const float2*>(&lane_element(g, row() + 8 * i, 8 * n));
   }
   __device__ float2 chunk_decay(int n) const {
     return *reinterpret_cast<const float2*>(decay + 8 * n + lane_col());
   }
   // sums *= e^{-X}
-  __device__ void multiply(Sums<N>& sums) const {
-    each_pair<N>([&](int n, int i) {
+  __device__ void multiply(Accumulator<N>& sums) const {
+    for_each_register_pair<N>([&](int n, int i) {
       const float2 r = factor(i, n);
       sums.at[n][2 * i] *= r.x, sums.at[n][2 * i + 1] *= r.y;
     });
@@ -205,12 +210,12 @@ struct Gates {
 
   // Replaces g by its running sums within 16 rows and writes totals. Called by the four warps of a warpgroup,
   // each for its rows; barriers of the block before and after it are the caller's.
-  __device__ void split() const {
-    uint32_t triangle[4];
-    ones(triangle, Sum::through);
-    Sums<N> through;
-    fill(through, 0.f);
-    add_gates(through, triangle, g, row());
+  __device__ void split_into_blocks() const {
+    uint32_t prefix_ones[4];
+    fill_ones(prefix_ones, RowRange::up_to);
+    Accumulator<N> prefix_sum;
+    fill(prefix_sum, 0.f);
+    add_gates(prefix_sum, prefix_ones, g, row());
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -218,11 +223,11 @@ struct Gates {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         *reinterpret_cast<float2*>(&g.at(row() + lane_row() + 8 * i, col)) = {
-            kLog2E * through.at[n][2 * i], kLog2E * through.at[n][2 * i + 1]};
+            kLog2E * prefix_sum.at[n][2 * i], kLog2E * prefix_sum.at[n][2 * i + 1]};
       }
       if (lane_row() == 7) {
-        *reinterpret_cast<float2*>(totals + warp * M + col) = {kLog2E * through.at[n][2],
-                                                               kLog2E * through.at[n][3]};
+        *reinterpret_cast<float2*>(totals + warp * M + col) = {kLog2E * prefix_sum.at[n][2],
+                                                               kLog2E * prefix_sum.at[n][3]};
       }
     }
     __syncwarp();
@@ -233,25 +238,25 @@ struct Gates {
     return {exp2_fast(sum.x), exp2_fast(sum.y)};
   }
   // The running sums of row j of the warp's 16 rows.
-  __device__ float2 through(int j, int n) const {
+  __device__ float2 prefix_sum(int j, int n) const {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
-  __device__ void through(Sums<N>& to) const {
-    each_pair<N>([&](int n, int i) {
-      const float2 sum = through(lane_row() + 8 * i, n);
+  __device__ void prefix_sum(Accumulator<N>& to) const {
+    for_each_register_pair<N>([&](int n, int i) {
+      const float2 sum = prefix_sum(lane_row() + 8 * i, n);
       to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
     });
   }
-  // e^{sum of g through each row} and e^{sum of g after each row}, within the 16 rows.
-  __device__ void decay_through(Sums<N>& to) const {
-    through(to);
-    each_sum<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });
+  // e^{sum of g prefix_sum each row} and e^{sum of g after each row}, within the 16 rows.
+  __device__ void decay_from_block_start(Accumulator<N>& to) const {
+    prefix_sum(to);
+    for_each_register<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });
   }
-  __device__ void decay_after(Sums<N>& to) const {
-    through(to);
+  __device__ void decay_to_block_end(Accumulator<N>& to) const {
+    prefix_sum(to);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const float2 all = through(kRows - 1, n);
+      const float2 all = prefix_sum(kWarpRows - 1, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast((i & 1 ? all.y : all.x) - to.at[n][i]);
     }
@@ -260,8 +265,8 @@ struct Gates {
 
 // e^{l_i - l_j} of rows i and j of the warp's 16 rows for one slot; 0 if j is the later row. The order of the
 // rows is an argument because gates may be above 0 (then l_i - l_j is too) or NaN.
-__device__ inline float decay_between(float later, float earlier, bool in_order) {
-  return exp2_fast(in_order ? later - earlier : -INFINITY);
+__device__ inline float decay_between(float later, float earlier, bool is_ordered) {
+  return exp2_fast(is_ordered ? later - earlier : -INFINITY);
 }
 
 }  // namespace girih::kernels

@@ -9,47 +9,48 @@ namespace girih::kernels {
 
 // Sets x = value in the padding slots, from `slots`.
 template <int N>
-__device__ inline void mask_slots(Sums<N>& x, int slots, float value) {
+__device__ inline void mask_padding_slots(Accumulator<N>& x, int slots, float value) {
   if (slots >= 8 * N) return;
-  each_sum<N>([&](int n, int i) {
+  for_each_register<N>([&](int n, int i) {
     if (8 * n + lane_col() + (i & 1) >= slots) x.at[n][i] = value;
   });
 }
 
 // The largest logits of rows lane_row() and lane_row() + 8.
 template <int N>
-__device__ inline float2 row_tops(const Sums<N>& x) {
-  float2 top = {-INFINITY, -INFINITY};
+__device__ inline float2 row_max(const Accumulator<N>& x) {
+  float2 max_logit = {-INFINITY, -INFINITY};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    top.x = fmaxf(top.x, fmaxf(x.at[n][0], x.at[n][1]));
-    top.y = fmaxf(top.y, fmaxf(x.at[n][2], x.at[n][3]));
+    max_logit.x = fmaxf(max_logit.x, fmaxf(x.at[n][0], x.at[n][1]));
+    max_logit.y = fmaxf(max_logit.y, fmaxf(x.at[n][2], x.at[n][3]));
   }
-  return {max_over_row(top.x), max_over_row(top.y)};
+  return {max_over_row(max_logit.x), max_over_row(max_logit.y)};
 }
 
 // x becomes p / divisor. For softmax x holds the exponentials and divisor is the reciprocal of their sum, for
 // rows lane_row() and lane_row() + 8; otherwise divisor is 1. Slots from `slots` are padding.
 template <int N>
-__device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, float2& divisor) {
+__device__ inline void apply_feature(Accumulator<N>& x, Feature feature, float scale, int slots,
+                                     float2& divisor) {
   divisor = {1.f, 1.f};
   if (feature == Feature::softmax) {
     if (scale < 0.f) {
-      each_sum<N>([&](int n, int i) { x.at[n][i] = -x.at[n][i]; });
+      for_each_register<N>([&](int n, int i) { x.at[n][i] = -x.at[n][i]; });
     }
     const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // not 0: 0 * -inf is NaN
-    mask_slots(x, slots, -INFINITY);
-    const float2 largest = row_tops(x), top = {factor * largest.x, factor * largest.y};
+    mask_padding_slots(x, slots, -INFINITY);
+    const float2 largest = row_max(x), max_logit = {factor * largest.x, factor * largest.y};
     float2 sum = {0.f, 0.f};
-    each_sum<N>([&](int n, int i) {
+    for_each_register<N>([&](int n, int i) {
       float& value = x.at[n][i];
-      value = exp2_fast(fmaf(value, factor, -(i < 2 ? top.x : top.y)));
+      value = exp2_fast(fmaf(value, factor, -(i < 2 ? max_logit.x : max_logit.y)));
       (i < 2 ? sum.x : sum.y) += value;
     });
     divisor = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
     return;
   }
-  each_sum<N>([&](int n, int i) {
+  for_each_register<N>([&](int n, int i) {
     float& value = x.at[n][i];
     value *= scale;
     if (feature == Feature::silu) {
@@ -65,7 +66,7 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
 // For the exponentials p of a row: the largest logit in powers of two, sum p, and sum p dp. Rows lane_row()
 // and lane_row() + 8.
 struct SoftmaxSums {
-  float2 top, sum, delta;
+  float2 max_logit, sum, delta;
 };
 
 // The gradient of apply(). z and dp = dL/dp do not contain the read of the row's own token, which is score *
@@ -76,9 +77,9 @@ struct SoftmaxSums {
 // dL/dz. put() may change p and dz; the results replace z and dp. If other warps have other columns of the
 // rows, join(sums) adds their sums.
 template <int N, class Weight, class Join, class Put>
-__device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, float2 own_dp,
-                                     const Weight& weight, Feature feature, float scale, int slots,
-                                     const Join& join, const Put& put) {
+__device__ inline void differentiate_feature(Accumulator<N>& z, Accumulator<N>& dp, float2 own_z,
+                                             float2 own_dp, const Weight& weight, Feature feature,
+                                             float scale, int slots, const Join& join, const Put& store) {
   own_z.x *= scale, own_z.y *= scale;
   // Calls f(n, i, own term of z, own term of dp) for each pair.
   const auto each = [&](const auto& f) {
@@ -87,59 +88,61 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 w = weight(n, i);
-        const float of_z = i ? own_z.y : own_z.x, of_dp = i ? own_dp.y : own_dp.x;
-        f(n, i, float2{of_z * w.x, of_z * w.y}, float2{of_dp * w.x, of_dp * w.y});
+        const float self_z = i ? own_z.y : own_z.x, self_dp = i ? own_dp.y : own_dp.x;
+        f(n, i, float2{self_z * w.x, self_z * w.y}, float2{self_dp * w.x, self_dp * w.y});
       }
     }
   };
-  each([&](int n, int i, float2 of_z, float2 of_dp) {
-    z.at[n][2 * i] = fmaf(z.at[n][2 * i], scale, of_z.x);
-    z.at[n][2 * i + 1] = fmaf(z.at[n][2 * i + 1], scale, of_z.y);
-    dp.at[n][2 * i] += of_dp.x, dp.at[n][2 * i + 1] += of_dp.y;
+  each([&](int n, int i, float2 self_z, float2 self_dp) {
+    z.at[n][2 * i] = fmaf(z.at[n][2 * i], scale, self_z.x);
+    z.at[n][2 * i + 1] = fmaf(z.at[n][2 * i + 1], scale, self_z.y);
+    dp.at[n][2 * i] += self_dp.x, dp.at[n][2 * i + 1] += self_dp.y;
   });
   // derivative(z, dp, row) returns (p, dL/dz).
   const auto finish = [&](const auto& derivative) {
     asm volatile("" ::: "memory");  // forces a second load of the weights, which have no registers
-    each([&](int n, int i, float2 of_z, float2 of_dp) {
+    each([&](int n, int i, float2 self_z, float2 self_dp) {
       float &left = z.at[n][2 * i], &right = z.at[n][2 * i + 1];
-      float &of_left = dp.at[n][2 * i], &of_right = dp.at[n][2 * i + 1];
-      const float2 one = derivative(left, of_left, i), two = derivative(right, of_right, i);
+      float &dp_left = dp.at[n][2 * i], &dp_right = dp.at[n][2 * i + 1];
+      const float2 one = derivative(left, dp_left, i), two = derivative(right, dp_right, i);
       float2 p = {one.x, two.x}, dz = {scale * one.y, scale * two.y};
-      put(n, i, float2{left - of_z.x, right - of_z.y}, float2{of_left - of_dp.x, of_right - of_dp.y}, p, dz);
+      store(n, i, float2{left - self_z.x, right - self_z.y},
+            float2{dp_left - self_dp.x, dp_right - self_dp.y}, p, dz);
       left = p.x, right = p.y;
-      of_left = dz.x, of_right = dz.y;
+      dp_left = dz.x, dp_right = dz.y;
     });
   };
   if (feature == Feature::softmax) {
-    mask_slots(z, slots, -1e30f);  // so that p = 0 and 0 z = 0
-    const float2 largest = row_tops(z), top = {kLog2E * largest.x, kLog2E * largest.y};
+    mask_padding_slots(z, slots, -1e30f);  // so that p = 0 and 0 z = 0
+    const float2 largest = row_max(z), max_logit = {kLog2E * largest.x, kLog2E * largest.y};
     float2 sum = {0.f, 0.f}, delta = {0.f, 0.f};
-    each_sum<N>([&](int n, int i) {
-      const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? top.x : top.y)));
+    for_each_register<N>([&](int n, int i) {
+      const float p = exp2_fast(fmaf(kLog2E, z.at[n][i], -(i < 2 ? max_logit.x : max_logit.y)));
       (i < 2 ? sum.x : sum.y) += p;
       (i < 2 ? delta.x : delta.y) += p * dp.at[n][i];
     });
-    SoftmaxSums row = {
-        top, {sum_over_row(sum.x), sum_over_row(sum.y)}, {sum_over_row(delta.x), sum_over_row(delta.y)}};
+    SoftmaxSums row = {max_logit,
+                       {sum_over_row(sum.x), sum_over_row(sum.y)},
+                       {sum_over_row(delta.x), sum_over_row(delta.y)}};
     join(row);
     delta = {row.delta.x / row.sum.x, row.delta.y / row.sum.y};
-    const float2 shift = {row.top.x + __log2f(row.sum.x), row.top.y + __log2f(row.sum.y)};
-    return finish([&](float x, float given, int row) -> float2 {
+    const float2 shift = {row.max_logit.x + __log2f(row.sum.x), row.max_logit.y + __log2f(row.sum.y)};
+    return finish([&](float x, float grad, int row) -> float2 {
       const float p = exp2_fast(fmaf(kLog2E, x, -(row ? shift.y : shift.x)));
-      return {p, p * (given - (row ? delta.y : delta.x))};
+      return {p, p * (grad - (row ? delta.y : delta.x))};
     });
   }
   // One loop with branches for the other features: with one loop each, these loops were most of the kernel's
   // code.
-  finish([&](float x, float given, int) -> float2 {
-    if (feature == Feature::none) return {x, given};
+  finish([&](float x, float grad, int) -> float2 {
+    if (feature == Feature::none) return {x, grad};
     if (feature == Feature::silu) {
       const float sigmoid = __fdividef(1.f, 1.f + exp2_fast(-kLog2E * x));
-      return {x * sigmoid, given * sigmoid * (1.f + x * (1.f - sigmoid))};
+      return {x * sigmoid, grad * sigmoid * (1.f + x * (1.f - sigmoid))};
     }
     const float positive = fmaxf(x, 0.f);
-    if (feature == Feature::relu) return {positive, x > 0.f ? given : 0.f};
-    return {positive * positive, 2.f * positive * given};
+    if (feature == Feature::relu) return {positive, x > 0.f ? grad : 0.f};
+    return {positive * positive, 2.f * positive * grad};
   });
 }
 

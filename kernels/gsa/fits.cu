@@ -1,22 +1,22 @@
 // gsa_fits. Separate translation unit, so that the kernels are not instantiated here.
 #include <algorithm>
 
-#include "gsa/columns.cuh"
+#include "gsa/dkv.cuh"
+#include "gsa/dq.cuh"
 #include "gsa/output.cuh"
-#include "gsa/rows.cuh"
 #include "tile/instance.h"
 
 namespace girih::kernels {
 
 cudaError_t gsa_fits(int M, bool& fits) {
-  const auto bytes_of = [](auto slots) {
+  const auto dtype_size = [](auto slots) {
     using T = __half;  // same size as bf16
-    return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaRowTiles<T, slots()>::kBytes,
-                     GatedColumnTiles<T, slots(), 2>::kBytes});
+    return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaDqTiles<T, slots()>::kBytes,
+                     GatedDkvTiles<T, slots(), 2>::kBytes});
   };
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  fits = (M <= 64 ? bytes_of(Constant<64>()) : bytes_of(Constant<128>())) <= limit;
+  fits = (M <= 64 ? dtype_size(Constant<64>()) : dtype_size(Constant<128>())) <= limit;
   return cudaSuccess;
 }
 

@@ -6,18 +6,18 @@
 namespace girih::kernels {
 
 cudaError_t gsa_output(const GsaOutput& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
     return launch_gsa_output<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gsa_rows(const GsaRows& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gsa_rows<decltype(element), slots()>(p, stream);
+cudaError_t gsa_dq(const GsaDq& p, cudaStream_t stream) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gsa_dq<decltype(element), slots()>(p, stream);
   });
 }
-cudaError_t gsa_columns(const GatedColumns& p, cudaStream_t stream) {
-  return by_instance(p.shape, [&](auto element, auto slots) {
-    return launch_gated_columns<decltype(element), slots(), 2>(p, stream);
+cudaError_t gsa_dkv(const GatedDkv& p, cudaStream_t stream) {
+  return dispatch_instance(p.shape, [&](auto element, auto slots) {
+    return launch_gated_dkv<decltype(element), slots(), 2>(p, stream);
   });
 }
 

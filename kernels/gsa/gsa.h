@@ -10,9 +10,9 @@
 //   gated_scan    both memories, chunk after chunk; writes the state before every chunk
 //   gsa_output    each chunk alone: logits, feature, o
 // Backward has three kernels and uses the states that forward saved:
-//   gsa_rows      each chunk alone: p, dp, the gradient of the logits, dq
+//   gsa_dq      each chunk alone: p, dp, the gradient of the logits, dq
 //   gated_scan    the gradients of both memories, from the last chunk to the first
-//   gsa_columns   each chunk alone: dk, dv, ds, dg
+//   gsa_dkv   each chunk alone: dk, dv, ds, dg
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,7 +33,7 @@ enum class Feature : int { softmax, none, silu, relu, relu2 };
 // Rows of every array are aligned to 16 bytes: strides and widths are multiples of 8 for 16-bit arrays and of
 // 4 for g.
 struct GsaShape {
-  Tokens tokens;
+  SequenceLayout tokens;
   int heads;        // H: heads of the memories
   int query_heads;  // HQ, a multiple of H
   int D, V, M;
@@ -45,28 +45,28 @@ struct GsaShape {
 
 // The state X [width, M] of one memory: X <- X Diag(e^{g_t}) + x_t s_t^T.
 struct ScannedMemory {
-  In<4> x;        // [B, T, heads (times group), width]
-  In<4> s;        // [B, T, heads (times group), M]; absent: s = 1 - e^g
-  In<4> initial;  // [N, heads, width, M] fp32; absent: zero
-  Out<4> final;   // [N, heads, width, M] fp32; absent: not written
-  int width = 0;  // 0: the memory does not exist
+  InputTensor<4> x;        // [B, T, heads (times group), width]
+  InputTensor<4> s;        // [B, T, heads (times group), M]; absent: s = 1 - e^g
+  InputTensor<4> initial;  // [N, heads, width, M] fp32; absent: zero
+  OutputTensor<4> final;   // [N, heads, width, M] fp32; absent: not written
+  int width = 0;           // 0: the memory does not exist
 };
 
 // Forward: states[c] is the state before chunk c; final is the state after the last token.
 //
 // Reverse, from the last token to the first: G_{t-1} = (G_t + x_t y_t^T) e^{g_t} with x = q, y = scale * dz
-// or x = do, y = p. s is y_scan of RowGradients. states[c] is the gradient of the state after chunk c, summed
-// over later tokens; initial is the gradient of the final state; final is the gradient of the initial state.
-// All `group` query heads of a memory head are summed.
+// or x = do, y = p. s is y_scan of GateGradientTerms. states[c] is the gradient of the state after chunk c,
+// summed over later tokens; initial is the gradient of the final state; final is the gradient of the initial
+// state. All `group` query heads of a memory head are summed.
 struct GatedScan {
-  Tokens tokens;
+  SequenceLayout tokens;
   int heads, group, M;
   DType dtype;  // of x, s and the states. f32: each x and s has its own type; in reverse s is y
   bool reverse;
-  In<4> g;                         // [B, T, heads, M] fp32
-  const bool* factored = nullptr;  // reverse: the scaling of s, see RowGradients
+  InputTensor<4> g;                   // [B, T, heads, M] fp32
+  const bool* is_factored = nullptr;  // reverse: the scaling of s, see GateGradientTerms
   ScannedMemory memory[2];
-  void* states;     // dtype [piece_count(tokens, 64), heads, memory[0].width + memory[1].width, M]
+  void* states;     // dtype [token_range_count(tokens, 64), heads, memory[0].width + memory[1].width, M]
   void* workspace;  // gated_scan_workspace() bytes; may be null if this is 0
 };
 
@@ -75,63 +75,63 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream);
 
 struct GsaOutput {
   GsaShape shape;
-  In<4> q, k, v;       // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
-  In<4> s;             // [B, T, H, M]; absent: 1 - e^g
-  In<4> g;             // [B, T, H, M] fp32
-  const void* states;  // from the scan of (k, v)
-  Out<4> o;            // [B, T, HQ, V]
+  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
+  InputTensor<4> s;        // [B, T, H, M]; absent: 1 - e^g
+  InputTensor<4> g;        // [B, T, H, M] fp32
+  const void* states;      // from the scan of (k, v)
+  OutputTensor<4> o;       // [B, T, HQ, V]
 };
 
 cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 
-// Results of gsa_rows that the reverse scan and gsa_columns read, besides y (p or dz).
+// Results of gsa_dq that the reverse scan and gsa_dkv read, besides y (p or dz).
 //
 // X_t is the sum of g over the tokens of the chunk after t. If the sums of the gates allow it (then
-// `factored` is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_columns then
+// `factored` is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_dkv then
 // read the same rounded values, so that the terms of pairs of rows in dg cancel. Otherwise y_scan = y
-// e^{L_t}, L_t the sum of g through row t, and gsa_columns reads y.
-struct RowGradients {
-  bool* factored;  // [piece_count(tokens, 64), heads]
-  Out<4> w;        // [B, T, HQ, M] fp32: each read times its gradient, without the row's own token
+// e^{L_t}, L_t the sum of g through row t, and gsa_dkv reads y.
+struct GateGradientTerms {
+  bool* is_factored;  // [token_range_count(tokens, 64), heads]
+  OutputTensor<4> w;  // [B, T, HQ, M] fp32: each read times its gradient, without the row's own token
 };
 
-struct GsaRows {
+struct GsaDq {
   GsaShape shape;
-  In<4> q, k, v, s, g;
-  const void* states;  // from the scan of (k, v)
-  In<4> dout;          // [B, T, HQ, V]
-  Out<4> dq;           // [B, T, HQ, D]
-  RowGradients left;
-  Out<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for chunks with factors
-  Out<4> p_scan, dz_scan;  // y_scan
+  InputTensor<4> q, k, v, s, g;
+  const void* states;   // from the scan of (k, v)
+  InputTensor<4> dout;  // [B, T, HQ, V]
+  OutputTensor<4> dq;   // [B, T, HQ, D]
+  GateGradientTerms gate_terms;
+  OutputTensor<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for chunks with factors
+  OutputTensor<4> p_scan, dz_scan;  // y_scan
 };
 
-cudaError_t gsa_rows(const GsaRows& problem, cudaStream_t stream);
+cudaError_t gsa_dq(const GsaDq& problem, cudaStream_t stream);
 
 // The memory x [width, M]; its gradient is the sum of read_t y_t^T.
-struct ColumnMemory {
-  In<4> x, read;    // [B, T, H, width], [B, T, HQ, width]
-  In<4> y, y_scan;  // [B, T, HQ, M]
+struct DkvMemory {
+  InputTensor<4> x, read;    // [B, T, H, width], [B, T, HQ, width]
+  InputTensor<4> y, y_scan;  // [B, T, HQ, M]
   // Before a sequence's first token: the state (optional) and its gradient, [N, H, width, M] fp32.
-  In<4> initial, start;
-  Out<4> dx;  // [B, T, HQ, width], dtype or fp32
+  InputTensor<4> initial, dinitial;
+  OutputTensor<4> dx;  // [B, T, HQ, width], dtype or fp32
   int width;
 };
 
 // The gradients other than dq. If several query heads share a memory head, each query head writes its own
 // terms in fp32 and the caller sums them.
-struct GatedColumns {
+struct GatedDkv {
   GsaShape shape;
-  In<4> s, g, w;
-  ColumnMemory memory[2];  // gla uses memory[1] only
-  float y_scale;           // factor of y; y_scan contains it
-  const void* states;      // [chunks, H, D + V, M], from the forward scan
-  const void* gradients;   // [chunks, H, D + V, M], from the reverse scan
-  Out<4> ds;               // [B, T, HQ, M], dtype or fp32; absent if s is absent
-  Out<4> dg;               // [B, T, HQ, M] fp32
+  InputTensor<4> s, g, w;
+  DkvMemory memory[2];    // gla uses memory[1] only
+  float y_scale;          // factor of y; y_scan contains it
+  const void* states;     // [chunks, H, D + V, M], from the forward scan
+  const void* gradients;  // [chunks, H, D + V, M], from the reverse scan
+  OutputTensor<4> ds;     // [B, T, HQ, M], dtype or fp32; absent if s is absent
+  OutputTensor<4> dg;     // [B, T, HQ, M] fp32
 };
 
-cudaError_t gsa_columns(const GatedColumns& problem, cudaStream_t stream);
+cudaError_t gsa_dkv(const GatedDkv& problem, cudaStream_t stream);
 
 // fits: whether the current device has enough shared memory for these kernels with M slots.
 cudaError_t gsa_fits(int M, bool& fits);
@@ -144,13 +144,13 @@ struct GsaStep {
   int D, V, M;
   Feature feature;
   float scale;
-  In<3> q, k, v;   // [N, HQ, D], [N, H, D], [N, H, V]
-  In<3> s;         // [N, H, M]: weights; absent: 1 - e^g; with z: the logits of ABC
-  In<3> g;         // [N, H, M]; absent if z is given
-  Out<4> state_k;  // [N, H, D, M] fp32
-  Out<4> state_v;  // [N, H, M, V] fp32
-  Out<3> z;        // [N, H, M] fp32, ABC only
-  Out<3> o;        // [N, HQ, V]
+  InputTensor<3> q, k, v;   // [N, HQ, D], [N, H, D], [N, H, V]
+  InputTensor<3> s;         // [N, H, M]: weights; absent: 1 - e^g; with z: the logits of ABC
+  InputTensor<3> g;         // [N, H, M]; absent if z is given
+  OutputTensor<4> state_k;  // [N, H, D, M] fp32
+  OutputTensor<4> state_v;  // [N, H, M, V] fp32
+  OutputTensor<3> z;        // [N, H, M] fp32, ABC only
+  OutputTensor<3> o;        // [N, HQ, V]
 };
 
 cudaError_t gsa_step(const GsaStep& problem, cudaStream_t stream);

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 128;
 // A segment costs one FMA; the loop is bound by memory latency, so the values of 8 segments are loaded at
 // once.
-constexpr int kAhead = 8;
+constexpr int kPrefetch = 8;
 
 __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
   const int width = p.width[0] + p.width[1];
@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
     const int row = static_cast<int>(i / p.M % width);
     const int64_t head = i / p.M / width % p.heads;
     const Sequence sequence = sequence_at(p.tokens, i / p.M / width / p.heads);
-    const int64_t first = first_piece(p.tokens, sequence, p.segment);
+    const int64_t first = first_token_range(p.tokens, sequence, p.segment);
     const int64_t segments = divide_up(sequence.end - sequence.start, p.segment);
 
     const int memory = row < p.width[0] ? 0 : 1;
-    const In<4> initial = memory == 0 ? p.initial[0] : p.initial[1];
-    const Out<4> final = memory == 0 ? p.final[0] : p.final[1];
+    const InputTensor<4> initial = memory == 0 ? p.initial[0] : p.initial[1];
+    const OutputTensor<4> final = memory == 0 ? p.final[0] : p.final[1];
     const auto offset = [&](const auto& array) {
       return offset_of(array, sequence.index, head, row - memory * p.width[0], m);
     };
@@ -35,20 +35,20 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
     // An empty sequence has one segment, whose final state is its initial state.
     const int64_t count = segments > 0 || p.tokens.tokens == 0 ? segments : 1;
     const int64_t ends = final.data == nullptr ? count - 1 : segments;  // segments whose S_end is read
-    for (int64_t n = 0; n < count; n += kAhead) {
-      float end[kAhead], decay[kAhead];
-      int64_t number[kAhead];
+    for (int64_t n = 0; n < count; n += kPrefetch) {
+      float end[kPrefetch], decay[kPrefetch];
+      int64_t segment_index[kPrefetch];
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        number[j] = first + (p.reverse ? count - 1 - (n + j) : n + j);
+      for (int j = 0; j < kPrefetch; ++j) {
+        segment_index[j] = first + (p.reverse ? count - 1 - (n + j) : n + j);
         const bool has_end = n + j < ends;
-        end[j] = has_end ? p.states[((number[j] * p.heads + head) * width + row) * p.M + m] : 0.f;
-        decay[j] = has_end ? p.decay[(number[j] * p.heads + head) * p.M + m] : 0.f;
+        end[j] = has_end ? p.states[((segment_index[j] * p.heads + head) * width + row) * p.M + m] : 0.f;
+        decay[j] = has_end ? p.decay[(segment_index[j] * p.heads + head) * p.M + m] : 0.f;
       }
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
+      for (int j = 0; j < kPrefetch; ++j) {
         if (n + j >= count) break;
-        p.states[((number[j] * p.heads + head) * width + row) * p.M + m] = state;
+        p.states[((segment_index[j] * p.heads + head) * width + row) * p.M + m] = state;
         if (n + j < ends) state = fmaf(expf(decay[j]), state, end[j]);
       }
     }
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
 cudaError_t join_segments(const SegmentJoin& p, cudaStream_t stream) {
   const int64_t elements = p.tokens.sequences * p.heads * (p.width[0] + p.width[1]) * p.M;
   if (elements == 0) return cudaSuccess;
-  gsa::join<<<blocks_for(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0, stream>>>(p);
+  gsa::join<<<clamp_grid_blocks(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

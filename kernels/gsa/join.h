@@ -16,17 +16,17 @@
 namespace girih::kernels {
 
 struct SegmentJoin {
-  Tokens tokens;
-  int64_t segment;  // tokens of a segment; segments have the indices of piece_at() for this size
+  SequenceLayout tokens;
+  int64_t segment;  // tokens of a segment; segments have the indices of token_range_at() for this size
   int heads, M;
   bool reverse;        // the segments are joined from the last to the first
   float* states;       // [segments, heads, width[0] + width[1], M], contiguous: S_end, replaced by S_in
   const float* decay;  // [segments, heads, M]: L
   int width[2];        // rows of each memory
-  In<4> initial[2];    // [N, heads, width, M] fp32: initial state of the sequence; absent: zero
+  InputTensor<4> initial[2];  // [N, heads, width, M] fp32: initial state of the sequence; absent: zero
   // The final state of the sequence, in the same layout. If absent, S_end and L of the last segment are not
   // read.
-  Out<4> final[2];
+  OutputTensor<4> final[2];
 };
 
 cudaError_t join_segments(const SegmentJoin& problem, cudaStream_t stream);

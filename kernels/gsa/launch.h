@@ -8,9 +8,9 @@ namespace girih::kernels {
 template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
-cudaError_t launch_gsa_rows(const GsaRows& problem, cudaStream_t stream);
+cudaError_t launch_gsa_dq(const GsaDq& problem, cudaStream_t stream);
 // Memories: 2 for gsa, 1 for gla.
 template <typename T, int M, int Memories>
-cudaError_t launch_gated_columns(const GatedColumns& problem, cudaStream_t stream);
+cudaError_t launch_gated_dkv(const GatedDkv& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

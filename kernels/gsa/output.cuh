@@ -20,12 +20,12 @@ struct GsaOutputTiles {
                                 3 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
 
   __device__ explicit GsaOutputTiles(unsigned char* shared) {
-    Layout(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M);
+    SharedAllocator(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M);
   }
 };
 
 template <typename T, int M>
-__global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     gsa_output_kernel(const __grid_constant__ GsaOutput p) {
   extern __shared__ __align__(128) unsigned char shared[];
   const GsaOutputTiles<T, M> tile(shared);
@@ -35,17 +35,17 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   if (block.piece.length == 0) return;
 
   const auto load_keys = [&](int d) {
-    block.load<kGroup>(tile.q, p.q, block.query_head, d, shape.D);
-    block.load<kGroup>(tile.k, p.k, block.head, d, shape.D);
-    block.load_states<kGroup>(tile.hk, p.states, d, shape.D - d);
+    block.load<kWarpgroupThreads>(tile.q, p.q, block.query_head, d, shape.D);
+    block.load<kWarpgroupThreads>(tile.k, p.k, block.head, d, shape.D);
+    block.load_states<kWarpgroupThreads>(tile.hk, p.states, d, shape.D - d);
     commit_copies();
   };
   const auto load_values = [&](int v) {
-    block.load<kGroup>(tile.v, p.v, block.head, v, shape.V);
-    block.load_states<kGroup>(tile.hv, p.states, shape.D + v, shape.V - v);
+    block.load<kWarpgroupThreads>(tile.v, p.v, block.head, v, shape.V);
+    block.load_states<kWarpgroupThreads>(tile.hv, p.states, shape.D + v, shape.V - v);
     commit_copies();
   };
-  block.load_slots<kGroup>(tile.g, p.g, tile.s, p.s);
+  block.load_slots<kWarpgroupThreads>(tile.g, p.g, tile.s, p.s);
   load_keys(0);
   load_values(0);
 
@@ -53,47 +53,47 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   __syncthreads();
   RowReads<T, M> reads;
   // The scratch of a warp is its rows of the tile q, which the warp has read by then.
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {rows_of(tile.q, warp)}};
+  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {warp_scratch(tile.q, warp)}};
   reads.template start<4>();
 
   // a = Q K^T,  logits = Q Hk
   Scores a;
-  Sums<M / 8> logits;
+  Accumulator<M / 8> logits;
   zero(a);
   fill(logits, 0.f);
   wait_copies<1>();
   __syncthreads();
-  each_slab(shape.D, load_keys,
-            [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
+  for_each_slab(shape.D, load_keys,
+                [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split<kGroup>(tile.hk, p.s, p.g, block.piece, block.head, shape.M);
+  reads.template split_into_blocks<kWarpgroupThreads>(tile.hk, p.s, p.g, block.piece, block.head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without the division
   float2 divisor;
-  apply(logits, shape.feature, shape.scale, shape.slots, divisor);
+  apply_feature(logits, shape.feature, shape.scale, shape.slots, divisor);
 
   // O = (p e^L) Hv + [p_i . e^{L_i - L_j} s_j, j <= i] V
-  Operand<M / 8 / 2> f;
-  Operand<2> w[2];
+  AFragment<M / 8 / 2> f;
+  AFragment<2> w[2];
   reads.key_read(logits, w);
-  round_to<T>(f, logits);
+  round_to_a_fragment<T>(f, logits);
   wait_copies<0>();
   __syncthreads();
-  each_slab(shape.V, load_values, [&](int v) {
-    Sums<8> o;
+  for_each_slab(shape.V, load_values, [&](int v) {
+    Accumulator<8> o;
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.hv);
-    add_scored<Side::earlier, T>(o, w, tile.v, warp);
-    each_sum<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? divisor.x : divisor.y; });
+    add_score_product<Side::earlier, T>(o, w, tile.v, warp);
+    for_each_register<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? divisor.x : divisor.y; });
     store_rows<T>(o, tile.q, warp, p.o, block.piece, block.query_head, v, shape.V);
   });
 }
 
 template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& p, cudaStream_t stream) {
-  return launch_blocks<gsa_output_kernel<T, M>>(p, kGroup, GsaOutputTiles<T, M>::kBytes, stream);
+  return launch_blocks<gsa_output_kernel<T, M>>(p, kWarpgroupThreads, GsaOutputTiles<T, M>::kBytes, stream);
 }
 
 }  // namespace girih::kernels

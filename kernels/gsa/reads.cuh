@@ -1,10 +1,10 @@
-// The two reads of the rows of a chunk through its gates:
+// The two reads of the rows of a chunk prefix_sum its gates:
 //
 //     value_read   y_i = e^{L_i} * (x_i H) + sum_{j<=i} a_ij e^{L_i - L_j} * s_j                  [M]
 //     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
 //
-// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g through row i for
-// each slot.
+// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g prefix_sum row i
+// for each slot.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -14,7 +14,7 @@ namespace girih::kernels {
 
 // The reads of the rows of a warp, for `Columns` of M slots; all pointers start at the first of these. With
 // `Strict` value_read leaves out the term of the row's own token.
-template <typename T, int M, bool Strict = false, int Columns = M>
+template <typename T, int M, bool ExcludeSelf = false, int Columns = M>
 struct RowReads {
   static constexpr int N = Columns / 8;
   using Tile = SharedTile<T, kChunk, M>;
@@ -28,17 +28,17 @@ struct RowReads {
     Scratch scratch;
   };
   Shared at;
-  bool factored;
+  bool is_factored;
 
   // Called by all threads of the block after g and s are loaded; `Warps` warps share these columns. Ends with
   // a barrier.
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s;
-    factored =
+    is_factored =
         factor_gates<T, Warps, Columns>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-          const float2 old = lane_pair<T>(s, row, col);
-          put_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
+          const float2 old = load_lane_pair<T>(s, row, col);
+          store_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
         });
     __syncthreads();
   }
@@ -46,15 +46,15 @@ struct RowReads {
   // The factors of row lane_row() + 8 i of the warp, columns 8n + lane_col() and the next; 1 without factors.
   __device__ float2 factor(int i, int n) const {
     const float2 r = at.gates.factor(i, n);
-    return {factored ? r.x : 1.f, factored ? r.y : 1.f};
+    return {is_factored ? r.x : 1.f, is_factored ? r.y : 1.f};
   }
 
   // Without factors: prepares the reads; `raw`, the tile of at.raw, has to be free. Called by all threads of
   // the block before the first read. Ends with a barrier.
   template <int Threads>
-  __device__ void split(const Tile& raw, const In<4>& weights, const In<4>& g, const Piece& piece, int head,
-                        int slots) {
-    if (factored) return;
+  __device__ void split_into_blocks(const Tile& raw, const InputTensor<4>& weights, const InputTensor<4>& g,
+                                    const TokenRange& piece, int head, int slots) {
+    if (is_factored) return;
     __syncthreads();
     load_weights<Threads>(raw, weights, g, piece, head, slots);
     commit_copies();
@@ -64,51 +64,51 @@ struct RowReads {
   }
 
   // x *= e^{L_i}, without factors.
-  __device__ void decay_from_start(Sums<N>& x) const {
-    Sums<N> copy = x;  // the callee takes a reference, which keeps its argument in local memory
+  __device__ void decay_from_start(Accumulator<N>& x) const {
+    Accumulator<N> copy = x;  // the callee takes a reference, which keeps its argument in local memory
     decay_by_blocks(at, copy);
     x = copy;
   }
 
   // y contains x H and becomes the value read. a: the scores.
-  __device__ void value_read(Sums<N>& y, const Scores& a) const {
-    if (!factored) {
-      Sums<N> copy = y;
+  __device__ void value_read(Accumulator<N>& y, const Scores& a) const {
+    if (!is_factored) {
+      Accumulator<N> copy = y;
       const Scores scores = a;
       value_read_by_blocks(at, copy, scores);
       y = copy;
       return;
     }
     scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
-    Operand<2> scores[2];
-    round_scores<Side::earlier, !Strict, T>(scores, a, at.gates.warp);
-    add_scored<Side::earlier, T>(y, scores, at.s, at.gates.warp);
+    AFragment<2> scores[2];
+    round_scores<Side::earlier, !ExcludeSelf, T>(scores, a, at.gates.warp);
+    add_score_product<Side::earlier, T>(y, scores, at.s, at.gates.warp);
     at.gates.multiply(y);
   }
 
   // p becomes f; W gets the terms of these columns. `Multiplied`: p already contains the factors.
-  template <bool Multiplied = false>
-  __device__ void key_read(Sums<N>& p, Scores& W) const {
-    if (!factored) {
-      Sums<N> copy = p;
+  template <bool HasFactors = false>
+  __device__ void key_read(Accumulator<N>& p, Scores& W) const {
+    if (!is_factored) {
+      Accumulator<N> copy = p;
       Scores scores;
       key_read_by_blocks(at, copy, scores);
       p = copy;
       W = scores;
     } else {
       zero(W);
-      if constexpr (!Multiplied) at.gates.multiply(p);
+      if constexpr (!HasFactors) at.gates.multiply(p);
 #pragma unroll
       for (int k = 0; k < N / 2; ++k) {
-        Operand<1> x;
-        round_to<T>(x, p, 2 * k);
+        AFragment<1> x;
+        round_to_a_fragment<T>(x, p, 2 * k);
         add_scores<Side::earlier, T>(W, x.at[0], at.s, 16 * k, at.gates.warp);
       }
       scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
     }
   }
   // The same with W of all columns, rounded.
-  __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
+  __device__ void key_read(Accumulator<N>& p, AFragment<2> (&w)[2]) const {
     Scores W;
     key_read(p, W);
     round_scores<Side::earlier, true, T>(w, W, at.gates.warp);
@@ -118,92 +118,94 @@ struct RowReads {
   // Not inlined: these functions are large and rarely called, and their registers would count for the fast
   // path.
   __device__ __noinline__ static void split_by_blocks(const Shared at) {
-    at.gates.split();
-    Sums<N> after;
-    at.gates.decay_after(after);
+    at.gates.split_into_blocks();
+    Accumulator<N> after;
+    at.gates.decay_to_block_end(after);
     scale_rows<T>(at.s, at.gates.row(), after);
   }
 
-  __device__ __noinline__ static void decay_by_blocks(const Shared at, Sums<N>& x) {
-    Sums<N> through;
-    at.gates.decay_through(through);
-    multiply(x, through);
+  __device__ __noinline__ static void decay_by_blocks(const Shared at, Accumulator<N>& x) {
+    Accumulator<N> prefix_sum;
+    at.gates.decay_from_block_start(prefix_sum);
+    multiply(x, prefix_sum);
 #pragma unroll 1
     for (int b = 0; b < at.gates.warp; ++b) {
       scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
     }
   }
 
-  __device__ __noinline__ static void value_read_by_blocks(const Shared at, Sums<N>& y, const Scores& a) {
+  __device__ __noinline__ static void value_read_by_blocks(const Shared at, Accumulator<N>& y,
+                                                           const Scores& a) {
     const Gates<M, Columns>& gates = at.gates;
     // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
-    Sums<2> block;
+    Accumulator<2> block;
 #pragma unroll 1
     for (int b = 0; b < gates.warp; ++b) {
-      block_of(block, a, b);
-      Operand<1> scores;
-      round_to<T>(scores, block);
+      get_block(block, a, b);
+      AFragment<1> scores;
+      round_to_a_fragment<T>(scores, block);
       scale_columns(y, [&](int n) { return gates.block_decay(b, n); });
-      add_product<T>(y, scores, at.s, kRows * b);
+      add_product<T>(y, scores, at.s, kWarpRows * b);
     }
-    block_of(block, a, gates.warp);
-    at.scratch.put(block);
-    Sums<N> through;
-    gates.through(through);
-    each_sum<N>([&](int n, int i) { y.at[n][i] *= exp2_fast(through.at[n][i]); });
+    get_block(block, a, gates.warp);
+    at.scratch.store(block);
+    Accumulator<N> prefix_sum;
+    gates.prefix_sum(prefix_sum);
+    for_each_register<N>([&](int n, int i) { y.at[n][i] *= exp2_fast(prefix_sum.at[n][i]); });
 #pragma unroll 1
-    for (int j = 0; j < kRows; ++j) {
+    for (int j = 0; j < kWarpRows; ++j) {
       float2 score = at.scratch.column(j);
-      if (j + Strict > lane_row()) score.x = 0.f;
-      if (j + Strict > lane_row() + 8) score.y = 0.f;
-      const bool in_order[2] = {j <= lane_row(), j <= lane_row() + 8};
+      if (j + ExcludeSelf > lane_row()) score.x = 0.f;
+      if (j + ExcludeSelf > lane_row() + 8) score.y = 0.f;
+      const bool is_ordered[2] = {j <= lane_row(), j <= lane_row() + 8};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
-                     l = gates.through(j, n);
+        const float2 weight = load_pair<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.prefix_sum(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           y.at[n][i] += (i < 2 ? score.x : score.y) * (i & 1 ? weight.y : weight.x) *
-                        decay_between(through.at[n][i], i & 1 ? l.y : l.x, in_order[i >> 1]);
+                        decay_between(prefix_sum.at[n][i], i & 1 ? l.y : l.x, is_ordered[i >> 1]);
         }
       }
     }
     __syncwarp();
   }
 
-  __device__ __noinline__ static void key_read_by_blocks(const Shared at, Sums<N>& p, Scores& W) {
+  __device__ __noinline__ static void key_read_by_blocks(const Shared at, Accumulator<N>& p, Scores& W) {
     const Gates<M, Columns>& gates = at.gates;
     zero(W);
-    Sums<N> through;
-    gates.through(through);
+    Accumulator<N> prefix_sum;
+    gates.prefix_sum(prefix_sum);
 #pragma unroll 1
-    for (int j = 0; j < kRows; ++j) {
-      const bool in_order[2] = {j <= lane_row(), j <= lane_row() + 8};
-      float above = 0.f, below = 0.f;
+    for (int j = 0; j < kWarpRows; ++j) {
+      const bool is_ordered[2] = {j <= lane_row(), j <= lane_row() + 8};
+      float upper_sum = 0.f, lower_sum = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = pair_at<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
-                     l = gates.through(j, n);
+        const float2 weight = load_pair<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+                     l = gates.prefix_sum(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          (i < 2 ? above : below) += p.at[n][i] * (i & 1 ? weight.y : weight.x) *
-                                     decay_between(through.at[n][i], i & 1 ? l.y : l.x, in_order[i >> 1]);
+          (i < 2 ? upper_sum : lower_sum) +=
+              p.at[n][i] * (i & 1 ? weight.y : weight.x) *
+              decay_between(prefix_sum.at[n][i], i & 1 ? l.y : l.x, is_ordered[i >> 1]);
         }
       }
-      at.scratch.put_column(j, above, below);
+      at.scratch.store_column(j, upper_sum, lower_sum);
     }
-    Sums<2> block;
+    Accumulator<2> block;
     at.scratch.get(block);
     set_block(W, block, gates.warp);
     // The earlier blocks, from the nearest to the first; f is multiplied by the decay of one block after the
     // other.
-    each_sum<N>([&](int n, int i) { p.at[n][i] *= exp2_fast(through.at[n][i]); });
+    for_each_register<N>([&](int n, int i) { p.at[n][i] *= exp2_fast(prefix_sum.at[n][i]); });
 #pragma unroll 1
     for (int b = gates.warp - 1; b >= 0; --b) {
-      Operand<N / 2> x;
-      round_to<T>(x, p);
+      AFragment<N / 2> x;
+      round_to_a_fragment<T>(x, p);
       fill(block, 0.f);
-      add_product_transposed<T>(block, x, at.s, kRows * b);
+      add_product_transposed<T>(block, x, at.s, kWarpRows * b);
       set_block(W, block, b);
       scale_columns(p, [&](int n) { return gates.block_decay(b, n); });
     }

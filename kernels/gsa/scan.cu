@@ -1,7 +1,7 @@
 // gated_scan: the choice of the blocks, and of segments if there are too few blocks.
 #include <algorithm>
 
-#include "exact/exact.h"
+#include "fp32/fp32.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
 #include "tile/instance.h"
@@ -12,72 +12,72 @@ namespace girih::kernels {
 namespace gsa {
 namespace {
 
-bool same(const In<4>& a, const In<4>& b) {
+bool same(const InputTensor<4>& a, const InputTensor<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
 // Slabs and columns of the state of one block. 2 slabs x 32 columns reads the same gates for twice the rows
 // of 1 slab x 64 columns, but needs two slabs with the same s. A state of a single slab uses 32 columns, for
 // twice the blocks.
-struct BlockPart {
+struct BlockShape {
   int slabs, columns;
 };
 
-BlockPart block_part(const ScanPass& pass) {
-  const int first = pass.scan.memory[0].width, second = pass.scan.memory[1].width;
+BlockShape choose_block_shape(const ScanParams& params) {
+  const int first = params.scan.memory[0].width, second = params.scan.memory[1].width;
   if (first + second <= kSlab && (first == 0 || second == 0)) return {1, 32};
-  if (std::max(first, second) > kSlab || pass.shared_s || pass.scan.M <= 32) return {2, 32};
+  if (std::max(first, second) > kSlab || params.shared_s || params.scan.M <= 32) return {2, 32};
   return {1, 64};
 }
 
 // Number of blocks for one sequence.
-int64_t blocks_a_sequence(const ScanPass& pass) {
-  const BlockPart part = block_part(pass);
-  return static_cast<int64_t>(pass.scan.heads) * slab_groups(pass, part.slabs) *
-         divide_up(pass.scan.M, part.columns);
+int64_t blocks_per_sequence(const ScanParams& params) {
+  const BlockShape block_shape = choose_block_shape(params);
+  return static_cast<int64_t>(params.scan.heads) * slab_groups(params, block_shape.slabs) *
+         divide_up(params.scan.M, block_shape.columns);
 }
 
-ScanPass pass_of(const GatedScan& problem) {
-  ScanPass pass{};
-  pass.scan = problem;
-  pass.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
-                  same(problem.memory[0].s, problem.memory[1].s);
-  const Tokens& all = problem.tokens;
-  pass.cut.tokens = segment_tokens(all, all.sequences * blocks_a_sequence(pass), kChunk);
-  return pass;
+ScanParams make_params(const GatedScan& problem) {
+  ScanParams params{};
+  params.scan = problem;
+  params.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
+                    same(problem.memory[0].s, problem.memory[1].s);
+  const SequenceLayout& all = problem.tokens;
+  params.segmentation.tokens = segment_tokens(all, all.sequences * blocks_per_sequence(params), kChunk);
+  return params;
 }
 
 int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
 
 template <typename T, int Slabs, int Slots, bool Reverse>
-cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
+cudaError_t launch_direction(ScanParams params, cudaStream_t stream) {
   // Three warpgroups with two stages each, 190 to 213 KB. Two warpgroups are as fast in forward and 7% slower
   // in reverse. With less shared memory: as many as fit.
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  constexpr int kStage = Stage<T, Slabs, Slots>::kBytes, kCarried = kCarriedBytes<Slabs, Slots>;
-  const int stages = (limit - kCarried) / kStage;
-  pass.warpgroups = stages >= 6 ? 3 : 2;
-  pass.stages = std::min(stages / pass.warpgroups, 2);
-  if (pass.stages == 0) return cudaErrorInvalidConfiguration;
-  const int bytes = kCarried + pass.warpgroups * pass.stages * kStage;
-  const int64_t blocks = pass.cut.count(pass.scan.tokens) * blocks_a_sequence(pass);
-  return launch_kernel<scan<T, Slabs, Slots, Reverse>>(pass, blocks, pass.warpgroups * kWarpgroup, bytes,
-                                                       stream);
+  constexpr int kStage = Stage<T, Slabs, Slots>::kBytes, kSharedState = kSharedStateBytes<Slabs, Slots>;
+  const int stages = (limit - kSharedState) / kStage;
+  params.warpgroups = stages >= 6 ? 3 : 2;
+  params.stages = std::min(stages / params.warpgroups, 2);
+  if (params.stages == 0) return cudaErrorInvalidConfiguration;
+  const int bytes = kSharedState + params.warpgroups * params.stages * kStage;
+  const int64_t blocks = params.segmentation.count(params.scan.tokens) * blocks_per_sequence(params);
+  return launch_kernel<scan<T, Slabs, Slots, Reverse>>(params, blocks, params.warpgroups * kWarpgroupThreads,
+                                                       bytes, stream);
 }
 
 template <typename T, int Slabs, int Slots>
-cudaError_t launch(const ScanPass& pass, cudaStream_t stream) {
-  return pass.scan.reverse ? launch_one_way<T, Slabs, Slots, true>(pass, stream)
-                           : launch_one_way<T, Slabs, Slots, false>(pass, stream);
+cudaError_t launch(const ScanParams& params, cudaStream_t stream) {
+  return params.scan.reverse ? launch_direction<T, Slabs, Slots, true>(params, stream)
+                             : launch_direction<T, Slabs, Slots, false>(params, stream);
 }
 
-cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
-  return by_short_element(pass.scan.dtype, [&](auto element) {
+cudaError_t run(const ScanParams& params, cudaStream_t stream) {
+  return dispatch_16bit(params.scan.dtype, [&](auto element) {
     using T = decltype(element);
-    const BlockPart part = block_part(pass);
-    if (part.slabs == 2) return launch<T, 2, 32>(pass, stream);
-    return part.columns == 32 ? launch<T, 1, 32>(pass, stream) : launch<T, 1, 64>(pass, stream);
+    const BlockShape block_shape = choose_block_shape(params);
+    if (block_shape.slabs == 2) return launch<T, 2, 32>(params, stream);
+    return block_shape.columns == 32 ? launch<T, 1, 32>(params, stream) : launch<T, 1, 64>(params, stream);
   });
 }
 
@@ -85,41 +85,41 @@ cudaError_t run(const ScanPass& pass, cudaStream_t stream) {
 }  // namespace gsa
 
 int64_t gated_scan_workspace(const GatedScan& problem) {
-  if (problem.dtype == DType::f32) return exact_scan_workspace(problem);
-  const gsa::ScanPass pass = gsa::pass_of(problem);
-  if (pass.cut.tokens == 0) return 0;
-  return pass.cut.count(problem.tokens) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
+  if (problem.dtype == DType::f32) return fp32_scan_workspace(problem);
+  const gsa::ScanParams params = gsa::make_params(problem);
+  if (params.segmentation.tokens == 0) return 0;
+  return params.segmentation.count(problem.tokens) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
          static_cast<int64_t>(sizeof(float));
 }
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
-  if (problem.dtype == DType::f32) return exact_scan(problem, stream);
-  gsa::ScanPass pass = gsa::pass_of(problem);
-  if (pass.cut.tokens == 0) return gsa::run(pass, stream);
+  if (problem.dtype == DType::f32) return fp32_scan(problem, stream);
+  gsa::ScanParams params = gsa::make_params(problem);
+  if (params.segmentation.tokens == 0) return gsa::run(params, stream);
 
   const int64_t rows = gsa::rows(problem), M = problem.M;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + pass.cut.count(problem.tokens) * problem.heads * rows * M;
+  float* const decay = states + params.segmentation.count(problem.tokens) * problem.heads * rows * M;
 
   // 1. Scan every segment from zero.
-  gsa::ScanPass alone = pass;
-  alone.cut.decay = decay;
+  gsa::ScanParams local_scan = params;
+  local_scan.segmentation.decay = decay;
   for (int i = 0; i < 2; ++i) {
     const int64_t first_row = i * problem.memory[0].width;
     const int64_t stride[] = {problem.heads * rows * M, rows * M, M, 1};
-    In<4>& from = pass.scan.memory[i].initial;
-    Out<4>& to = alone.scan.memory[i].final;
+    InputTensor<4>& from = params.scan.memory[i].initial;
+    OutputTensor<4>& to = local_scan.scan.memory[i].final;
     to.data = states + first_row * M;
     from.data = to.data;
     std::copy(stride, stride + 4, to.stride);
     std::copy(stride, stride + 4, from.stride);
-    alone.scan.memory[i].initial = {};
+    local_scan.scan.memory[i].initial = {};
   }
-  if (const cudaError_t error = gsa::run(alone, stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = gsa::run(local_scan, stream); error != cudaSuccess) return error;
 
   // 2. Compute the state before each segment.
   const SegmentJoin join{problem.tokens,
-                         pass.cut.tokens,
+                         params.segmentation.tokens,
                          problem.heads,
                          problem.M,
                          problem.reverse,
@@ -131,7 +131,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.
-  return gsa::run(pass, stream);
+  return gsa::run(params, stream);
 }
 
 }  // namespace girih::kernels

@@ -4,7 +4,7 @@
 //     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before the update of chunk c,
 //               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} the last chunk first
 //
-// Exponents are at most zero, except in y * e^{L - L_C}, which factored_limit bounds (and factor_shift
+// Exponents are at most zero, except in y * e^{L - L_C}, which max_factored_log2 bounds (and factor_shift
 // scales). Values that underflow do not contribute to the state.
 //
 // A block has Slabs x 64 rows and Slots columns of the state of one head, for all chunks of a sequence or
@@ -21,62 +21,63 @@
 namespace girih::kernels::gsa {
 
 template <typename T, int Slabs, int Slots, bool Reverse>
-__global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __grid_constant__ ScanPass pass) {
+__global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroupThreads, 1)
+    scan(const __grid_constant__ ScanParams params) {
   using Block = ScanBlock<T, Slabs, Slots, Reverse>;
   using Stage = typename Block::Stage;
   extern __shared__ __align__(128) char shared[];
-  const GatedScan& p = pass.scan;
-  Block block(pass, shared);
-  if (!block.find()) return;
-  const Walk<Reverse>& walk = block.walk;
+  const GatedScan& p = params.scan;
+  Block block(params, shared);
+  if (!block.init()) return;
+  const ChunkRange<Reverse>& range = block.range;
   const int warpgroup = block.warpgroup;
 
-  char* const ring = shared + kCarriedBytes<Slabs, Slots> + warpgroup * pass.stages * Stage::kBytes;
-  ScanLoads<T, Slabs, Slots, Reverse> loads(pass, walk, block.slab, block.head, block.col, block.cols,
+  char* const ring = shared + kSharedStateBytes<Slabs, Slots> + warpgroup * params.stages * Stage::kBytes;
+  ScanLoads<T, Slabs, Slots, Reverse> loads(params, range, block.slab, block.head, block.col, block.cols,
                                             warpgroup, block.thread);
-  for (int i = 0; i < pass.stages; ++i) loads.start(Stage{ring + i * Stage::kBytes});
+  for (int i = 0; i < params.stages; ++i) loads.start(Stage{ring + i * Stage::kBytes});
 
-  if (lane() == 0) init_barrier(&block.carried.turns[warpgroup][block.warp], 32);
-  if (block.thread < Slots) block.carried.gates[warpgroup][block.thread] = 0.f;
-  block.begin_state();
-  block.find_states();
+  if (lane() == 0) init_barrier(&block.shared_state.state_full[warpgroup][block.warp], 32);
+  if (block.thread < Slots) block.shared_state.gates[warpgroup][block.thread] = 0.f;
+  block.load_initial_state();
+  block.init_state_pointers();
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) fill(block.u[i], 0.f);
   __syncthreads();
 
-  int slot = 0, member = 0;
-  unsigned parity = 0;
-  for (int turn = warpgroup; turn < walk.chunks;) {
-    const Stage stage{ring + slot * Stage::kBytes};
-    bool after_it = false;  // U is decayed with the chunk
+  int stage_index = 0, query = 0;
+  unsigned phase = 0;
+  for (int step = warpgroup; step < range.chunks;) {
+    const Stage stage{ring + stage_index * Stage::kBytes};
+    bool is_update_decayed = false;  // U is decayed with the chunk
     if constexpr (Reverse) {
-      after_it = p.factored[(block.first_chunk + walk.chunk_of(turn)) * p.heads + block.head];
+      is_update_decayed = p.is_factored[(block.first_chunk + range.chunk_index(step)) * p.heads + block.head];
     }
-    if (pass.stages == 2) {
+    if (params.stages == 2) {
       wait_copies<1>();
     } else {
       wait_copies<0>();
     }
-    block.meet();
-    block.weigh_chunk(stage, loads.has_s(), member == 0);
-    block.meet();
-    block.add_chunk(stage);
-    if (++member == p.group) {
+    block.sync_warpgroup();
+    block.weight_chunk(stage, loads.has_s(), query == 0);
+    block.sync_warpgroup();
+    block.accumulate_update(stage);
+    if (++query == p.group) {
       typename Block::Rounded before;
-      block.carry(stage, turn, after_it, parity, before);
-      if (!block.alone) {
-        block.meet();  // all four warps have read x
-        block.publish(stage, turn, before);
+      block.update_state(stage, step, is_update_decayed, phase, before);
+      if (!block.is_local_scan) {
+        block.sync_warpgroup();  // all four warps have read x
+        block.store_state(stage, step, before);
       }
-      member = 0;
-      turn += pass.warpgroups;
+      query = 0;
+      step += params.warpgroups;
     }
-    block.meet();
+    block.sync_warpgroup();
     loads.start(stage);
-    slot = slot + 1 == pass.stages ? 0 : slot + 1;
+    stage_index = stage_index + 1 == params.stages ? 0 : stage_index + 1;
   }
   wait_copies<0>();
-  block.end();
+  block.store_final_state();
 }
 
 }  // namespace girih::kernels::gsa

@@ -1,20 +1,20 @@
 // The rows of a block of the scan, its shared memory (the state and rings of stages), and its loads.
 #pragma once
 
-#include "gsa/walk.cuh"
+#include "gsa/range.cuh"
 #include "tile/matrix.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
 
 namespace girih::kernels::gsa {
 
-constexpr int kWarpgroup = 128;  // threads of a warpgroup
+constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
 constexpr int kMaxWarpgroups = 3;
 
 // The arguments of one launch.
-struct ScanPass {
+struct ScanParams {
   GatedScan scan;
-  Segments cut;
+  Segmentation segmentation;
   bool shared_s;  // both memories have the same s, so a block may have rows of both
   int warpgroups, stages;
 };
@@ -22,10 +22,10 @@ struct ScanPass {
 __host__ __device__ inline int slabs_of(int width) { return (width + kSlab - 1) / kSlab; }
 
 // Number of groups of `slabs` slabs that cover the rows of the state; a block has one group.
-__host__ __device__ inline int slab_groups(const ScanPass& pass, int slabs) {
-  const int first = slabs_of(pass.scan.memory[0].width), second = slabs_of(pass.scan.memory[1].width);
-  return pass.shared_s ? (first + second + slabs - 1) / slabs
-                       : (first + slabs - 1) / slabs + (second + slabs - 1) / slabs;
+__host__ __device__ inline int slab_groups(const ScanParams& params, int slabs) {
+  const int first = slabs_of(params.scan.memory[0].width), second = slabs_of(params.scan.memory[1].width);
+  return params.shared_s ? (first + second + slabs - 1) / slabs
+                         : (first + slabs - 1) / slabs + (second + slabs - 1) / slabs;
 }
 
 struct Slab {
@@ -35,17 +35,17 @@ struct Slab {
 };
 
 // The i-th slab of a group.
-__device__ inline Slab slab_at(const ScanPass& pass, int slabs, int group, int i) {
-  const int first = slabs_of(pass.scan.memory[0].width);
+__device__ inline Slab slab_at(const ScanParams& params, int slabs, int group, int i) {
+  const int first = slabs_of(params.scan.memory[0].width);
   int slab = group * slabs + i, memory = 0;
-  if (pass.shared_s) {
+  if (params.shared_s) {
     memory = slab >= first;
     slab -= memory * first;
   } else if (const int groups = (first + slabs - 1) / slabs; group >= groups) {
     memory = 1;
     slab -= groups * slabs;
   }
-  const int cols = pass.scan.memory[memory].width - slab * kSlab;
+  const int cols = params.scan.memory[memory].width - slab * kSlab;
   return {memory, slab * kSlab, cols < 0 ? 0 : cols > kSlab ? kSlab : cols};
 }
 
@@ -66,23 +66,24 @@ struct Stage {
   __device__ G g() const { return {reinterpret_cast<float*>(data + Slabs * X::kBytes + S::kBytes)}; }
 };
 
-constexpr int kWarps = kWarpgroup / 32;
+constexpr int kWarps = kWarpgroupThreads / 32;
 
 // The shared memory before the stages: the state, the sums of gates of every warpgroup, and a barrier for
 // each warp.
 template <int Slabs, int Slots>
-struct Carried {
+struct SharedState {
   float state[Slabs * kSlab * Slots];
   float gates[kMaxWarpgroups][Slots];
-  alignas(128) uint64_t turns[kMaxWarpgroups][kWarps];
+  alignas(128) uint64_t state_full[kMaxWarpgroups][kWarps];
 };
 template <int Slabs, int Slots>
-constexpr int kCarriedBytes = (sizeof(Carried<Slabs, Slots>) + 127) / 128 * 128;
+constexpr int kSharedStateBytes = (sizeof(SharedState<Slabs, Slots>) + 127) / 128 * 128;
 
 // Selects one of two arrays member by member: an index into the kernel's parameters would be a load, and
 // would delay the first copy.
-__device__ inline In<4> either(bool first, const In<4>& one, const In<4>& other) {
-  In<4> in;
+__device__ inline InputTensor<4> select_array(bool first, const InputTensor<4>& one,
+                                              const InputTensor<4>& other) {
+  InputTensor<4> in;
   in.data = first ? one.data : other.data;
 #pragma unroll
   for (int i = 0; i < 4; ++i) in.stride[i] = first ? one.stride[i] : other.stride[i];
@@ -94,63 +95,64 @@ __device__ inline In<4> either(bool first, const In<4>& one, const In<4>& other)
 template <typename T, int Slabs, int Slots, bool Reverse>
 class ScanLoads {
   using Stage = gsa::Stage<T, Slabs, Slots>;
-  using X = TileCopier<kWarpgroup, typename Stage::X>;
+  using X = TileCopier<kWarpgroupThreads, typename Stage::X>;
 
-  const ScanPass& pass_;
-  const Walk<Reverse>& walk_;
+  const ScanParams& params_;
+  const ChunkRange<Reverse>& range_;
   const Slab (&slab_)[Slabs];
   const bool has_s_;
-  const TileCopier<kWarpgroup, typename Stage::G> g_;
-  const TileCopier<kWarpgroup, typename Stage::S> s_;
+  const TileCopier<kWarpgroupThreads, typename Stage::G> g_;
+  const TileCopier<kWarpgroupThreads, typename Stage::S> s_;
   const X x_[2];
-  int next_, member_ = 0;
+  int next_, query_ = 0;
 
-  __device__ static In<4> x_of(const GatedScan& p, const Slab& of) {
-    return either(of.memory == 0, p.memory[0].x, p.memory[1].x);
+  __device__ static InputTensor<4> select_x(const GatedScan& p, const Slab& of) {
+    return select_array(of.memory == 0, p.memory[0].x, p.memory[1].x);
   }
-  __device__ static In<4> s_of(const GatedScan& p, const Slab& of) {
-    return either(of.memory == 0, p.memory[0].s, p.memory[1].s);
+  __device__ static InputTensor<4> select_s(const GatedScan& p, const Slab& of) {
+    return select_array(of.memory == 0, p.memory[0].s, p.memory[1].s);
   }
-  __device__ static X copier(const GatedScan& p, const Walk<Reverse>& walk, int64_t head, const Slab& of,
-                             int thread) {
-    const In<4> in = x_of(p, of);
-    return X(at<T>(in, walk.sequence.batch, walk.start, head, of.col), in.stride[1], of.cols, thread);
+  __device__ static X make_copier(const GatedScan& p, const ChunkRange<Reverse>& range, int64_t head,
+                                  const Slab& of, int thread) {
+    const InputTensor<4> in = select_x(p, of);
+    return X(at<T>(in, range.sequence.batch, range.start, head, of.col), in.stride[1], of.cols, thread);
   }
 
  public:
-  __device__ ScanLoads(const ScanPass& pass, const Walk<Reverse>& walk, const Slab (&slab)[Slabs], int head,
-                       int col, int cols, int warpgroup, int thread)
-      : pass_(pass),
-        walk_(walk),
+  __device__ ScanLoads(const ScanParams& params, const ChunkRange<Reverse>& range, const Slab (&slab)[Slabs],
+                       int head, int col, int cols, int warpgroup, int thread)
+      : params_(params),
+        range_(range),
         slab_(slab),
-        has_s_(s_of(pass.scan, slab[0]).data != nullptr),
-        g_(at<float>(pass.scan.g, walk.sequence.batch, walk.start, head, col), pass.scan.g.stride[1], cols,
-           thread),
-        s_(at<T>(s_of(pass.scan, slab[0]), walk.sequence.batch, walk.start,
-                 static_cast<int64_t>(head) * pass.scan.group, col),
-           s_of(pass.scan, slab[0]).stride[1], cols, thread),
-        x_{copier(pass.scan, walk, static_cast<int64_t>(head) * pass.scan.group, slab[0], thread),
-           copier(pass.scan, walk, static_cast<int64_t>(head) * pass.scan.group, slab[Slabs - 1], thread)},
+        has_s_(select_s(params.scan, slab[0]).data != nullptr),
+        g_(at<float>(params.scan.g, range.sequence.batch, range.start, head, col), params.scan.g.stride[1],
+           cols, thread),
+        s_(at<T>(select_s(params.scan, slab[0]), range.sequence.batch, range.start,
+                 static_cast<int64_t>(head) * params.scan.group, col),
+           select_s(params.scan, slab[0]).stride[1], cols, thread),
+        x_{make_copier(params.scan, range, static_cast<int64_t>(head) * params.scan.group, slab[0], thread),
+           make_copier(params.scan, range, static_cast<int64_t>(head) * params.scan.group, slab[Slabs - 1],
+                       thread)},
         next_(warpgroup) {}
 
   __device__ bool has_s() const { return has_s_; }
   __device__ void start(const Stage& stage) {
-    const GatedScan& p = pass_.scan;
-    if (next_ < walk_.chunks) {
-      const int token = walk_.token_of(next_), rows = walk_.rows_from(token);
-      int64_t member_of_s = 0, member_of_x[Slabs] = {};
-      if (member_ > 0) {
-        member_of_s = member_ * p.memory[slab_[0].memory].s.stride[2];
+    const GatedScan& p = params_.scan;
+    if (next_ < range_.chunks) {
+      const int token = range_.first_token(next_), rows = range_.count_rows(token);
+      int64_t s_offset = 0, x_offset[Slabs] = {};
+      if (query_ > 0) {
+        s_offset = query_ * p.memory[slab_[0].memory].s.stride[2];
 #pragma unroll
-        for (int i = 0; i < Slabs; ++i) member_of_x[i] = member_ * p.memory[slab_[i].memory].x.stride[2];
+        for (int i = 0; i < Slabs; ++i) x_offset[i] = query_ * p.memory[slab_[i].memory].x.stride[2];
       }
       g_.start(stage.g(), token, rows);
-      if (has_s_) s_.start(stage.s(), token, rows, member_of_s);
+      if (has_s_) s_.start(stage.s(), token, rows, s_offset);
 #pragma unroll
-      for (int i = 0; i < Slabs; ++i) x_[i].start(stage.x(i), token, rows, member_of_x[i]);
-      if (++member_ == p.group) {
-        member_ = 0;
-        next_ += pass_.warpgroups;
+      for (int i = 0; i < Slabs; ++i) x_[i].start(stage.x(i), token, rows, x_offset[i]);
+      if (++query_ == p.group) {
+        query_ = 0;
+        next_ += params_.warpgroups;
       }
     }
     commit_copies();

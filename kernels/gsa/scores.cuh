@@ -11,7 +11,7 @@ namespace girih::kernels {
 // The scores of a warp's 16 rows against the 64 rows of the chunk, in two halves of 32 columns. One half of
 // two of the warps is fully masked; these warps skip this half.
 struct Scores {
-  Sums<4> half[2];
+  Accumulator<4> half[2];
 };
 
 __device__ inline void zero(Scores& a) {
@@ -39,67 +39,68 @@ __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile&
 // Rounds the scores, and sets them to zero on the masked side of the diagonal and, without `Diagonal`, on the
 // diagonal. Fully masked halves are not written.
 template <Side side, bool Diagonal, typename T>
-__device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
+__device__ inline void round_scores(AFragment<2> (&to)[2], const Scores& a, int warp) {
   // In the half with the diagonal, one of the two blocks of 16 columns has the diagonal. The code has no
   // branches: with branches the compiler kept `to` in local memory.
-  const bool second = warp & 1;
-  uint32_t stay[2][4];
+  const bool is_second_block = warp & 1;
+  uint32_t mask[2][4];
 #pragma unroll
   for (int x = 0; x < 4; ++x) {
     const int row = lane_row() + (x & 1) * 8, col = lane_col() + (x >> 1) * 8;
-    const auto stays = [&](int c) {
+    const auto is_unmasked = [&](int c) {
       return (side == Side::earlier ? c < row : c > row) || (Diagonal && c == row);
     };
-    const uint32_t diagonal = (stays(col) ? 0xffffu : 0u) | (stays(col + 1) ? 0xffff0000u : 0u);
-    stay[0][x] = second ? (side == Side::earlier ? ~0u : 0u) : diagonal;
-    stay[1][x] = second ? diagonal : (side == Side::earlier ? 0u : ~0u);
+    const uint32_t diagonal = (is_unmasked(col) ? 0xffffu : 0u) | (is_unmasked(col + 1) ? 0xffff0000u : 0u);
+    mask[0][x] = is_second_block ? (side == Side::earlier ? ~0u : 0u) : diagonal;
+    mask[1][x] = is_second_block ? diagonal : (side == Side::earlier ? 0u : ~0u);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (!has_half<side>(h, warp)) continue;
-    round_to<T>(to[h], a.half[h]);
-    const uint32_t whole = h == warp >> 1 ? 0u : ~0u;
+    round_to_a_fragment<T>(to[h], a.half[h]);
+    const uint32_t off_diagonal_mask = h == warp >> 1 ? 0u : ~0u;
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      to[h].at[0][x] &= stay[0][x] | whole;
-      to[h].at[1][x] &= stay[1][x] | whole;
+      to[h].at[0][x] &= mask[0][x] | off_diagonal_mask;
+      to[h].at[1][x] &= mask[1][x] | off_diagonal_mask;
     }
   }
 }
 
 // sums += a y, columns col.. of y
 template <Side side, typename T, int N, class Tile>
-__device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const Tile& y, int warp,
-                                  int col = 0) {
+__device__ inline void add_score_product(Accumulator<N>& sums, const AFragment<2> (&a)[2], const Tile& y,
+                                         int warp, int col = 0) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (has_half<side>(h, warp)) add_product<T>(sums, a[h], y, 32 * h, col);
   }
 }
 
-// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in a Sums<2>.
+// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in a
+// Accumulator<2>.
 template <class A, class F>
-__device__ inline void for_each_of_block(A& a, int block, const F& f) {
+__device__ inline void for_each_in_block(A& a, int block, const F& f) {
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     if (b != block) continue;
-    each_sum<2>([&](int n, int i) { f(a.half[b >> 1].at[2 * (b & 1) + n][i], n, i); });
+    for_each_register<2>([&](int n, int i) { f(a.half[b >> 1].at[2 * (b & 1) + n][i], n, i); });
   }
 }
-__device__ inline void block_of(Sums<2>& to, const Scores& a, int block) {
-  for_each_of_block(a, block, [&](float x, int n, int i) { to.at[n][i] = x; });
+__device__ inline void get_block(Accumulator<2>& to, const Scores& a, int block) {
+  for_each_in_block(a, block, [&](float x, int n, int i) { to.at[n][i] = x; });
 }
-__device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
-  for_each_of_block(a, block, [&](float& x, int n, int i) { x = from.at[n][i]; });
+__device__ inline void set_block(Scores& a, const Accumulator<2>& from, int block) {
+  for_each_in_block(a, block, [&](float& x, int n, int i) { x = from.at[n][i]; });
 }
 
 // Writes the scores of rows with themselves to `to` [64].
-__device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
-  Sums<2> own;
-  block_of(own, a, warp);
-  each_sum<2>([&](int n, int i) {
+__device__ inline void store_diagonal(float* to, const Scores& a, int warp) {
+  Accumulator<2> own;
+  get_block(own, a, warp);
+  for_each_register<2>([&](int n, int i) {
     const int row = lane_row() + 8 * (i >> 1);
-    if (8 * n + lane_col() + (i & 1) == row) to[kRows * warp + row] = own.at[n][i];
+    if (8 * n + lane_col() + (i & 1) == row) to[kWarpRows * warp + row] = own.at[n][i];
   });
 }
 
@@ -107,30 +108,30 @@ __device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
 struct Scratch {
   float* at;
 
-  __device__ void put(const Sums<2>& block) const {
-    each_sum<2>([&](int n, int i) {
-      at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
+  __device__ void store(const Accumulator<2>& block) const {
+    for_each_register<2>([&](int n, int i) {
+      at[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
     });
     __syncwarp();
   }
-  __device__ void get(Sums<2>& block) const {
+  __device__ void get(Accumulator<2>& block) const {
     __syncwarp();
-    each_sum<2>([&](int n, int i) {
-      block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kRows + 8 * n + lane_col() + (i & 1)];
+    for_each_register<2>([&](int n, int i) {
+      block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)];
     });
     __syncwarp();
   }
   // Column j of rows lane_row() and lane_row() + 8.
   __device__ float2 column(int j) const {
-    return {at[lane_row() * kRows + j], at[(lane_row() + 8) * kRows + j]};
+    return {at[lane_row() * kWarpRows + j], at[(lane_row() + 8) * kWarpRows + j]};
   }
   // Writes column j; each value is summed over the four lanes of a row.
-  __device__ void put_column(int j, float above, float below) const {
-    above = sum_over_row(above);
-    below = sum_over_row(below);
+  __device__ void store_column(int j, float upper_sum, float lower_sum) const {
+    upper_sum = sum_over_row(upper_sum);
+    lower_sum = sum_over_row(lower_sum);
     if (lane_col() == 0) {
-      at[lane_row() * kRows + j] = above;
-      at[(lane_row() + 8) * kRows + j] = below;
+      at[lane_row() * kWarpRows + j] = upper_sum;
+      at[(lane_row() + 8) * kWarpRows + j] = lower_sum;
     }
   }
 };

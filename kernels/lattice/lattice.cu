@@ -5,16 +5,18 @@
 namespace girih::kernels {
 
 cudaError_t lattice_forward(const LatticeScan& p, const LatticeRead& read, cudaStream_t stream) {
-  return by_short_element(
-      p.shape.dtype, [&](auto element) { return lattice::forward_of<decltype(element)>(p, read, stream); });
+  return dispatch_16bit(p.shape.dtype, [&](auto element) {
+    return lattice::launch_forward<decltype(element)>(p, read, stream);
+  });
 }
-cudaError_t lattice_reads(const LatticeReads& p, cudaStream_t stream) {
-  return by_short_element(p.shape.dtype,
-                          [&](auto element) { return lattice::reads_of<decltype(element)>(p, stream); });
+cudaError_t lattice_read_backward(const LatticeReadBackward& p, cudaStream_t stream) {
+  return dispatch_16bit(p.shape.dtype, [&](auto element) {
+    return lattice::launch_read_backward<decltype(element)>(p, stream);
+  });
 }
-cudaError_t lattice_reverse(const LatticeReverse& p, const LatticeColumns& columns, cudaStream_t stream) {
-  return by_short_element(p.shape.dtype, [&](auto element) {
-    return lattice::reverse_of<decltype(element)>(p, columns, stream);
+cudaError_t lattice_reverse(const LatticeReverse& p, const LatticeDkv& columns, cudaStream_t stream) {
+  return dispatch_16bit(p.shape.dtype, [&](auto element) {
+    return lattice::launch_reverse<decltype(element)>(p, columns, stream);
   });
 }
 

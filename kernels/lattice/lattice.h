@@ -27,7 +27,7 @@
 
 namespace girih::kernels {
 
-constexpr int kLatticeWidest = 128;  // D and M
+constexpr int kLatticeMaxWidth = 128;  // D and M
 
 enum class LatticeObjective : int { decode, encode, similarity };
 
@@ -44,19 +44,19 @@ struct LatticeShape {
 // State of a sequence in fp32, any strides. Without positions, `step` and `decay` of the start are absent:
 // every sequence starts with a new chunk.
 struct LatticeStart {
-  In<4> memory;  // [N, H, D, M]: S of the chunk of the next token
-  In<4> step;    // [N, H, D, M]: Delta, the steps of that chunk so far
-  In<2> decay;   // [N, H], optional: the sum of that chunk's gates so far
+  InputTensor<4> memory;  // [N, H, D, M]: S of the chunk of the next token
+  InputTensor<4> step;    // [N, H, D, M]: Delta, the steps of that chunk so far
+  InputTensor<2> decay;   // [N, H], optional: the sum of that chunk's gates so far
 };
 struct LatticeEnd {
-  Out<4> memory, step;  // step optional: zero if every chunk is complete
-  Out<2> decay;         // optional
+  OutputTensor<4> memory, step;  // step optional: zero if every chunk is complete
+  OutputTensor<2> decay;         // optional
 };
 
 struct LatticeScan {
   LatticeShape shape;
-  In<4> k, v;      // [B, T, H, M], [B, T, H, D]
-  In<3> gamma, g;  // [B, T, H], g optional
+  InputTensor<4> k, v;      // [B, T, H, M], [B, T, H, D]
+  InputTensor<3> gamma, g;  // [B, T, H], g optional
   LatticeStart start;
   LatticeEnd end;
   int64_t* last_position;  // [N], optional
@@ -66,69 +66,69 @@ struct LatticeScan {
 
 struct LatticeRead {
   LatticeShape shape;
-  In<4> q, k, v;  // [B, T, HQ, M]
-  In<3> gamma, g;
+  InputTensor<4> q, k, v;  // [B, T, HQ, M]
+  InputTensor<3> gamma, g;
   LatticeStart start;
   const void* memories;
-  Out<4> o;  // [B, T, HQ, D]
+  OutputTensor<4> o;  // [B, T, HQ, D]
 };
 cudaError_t lattice_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
 // Whether scan and read are one kernel on the current device. Then `memories` and `ends` are needed for
 // backward only, and may be null.
-cudaError_t lattice_is_short(const LatticeShape& shape, bool& is);
+cudaError_t lattice_uses_short_scan(const LatticeShape& shape, bool& is);
 
-struct LatticeReads {
+struct LatticeReadBackward {
   LatticeShape shape;
-  In<4> q, k, v;
-  In<3> gamma, g;
+  InputTensor<4> q, k, v;
+  InputTensor<3> gamma, g;
   LatticeStart start;
   const void* memories;
-  In<4> dout;     // [B, T, HQ, D]
-  Out<4> dq;      // [B, T, HQ, M]
-  Out<4> dk, dv;  // [B, T, H, ...], terms of the reads
-  Out<3> dgamma;  // [B, T, H] fp32, terms of the reads
+  InputTensor<4> dout;     // [B, T, HQ, D]
+  OutputTensor<4> dq;      // [B, T, HQ, M]
+  OutputTensor<4> dk, dv;  // [B, T, H, ...], terms of the reads
+  OutputTensor<3> dgamma;  // [B, T, H] fp32, terms of the reads
   // [B, T, H] fp32, present if g is: the gradient of the decay of rows whose n is at its floor
-  Out<3> at_floor;
+  OutputTensor<3> ddecay_at_floor;
   void* gradients;  // dtype [chunk_count, H, M, D]: gradient of S^T, terms of the reads
   // [N, H, D, M] fp32, present if there are positions: gradient of Delta, terms of the reads
-  Out<4> dstep;
-  Out<2> ddecay;  // [N, H] fp32, present if there are positions and g: terms of the reads
+  OutputTensor<4> dstep;
+  OutputTensor<2> ddecay;  // [N, H] fp32, present if there are positions and g: terms of the reads
 };
-cudaError_t lattice_reads(const LatticeReads& problem, cudaStream_t stream);
+cudaError_t lattice_read_backward(const LatticeReadBackward& problem, cudaStream_t stream);
 
 struct LatticeReverse {
   LatticeShape shape;
-  In<4> k, v;
-  In<3> gamma, g;
+  InputTensor<4> k, v;
+  InputTensor<3> gamma, g;
   LatticeStart start;
   const void* memories;
-  float* ends;              // of LatticeScan; with g, replaced by the values that columns.cuh needs for dg
-  In<4> last, last_step;    // state after the scan, [N, H, D, M] fp32; last_step optional
-  In<4> dlast, dlast_step;  // [N, H, D, M] fp32; absent: zero
-  In<2> dlast_decay;        // [N, H] fp32; absent: zero
-  // of LatticeReads; replaced by the gradient of X^T at the end of every chunk, tangent at S
+  float* ends;                     // of LatticeScan; with g, replaced by the values that dkv.cuh needs for dg
+  InputTensor<4> last, last_step;  // state after the scan, [N, H, D, M] fp32; last_step optional
+  InputTensor<4> dlast, dlast_step;  // [N, H, D, M] fp32; absent: zero
+  InputTensor<2> dlast_decay;        // [N, H] fp32; absent: zero
+  // of LatticeReadBackward; replaced by the gradient of X^T at the end of every chunk, tangent at S
   void* gradients;
-  Out<4> dmemory;  // [N, H, D, M] fp32, tangent at S
-  Out<4> dstep;    // of LatticeReads, present if there are positions
-  Out<2> ddecay;   // of LatticeReads, present if there are positions and g
-  Out<2> dopen;    // [N, H] fp32, present if g is: gradient of the decay at the end of an incomplete chunk
+  OutputTensor<4> dmemory;  // [N, H, D, M] fp32, tangent at S
+  OutputTensor<4> dstep;    // of LatticeReadBackward, present if there are positions
+  OutputTensor<2> ddecay;   // of LatticeReadBackward, present if there are positions and g
+  OutputTensor<2>
+      dend_decay;  // [N, H] fp32, present if g is: gradient of the decay at the end of an incomplete chunk
 };
 
-struct LatticeColumns {
+struct LatticeDkv {
   LatticeShape shape;
-  In<4> k, v;
-  In<3> gamma, g;
+  InputTensor<4> k, v;
+  InputTensor<3> gamma, g;
   const void *memories, *gradients;  // of LatticeReverse
   const float* ends;                 // of LatticeReverse, present if g is
-  In<3> at_floor;                    // of LatticeReads
-  In<2> dopen;                       // of LatticeReverse
-  Out<4> dk, dv;                     // of LatticeReads; the kernel completes dk, dv and dgamma in place
-  Out<3> dgamma;
-  Out<3> dg;  // [B, T, H] fp32, optional
+  InputTensor<3> ddecay_at_floor;    // of LatticeReadBackward
+  InputTensor<2> dend_decay;         // of LatticeReverse
+  OutputTensor<4> dk, dv;  // of LatticeReadBackward; the kernel completes dk, dv and dgamma in place
+  OutputTensor<3> dgamma;
+  OutputTensor<3> dg;  // [B, T, H] fp32, optional
 };
 // If both are one kernel, `gradients` keeps the terms of the reads.
-cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeColumns& columns,
-                            cudaStream_t stream);
+cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeDkv& columns, cudaStream_t stream);
 
 // Whether the current device has enough shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);
@@ -140,14 +140,14 @@ struct LatticeStep {
   int heads, query_heads;
   int D, M, chunk;
   LatticeObjective objective;
-  In<3> q, k, v;            // [N, HQ, M], [N, H, M], [N, H, D]
-  In<2> gamma, g;           // [N, H], g optional
-  Out<4> memory;            // [N, H, D, M] fp32
-  Out<4> step;              // [N, H, D, M] fp32, absent for chunks of one token
-  Out<2> decay;             // [N, H] fp32, present if g is and chunks have more than one token
+  InputTensor<3> q, k, v;   // [N, HQ, M], [N, H, M], [N, H, D]
+  InputTensor<2> gamma, g;  // [N, H], g optional
+  OutputTensor<4> memory;   // [N, H, D, M] fp32
+  OutputTensor<4> step;     // [N, H, D, M] fp32, absent for chunks of one token
+  OutputTensor<2> decay;    // [N, H] fp32, present if g is and chunks have more than one token
   const int64_t* position;  // [N], absent for chunks of one token
   int64_t* next_position;   // [N], another array than `position`, which blocks of other heads may still read
-  Out<3> o;                 // [N, HQ, D]
+  OutputTensor<3> o;        // [N, HQ, D]
 };
 cudaError_t lattice_step(const LatticeStep& problem, cudaStream_t stream);
 

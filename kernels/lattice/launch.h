@@ -12,10 +12,10 @@ namespace girih::kernels::lattice {
 
 // Calls launch(tokens, D, M) with the smallest tile that holds the sizes.
 template <class Launch>
-inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
-  return by_width<16, 32, kMostChunk>(shape.grid.size, [&](auto tokens) {
-    return by_width<64, kLatticeWidest>(shape.D, [&](auto D) {
-      return by_width<64, kLatticeWidest>(shape.M, [&](auto M) { return launch(tokens, D, M); });
+inline cudaError_t dispatch_size(const LatticeShape& shape, const Launch& launch) {
+  return dispatch_width<16, 32, kMaxChunk>(shape.grid.size, [&](auto tokens) {
+    return dispatch_width<64, kLatticeMaxWidth>(shape.D, [&](auto D) {
+      return dispatch_width<64, kLatticeMaxWidth>(shape.M, [&](auto M) { return launch(tokens, D, M); });
     });
   });
 }
@@ -24,7 +24,7 @@ inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
 template <LatticeObjective kObjective>
 using Objective = std::integral_constant<LatticeObjective, kObjective>;
 template <class Launch>
-inline cudaError_t by_objective(const LatticeShape& shape, const Launch& launch) {
+inline cudaError_t dispatch_objective(const LatticeShape& shape, const Launch& launch) {
   switch (shape.objective) {
     case LatticeObjective::decode:
       return launch(Objective<LatticeObjective::decode>());
@@ -38,29 +38,30 @@ inline cudaError_t by_objective(const LatticeShape& shape, const Launch& launch)
 
 // Launch functions by element type.
 template <typename T>
-cudaError_t forward_of(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
+cudaError_t launch_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
 template <typename T>
-cudaError_t read_of(const LatticeRead& problem, cudaStream_t stream);
+cudaError_t launch_read(const LatticeRead& problem, cudaStream_t stream);
 template <typename T>
-cudaError_t reads_of(const LatticeReads& problem, cudaStream_t stream);
+cudaError_t launch_read_backward(const LatticeReadBackward& problem, cudaStream_t stream);
 template <typename T>
-cudaError_t reverse_of(const LatticeReverse& problem, const LatticeColumns& columns, cudaStream_t stream);
+cudaError_t launch_reverse(const LatticeReverse& problem, const LatticeDkv& columns, cudaStream_t stream);
 template <typename T>
-cudaError_t columns_of(const LatticeColumns& problem, cudaStream_t stream);
+cudaError_t launch_dkv(const LatticeDkv& problem, cudaStream_t stream);
 
 // Whether the instances with Sizes::kPlain serve the call.
-inline bool is_plain(const LatticeShape& shape) {
+inline bool is_plain_call(const LatticeShape& shape) {
   return shape.query_heads == shape.heads && shape.grid.position == nullptr;
 }
 
 // Launches a block for every chunk and head. `more`: further bytes of shared memory if chunks may be resumed.
 template <auto Kernel, class Problem>
-cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int more, cudaStream_t stream) {
+cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int resume_bytes, cudaStream_t stream) {
   const int64_t blocks = chunk_count(p.shape.grid) * p.shape.heads;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  return launch_kernel<Kernel>(p, blocks, threads, p.shape.grid.position == nullptr ? bytes : bytes + more,
-                               stream, std::min(bytes + more, limit));
+  return launch_kernel<Kernel>(p, blocks, threads,
+                               p.shape.grid.position == nullptr ? bytes : bytes + resume_bytes, stream,
+                               std::min(bytes + resume_bytes, limit));
 }
 
 }  // namespace girih::kernels::lattice

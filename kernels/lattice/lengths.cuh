@@ -6,15 +6,16 @@
 
 namespace girih::kernels::lattice {
 
-// Computes sigma^T, n^T and the r^T of its floor (within.cuh), without the terms of Delta of a resumed chunk.
-// `squares`: |h|^2 of the lane's columns.
-__device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, const Sums<2>& W,
-                                    const Sums<2>& a, const Sums<2>& N, const Triangles& triangles,
-                                    const float2 (&squares)[2]) {
-  Sums<2> x = W;
+// Computes sigma^T, n^T and the r^T of its floor (intra_chunk.cuh), without the terms of Delta of a resumed
+// chunk. `squares`: |h|^2 of the lane's columns.
+__device__ inline void compute_lengths(Accumulator<2>& sigma, Accumulator<2>& r, Accumulator<2>& n,
+                                       const Accumulator<2>& W, const Accumulator<2>& a,
+                                       const Accumulator<2>& N, const Triangles& triangles,
+                                       const float2 (&squares)[2]) {
+  Accumulator<2> x = W;
   multiply(x, a);
   fill(sigma, 0.f);
-  add_sums(sigma, x, triangles.decay);
+  add_triangle_product(sigma, x, triangles.decay);
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     const float2 h2 = squares[b];
@@ -29,7 +30,7 @@ __device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, cons
   uint32_t rounded[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    rounded[i] = pair_of<__nv_bfloat16>(r.at[i / 2][i % 2 * 2], r.at[i / 2][i % 2 * 2 + 1]);
+    rounded[i] = pack_pair<__nv_bfloat16>(r.at[i / 2][i % 2 * 2], r.at[i / 2][i % 2 * 2 + 1]);
   }
   fill(r, 0.f);
   fill(n, 0.f);
@@ -37,7 +38,7 @@ __device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, cons
   for (int b = 0; b < 2; ++b) {
     mma<__nv_bfloat16>(r.at[b], rounded, triangles.square.hi[b][0], triangles.square.hi[b][1]);
   }
-  add_sums(n, x, triangles.square);
+  add_triangle_product(n, x, triangles.square);
 }
 
 }  // namespace girih::kernels::lattice

@@ -2,120 +2,121 @@
 // and head, with all query heads of the head.
 #pragma once
 
+#include "lattice/intra_chunk.cuh"
 #include "lattice/launch.h"
-#include "lattice/within.cuh"
 
 namespace girih::kernels::lattice {
 
 template <class S>
 struct ReadTiles {
-  static constexpr int kBytes = Within<S>::kBytes + 2 * S::Keys::kBytes + S::Scores::kBytes;
+  static constexpr int kBytes = IntraChunk<S>::kBytes + 2 * S::Keys::kBytes + S::Scores::kBytes;
 };
 
 // Resident blocks of a multiprocessor. A chunk of 16 tokens has many short waits, which overlap with other
 // blocks.
 template <class S>
-constexpr int read_blocks() {
+constexpr int resident_read_blocks() {
   return S::R == 16 && S::M == 64 && S::kPlain ? 6 : 1;
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, read_blocks<S>())
+__global__ void __launch_bounds__(S::kThreads, resident_read_blocks<S>())
     read_kernel(const __grid_constant__ LatticeRead p) {
   using T = typename S::T;
   extern __shared__ __align__(128) unsigned char shared[];
-  const Part part = chunk_part(p.shape);
-  if (part.chunk.length == 0) return;
+  const ChunkCoord coord = chunk_coord(p.shape);
+  if (coord.chunk.length == 0) return;
   const LatticeShape& shape = p.shape;
 
   constexpr bool kOwn = S::kBlocks == 1;
-  Within<S, kOwn> within;
+  IntraChunk<S, kOwn> intra_chunk;
   typename S::Keys q, along;  // q, then q~; q~ (m - sigma)
   typename S::Scores scores;
-  Layout layout(shared);
-  within.lay_out(layout);
+  SharedAllocator layout(shared);
+  intra_chunk.set_layout(layout);
   layout(q)(along)(scores);
-  within.step.data = reinterpret_cast<T*>(layout.next);
+  intra_chunk.step.data = reinterpret_cast<T*>(layout.next);
 
-  const int group = S::kPlain ? 1 : shape.query_heads / shape.heads, first_head = part.head * group;
-  const auto bring_q = [&](int head) {
-    bring<S::kThreads>(q, row_of<T>(p.q, part.batch(), part.chunk.start, head), p.q.stride[1],
-                       part.chunk.length, shape.M);
+  const int group = S::kPlain ? 1 : shape.query_heads / shape.heads, first_head = coord.head * group;
+  const auto load_q = [&](int head) {
+    load_by_block<S::kThreads>(q, row_of<T>(p.q, coord.batch(), coord.chunk.start, head), p.q.stride[1],
+                               coord.chunk.length, shape.M);
     commit_copies();
   };
-  within.bring_all(p, part);
-  bring_q(first_head);
-  if (within.warp == 0) put_tokens<T>(*within.tokens, p, p.start, part);
-  if (within.resumed) within.bring_step(p.start.step, shape, part);
+  intra_chunk.load_inputs(p, coord);
+  load_q(first_head);
+  if (intra_chunk.warp == 0) store_tokens<T>(*intra_chunk.tokens, p, p.start, coord);
+  if (intra_chunk.resumed) intra_chunk.load_step(p.start.step, shape, coord);
   wait_copies<0>();
   __syncthreads();
 
-  within.make_h();
-  within.make_step_squares();
+  intra_chunk.make_h();
+  intra_chunk.make_step_squares();
   __syncthreads();
-  within.make_w();
-  within.make_products();
+  intra_chunk.make_w();
+  intra_chunk.compute_gram();
   if (!kOwn) __syncthreads();
 
-  Sums<2> y[S::kBlocks], sigma[S::kBlocks];
-  typename Within<S, kOwn>::Carries carries;
+  Accumulator<2> y[S::kBlocks], sigma[S::kBlocks];
+  typename IntraChunk<S, kOwn>::Carries carries;
 #pragma unroll
   for (int b = 0; b < S::kBlocks; ++b) {
-    typename Within<S, kOwn>::Columns columns;
-    within.make_columns(columns, 16 * b);
-    within.make_read(sigma[b], y[b], columns, carries, 16 * b);
+    typename IntraChunk<S, kOwn>::TokenBlock token_block;
+    intra_chunk.compute_token_block(token_block, 16 * b);
+    intra_chunk.compute_lengths_of_reads(sigma[b], y[b], token_block, carries, 16 * b);
   }
 
 #pragma unroll 1
   for (int member = 0;; ++member) {
 #pragma unroll
-    for (int b = 0; b < S::kBlocks; ++b) make_queries(within, q, along, y[b], sigma[b], 16 * b);
+    for (int b = 0; b < S::kBlocks; ++b) scale_queries(intra_chunk, q, along, y[b], sigma[b], 16 * b);
     __syncthreads();
     if constexpr (!kOwn) {
-      decayed_scores(within, scores, q, within.w, 0);
+      compute_decayed_scores(intra_chunk, scores, q, intra_chunk.w, 0);
       __syncthreads();
     }
 
-    if (within.has_share()) {
-      const int row = within.share_row(), col = within.share_col();
-      Sums<S::kWide / 8> o;
+    if (intra_chunk.has_block()) {
+      const int row = intra_chunk.block_row(), col = intra_chunk.block_col();
+      Accumulator<S::kWide / 8> o;
       fill(o, 0.f);
-      if (within.resumed) {
-        add_product_of_tiles<1>(o, q, row, within.step, col);
+      if (intra_chunk.resumed) {
+        add_tile_product<1>(o, q, row, intra_chunk.step, col);
         const int t = row + lane_row();
-        scale_rows(o, {within.kLift * within.tokens->open[t], within.kLift * within.tokens->open[t + 8]});
+        scale_rows(o, {intra_chunk.kFp16Scale * intra_chunk.tokens->call_decay[t],
+                       intra_chunk.kFp16Scale * intra_chunk.tokens->call_decay[t + 8]});
       }
-      add_product_of_tiles<4>(o, along, row, within.memory, col);
+      add_tile_product<4>(o, along, row, intra_chunk.memory, col);
       uint32_t a[4];
       if constexpr (kOwn) {
-        own_scores(a, within, q, within.w);
-        add_product<T>(o, a, within.h, 0, col);
+        compute_own_scores(a, intra_chunk, q, intra_chunk.w);
+        add_product<T>(o, a, intra_chunk.h, 0, col);
       } else {
 #pragma unroll 1
         for (int j = 0; j <= row; j += 16) {
           load_block(a, scores, row, j);
-          add_product<T>(o, a, within.h, j, col);
+          add_product<T>(o, a, intra_chunk.h, j, col);
         }
       }
-      put_rows<T>(row_of<T>(p.o, part.batch(), part.chunk.start + row, first_head + member) + col,
-                  p.o.stride[1], part.chunk.length - row, shape.D - col, o);
+      store_rows_global<T>(row_of<T>(p.o, coord.batch(), coord.chunk.start + row, first_head + member) + col,
+                           p.o.stride[1], coord.chunk.length - row, shape.D - col, o);
     }
     if (member + 1 == group) break;
     __syncthreads();
-    bring_q(first_head + member + 1);
+    load_q(first_head + member + 1);
     wait_copies<0>();
     __syncthreads();
   }
 }
 
 template <typename T>
-cudaError_t read_of(const LatticeRead& p, cudaStream_t stream) {
-  return by_size(p.shape, [&](auto tokens, auto D, auto M) {
+cudaError_t launch_read(const LatticeRead& p, cudaStream_t stream) {
+  return dispatch_size(p.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;
     using Plain = Sizes<T, tokens(), D(), M(), true>;
-    if (is_plain(p.shape))
+    if (is_plain_call(p.shape))
       return launch_chunks<read_kernel<Plain>>(p, S::kThreads, ReadTiles<S>::kBytes, 0, stream);
-    return launch_chunks<read_kernel<S>>(p, S::kThreads, ReadTiles<S>::kBytes, Within<S>::kResumedBytes,
+    return launch_chunks<read_kernel<S>>(p, S::kThreads, ReadTiles<S>::kBytes, IntraChunk<S>::kResumedBytes,
                                          stream);
   });
 }

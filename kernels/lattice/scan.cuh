@@ -11,32 +11,32 @@
 // rounded S passes through shared memory to the warps that compute H.
 #pragma once
 
-#include "lattice/vectors.cuh"
+#include "lattice/scan_common.cuh"
 
 namespace girih::kernels::lattice {
 
 // U^T = (W E_C)^T H for the warp's 16 vectors. `between` overlaps with the wait for the block.
 template <class S, class Between>
-__device__ inline void make_steps(Sums<S::D / 8>& U, const Within<S>& within, const float* weights,
-                                  const Between& between) {
+__device__ inline void compute_u(Accumulator<S::D / 8>& U, const IntraChunk<S>& intra_chunk,
+                                 const float* weights, const Between& between) {
   uint32_t w[4];
-  within.make_w_block(w, 0, weights);
-  if (within.objective == LatticeObjective::decode) {
-    typename Within<S>::Share share;
-    within.begin_h(share);
-    barrier_wait(1, S::kThreads);  // S is stored
-    within.end_h(share);
+  intra_chunk.compute_w_block(w, 0, weights);
+  if (intra_chunk.objective == LatticeObjective::decode) {
+    typename IntraChunk<S>::HBlock h_block;
+    intra_chunk.load_h_operands(h_block);
+    named_barrier_sync(1, S::kThreads);  // S is stored
+    intra_chunk.finish_h(h_block);
     between();
-    barrier_wait(1, S::kThreads);  // H is stored, and S may be overwritten
+    named_barrier_sync(1, S::kThreads);  // H is stored, and S may be overwritten
   } else {
     between();
   }
   fill(U, 0.f);
 #pragma unroll 1
   for (int t = 0;; t += 16) {
-    add_product<typename S::T>(U, w, within.h, t);
+    add_product<typename S::T>(U, w, intra_chunk.h, t);
     if (t + 16 >= S::R) break;
-    within.make_w_block(w, t + 16, weights);
+    intra_chunk.compute_w_block(w, t + 16, weights);
   }
 }
 
@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   extern __shared__ __align__(128) unsigned char shared[];
   const LatticeShape& shape = p.shape;
   const Ring<S> ring{shared + S::Memory::kBytes};
-  const Carried block = carried(shape);
+  const SequenceCoord block = sequence_coord(shape);
   const ChunkedSequence& of = block.of;
   const int warp = warp_index(), head = block.head, first = 16 * warp;
-  start_ring<S::kWarps, Ring<S>::kStages>(ring.full());
+  init_ring_barriers<S::kWarps, Ring<S>::kStages>(ring.full());
   if (warp >= S::kWarps) {
     ring.load(p, of, head, warp - S::kWarps);
     wait_copies<0>();
@@ -58,38 +58,39 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   }
 
   const int64_t sequence = of.sequence.index;
-  Within<S> within;
-  within.memory.data = reinterpret_cast<T*>(shared);
-  within.warp = warp, within.objective = shape.objective;
-  Sums<N> X, U;
+  IntraChunk<S> intra_chunk;
+  intra_chunk.memory.data = reinterpret_cast<T*>(shared);
+  intra_chunk.warp = warp, intra_chunk.objective = shape.objective;
+  Accumulator<N> X, U;
   load_vectors(X, p.start.memory, sequence, head, shape, first);
   bool complete = true;
   float decay = 0.f;
-  Turn turn;
+  PipelineState pipe;
 #pragma unroll 1
-  for (int64_t i = 0; i < of.chunks; ++i, turn.next(Ring<S>::kStages)) {
-    const Part part = chunk_part(shape, of, i, head);
-    complete = part.chunk.complete;
-    Operand<S::D / 16> rounded;
-    round_to<T>(rounded, X);
-    store_blocks(within.memory, first, 0, rounded);
+  for (int64_t i = 0; i < of.chunks; ++i, pipe.next(Ring<S>::kStages)) {
+    const ChunkCoord coord = chunk_coord(shape, of, i, head);
+    complete = coord.chunk.is_complete;
+    AFragment<S::D / 16> rounded;
+    round_to_a_fragment<T>(rounded, X);
+    store_blocks(intra_chunk.memory, first, 0, rounded);
     __syncwarp();
-    wait(ring.full() + turn.place, turn.parity);
-    within.k = ring.k(turn.place), within.h = ring.v(turn.place);
-    make_steps(U, within, ring.weights(turn.place), [&] {
-      store_tile_rows(static_cast<T*>(p.memories) + memory_place(shape, part.number, head), within.memory,
-                      first, shape);
+    wait(ring.full() + pipe.stage, pipe.phase);
+    intra_chunk.k = ring.k(pipe.stage), intra_chunk.h = ring.v(pipe.stage);
+    compute_u(U, intra_chunk, ring.weights(pipe.stage), [&] {
+      store_tile_rows(static_cast<T*>(p.memories) + memory_offset(shape, coord.number, head),
+                      intra_chunk.memory, first, shape);
     });
 
     // x = alpha s + u + e^{L_C} Delta
     const float2 sigma = row_dots(X, U);
-    const float kept = complete ? ring.kept(turn.place) : 0.f, from_start = ring.from_start(turn.place);
-    decay = ring.sum(turn.place);
-    arrive_once(ring.empty() + turn.place);
-    const float2 alpha = {kept - sigma.x, kept - sigma.y};
-    if (part.resumed) {
-      for_elements(U, p.start.step, sequence, head, shape, first,
-                   [&](float& u, const float& step, int) { u = fmaf(from_start, step, u); });
+    const float memory_decay = complete ? ring.memory_decay(pipe.stage) : 0.f,
+                from_start = ring.from_start(pipe.stage);
+    decay = ring.sum(pipe.stage);
+    arrive_warp(ring.empty() + pipe.stage);
+    const float2 alpha = {memory_decay - sigma.x, memory_decay - sigma.y};
+    if (coord.resumed) {
+      for_each_element(U, p.start.step, sequence, head, shape, first,
+                       [&](float& u, const float& step, int) { u = fmaf(from_start, step, u); });
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
       }
     }
     if ((lane() & 3) == 0) {
-      float* const ends = p.ends + (part.number * shape.heads + head) * 2 * shape.M;
+      float* const ends = p.ends + (coord.number * shape.heads + head) * 2 * shape.M;
       const int m = first + lane_row();
       if (m < shape.M) ends[m] = alpha.x, ends[shape.M + m] = rho.x;
       if (m + 8 < shape.M) ends[m + 8] = alpha.y, ends[shape.M + m + 8] = rho.y;
@@ -127,8 +128,8 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
     } else {
       fill(U, 0.f);
     }
-    decay =
-        p.start.decay.data == nullptr ? 0.f : load_any(p.start.decay, sequence, static_cast<int64_t>(head));
+    decay = p.start.decay.data == nullptr ? 0.f
+                                          : load_element(p.start.decay, sequence, static_cast<int64_t>(head));
   } else if (complete) {
     fill(U, 0.f);
     decay = 0.f;
@@ -137,9 +138,9 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   }
   if (p.end.step.data != nullptr) store_vectors(p.end.step, U, sequence, head, shape, first);
   if (threadIdx.x == 0) {
-    if (p.end.decay.data != nullptr) store_any(p.end.decay, decay, sequence, static_cast<int64_t>(head));
+    if (p.end.decay.data != nullptr) store_element(p.end.decay, decay, sequence, static_cast<int64_t>(head));
     if (head == 0 && p.last_position != nullptr) {
-      p.last_position[sequence] = (of.begun + of.sequence.end - of.sequence.start) % shape.grid.size;
+      p.last_position[sequence] = (of.prior_tokens + of.sequence.end - of.sequence.start) % shape.grid.size;
     }
   }
 }

@@ -19,16 +19,16 @@ __global__ void __launch_bounds__(kThreads)
   const int column = R::column();
   for (int64_t round = 0; round * R::step() < rows; ++round) {
     const int64_t row = round * R::step() + R::first();
-    const bool there = row < rows && column < p.D;
+    const bool exists = row < rows && column < p.D;
     float sum = 0.f;
-    if (there) {
+    if (exists) {
       const auto total = load<kPack>(static_cast<const typename R::T*>(p.total) + row * p.D + column);
-      const float of = 1.f / static_cast<float>(index.token_of(row) + 1);
+      const float per_count = 1.f / static_cast<float>(index.token_of(row) + 1);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) sum += sigmoid(total.at[i] * of);
+      for (int i = 0; i < kPack; ++i) sum += sigmoid(total.at[i] * per_count);
     }
     sum = R::sum(sum);
-    if (there && column == 0) p.beta[row] = sum / static_cast<float>(p.D);
+    if (exists && column == 0) p.beta[row] = sum / static_cast<float>(p.D);
   }
 }
 
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= p.D) return;
   for (int64_t row = R::first(); row < rows; row += R::step()) {
     auto total = load<kPack>(static_cast<const T*>(p.total) + row * p.D + column);
-    const float of = 1.f / static_cast<float>(index.token_of(row) + 1);
-    const float dbeta = p.dbeta[row] * of / static_cast<float>(p.D);
+    const float per_count = 1.f / static_cast<float>(index.token_of(row) + 1);
+    const float dbeta = p.dbeta[row] * per_count / static_cast<float>(p.D);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      const float s = sigmoid(total.at[i] * of);
+      const float s = sigmoid(total.at[i] * per_count);
       total.at[i] = dbeta * s * (1.f - s);
     }
     store(static_cast<T*>(p.dtotal) + row * p.D + column, total);
@@ -54,13 +54,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The factor 1 / (t + 1) of a row of total, and the offsets of its n rows in beta: first + j stride.
-struct Place {
-  float of;
+struct GateRow {
+  float per_count;
   int64_t first, stride;
 
-  __device__ Place(const RowIndex& index, int64_t row, int heads, int D, int n) {
-    const auto [token, head] = index.heads.split(row);
-    of = 1.f / static_cast<float>(index.tokens.split(token).rest + 1);
+  __device__ GateRow(const RowIndex& index, int64_t row, int heads, int D, int n) {
+    const auto [token, head] = index.heads.divmod(row);
+    per_count = 1.f / static_cast<float>(index.tokens.divmod(token).remainder + 1);
     stride = static_cast<int64_t>(heads) * D;
     first = static_cast<int64_t>(token) * n * stride + static_cast<int64_t>(head) * D;
   }
@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kThreads)
   const int column = R::column();
   if (column >= p.D) return;
   for (int64_t row = R::first(); row < index.rows; row += R::step()) {
-    const Place place(index, row, p.heads, p.D, p.n);
+    const GateRow gate_row(index, row, p.heads, p.D, p.n);
     auto total = load<kPack>(static_cast<const T*>(p.total) + row * p.D + column);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) total.at[i] = sigmoid(total.at[i] * place.of);
-    T* const to = static_cast<T*>(p.beta) + place.first + column;
-    for (int j = 0; j < p.n; ++j) store(to + j * place.stride, total);
+    for (int i = 0; i < kPack; ++i) total.at[i] = sigmoid(total.at[i] * gate_row.per_count);
+    T* const to = static_cast<T*>(p.beta) + gate_row.first + column;
+    for (int j = 0; j < p.n; ++j) store(to + j * gate_row.stride, total);
   }
 }
 
@@ -90,19 +90,19 @@ __global__ void __launch_bounds__(kThreads)
   const int column = R::column();
   if (column >= p.D) return;
   for (int64_t row = R::first(); row < index.rows; row += R::step()) {
-    const Place place(index, row, p.heads, p.D, p.n);
+    const GateRow gate_row(index, row, p.heads, p.D, p.n);
     auto total = load<kPack>(static_cast<const T*>(p.total) + row * p.D + column);
     auto sum = zeros<kPack>();
-    const T* const from = static_cast<const T*>(p.dbeta) + place.first + column;
+    const T* const from = static_cast<const T*>(p.dbeta) + gate_row.first + column;
     for (int j = 0; j < p.n; ++j) {
-      const auto dbeta = load<kPack>(from + j * place.stride);
+      const auto dbeta = load<kPack>(from + j * gate_row.stride);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) sum.at[i] += dbeta.at[i];
     }
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      const float s = sigmoid(total.at[i] * place.of);
-      total.at[i] = sum.at[i] * place.of * s * (1.f - s);
+      const float s = sigmoid(total.at[i] * gate_row.per_count);
+      total.at[i] = sum.at[i] * gate_row.per_count * s * (1.f - s);
     }
     store(static_cast<T*>(p.dtotal) + row * p.D + column, total);
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Gate, class KernelOf>
 cudaError_t launch(const Gate& p, cudaStream_t stream, const KernelOf& kernel_of) {
   const RowIndex index(p.batch, p.tokens, p.heads);
-  return with_rows(index, p.D, p.dtype, [&](auto rows) {
+  return dispatch_rows(index, p.D, p.dtype, [&](auto rows) {
     const auto kernel = kernel_of(rows);
     kernel<<<index.blocks<decltype(rows)>(), kThreads, 0, stream>>>(p, index);
   });

@@ -6,9 +6,9 @@
 //     channel gate   beta at t = sigmoid(total at t / (t + 1))
 //     pooled gate    beta at t = mean over D of sigmoid(total at t / (t + 1))
 //
-// u is 0 before the first token. D is a multiple of kLinearPathPack up to kLinearPathWidest. All tensors but
-// TokenRows are contiguous and aligned to 32 bytes. All arithmetic is fp32; for 16-bit results, the relative
-// error of a sigmoid is 2^-20.
+// u is 0 before the first token. D is a multiple of kLinearPathPack up to kLinearPathMaxWidth. All tensors
+// but TokenRows are contiguous and aligned to 32 bytes. All arithmetic is fp32; for 16-bit results, the
+// relative error of a sigmoid is 2^-20.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,9 +19,9 @@
 
 namespace girih::kernels {
 
-constexpr int kLinearPathPack = 8, kLinearPathWidest = 256;
-constexpr int kMostVirtualRows = 4;
-constexpr float kShortestLength = 1e-6f;  // a shorter silu(x) is divided by this length
+constexpr int kLinearPathPack = 8, kLinearPathMaxWidth = 256;
+constexpr int kMaxVirtualRows = 4;
+constexpr float kMinLength = 1e-6f;  // a shorter silu(x) is divided by this length
 
 // A tensor [B, T, H, D] whose heads of a token are contiguous. `sequence` and `token` are the strides of B
 // and T in elements. Packs are aligned to their size.
@@ -34,31 +34,31 @@ struct VirtualRowsShape {
   int64_t batch, tokens;
   int query_heads, heads;  // heads of q; heads of k and of v
   int D;
-  int n;  // rows of k and v for each token: 1..kMostVirtualRows
+  int n;  // rows of k and v for each token: 1..kMaxVirtualRows
   DType dtype;
 };
 
 struct VirtualRows {
   VirtualRowsShape shape;
-  TokenRows q, k, v;  // [B, T, query_heads, D], [B, T, heads, D]
-  void* of_q;         // [B, T, query_heads, D]
-  void *of_k, *of_v;  // [B, T n, heads, D], the n rows of a token in order
+  TokenRows q, k, v;      // [B, T, query_heads, D], [B, T, heads, D]
+  void* rows_q;           // [B, T, query_heads, D]
+  void *rows_k, *rows_v;  // [B, T n, heads, D], the n rows of a token in order
 };
 cudaError_t virtual_rows(const VirtualRows& problem, cudaStream_t stream);
 
 struct VirtualRowsBackward {
   VirtualRowsShape shape;
   TokenRows q, k, v;
-  const void *of_q, *of_k, *of_v;  // gradients of the virtual rows
+  const void *rows_q, *rows_k, *rows_v;  // gradients of the virtual rows
   void *dq, *dk, *dv;
 };
 cudaError_t virtual_rows_backward(const VirtualRowsBackward& problem, cudaStream_t stream);
 
 struct RunningSum {
   int64_t batch, tokens;
-  int columns;           // H D, a multiple of kLinearPathPack
-  bool from_end;         // sum the tokens from t to the end, instead of those up to t
-  DType of_x, of_total;  // equal, or one fp16 and the other fp32: sums of fp16 can exceed its range
+  int columns;                 // H D, a multiple of kLinearPathPack
+  bool from_end;               // sum the tokens from t to the end, instead of those up to t
+  DType x_dtype, total_dtype;  // equal, or one fp16 and the other fp32: sums of fp16 can exceed its range
   TokenRows x;
   void* total;  // [B, T, H, D]
 };

@@ -13,7 +13,7 @@ constexpr int kPack = kLinearPathPack, kThreads = 256;
 
 // Rows of up to Lanes_ packs, and the rows of a thread: first(), first() + step(), ...
 template <typename Element, int Lanes_>
-struct Rows {
+struct RowLanes {
   using T = Element;
   static constexpr int kLanes = Lanes_, kRows = kThreads / Lanes_;
 
@@ -31,47 +31,47 @@ struct Rows {
   }
 };
 
-constexpr int64_t kMostRows = 0x7fffffff;  // the limit of a Divider
+constexpr int64_t kMaxRows = 0x7fffffff;  // the limit of a Divider
 
-struct Split {
-  int whole, rest;
+struct QuotientRemainder {
+  int quotient, remainder;
 };
 
-struct SplitBy {
+struct DivMod {
   Divider by;
 
-  __device__ Split split(int64_t x) const {
-    const auto whole = static_cast<int>(by.divide(static_cast<uint32_t>(x)));
-    return {whole, static_cast<int>(x) - whole * static_cast<int>(by.by)};
+  __device__ QuotientRemainder divmod(int64_t x) const {
+    const auto quotient = static_cast<int>(by.divide(static_cast<uint32_t>(x)));
+    return {quotient, static_cast<int>(x) - quotient * static_cast<int>(by.by)};
   }
 };
 
 // The index of a row is (sequence * tokens + token) * heads + head.
 struct RowIndex {
   int64_t rows;
-  SplitBy heads, tokens;
+  DivMod heads, tokens;
 
   RowIndex(int64_t batch, int64_t tokens_, int heads_)
       : rows(batch * tokens_ * heads_),
         heads{Divider(heads_ > 0 ? heads_ : 1)},
         tokens{Divider(tokens_ > 0 ? tokens_ : 1)} {}
 
-  __device__ int token_of(int64_t row) const { return tokens.split(heads.split(row).whole).rest; }
+  __device__ int token_of(int64_t row) const { return tokens.divmod(heads.divmod(row).quotient).remainder; }
 
   template <class R>
   unsigned blocks() const {
-    return blocks_for(divide_up(rows, R::kRows));
+    return clamp_grid_blocks(divide_up(rows, R::kRows));
   }
 };
 
-// Calls launch(Rows) for this width and type if there are rows; an error if there is no such instance.
+// Calls launch(RowLanes) for this width and type if there are rows; an error if there is no such instance.
 template <typename Launch>
-cudaError_t with_rows(const RowIndex& index, int D, DType dtype, const Launch& launch) {
+cudaError_t dispatch_rows(const RowIndex& index, int D, DType dtype, const Launch& launch) {
   if (index.rows == 0) return cudaSuccess;
-  if (index.rows > kMostRows || D < kPack || D % kPack != 0) return cudaErrorInvalidValue;
-  return by_element(dtype, [&](auto element) {
-    return by_width<4, 8, 16, kLinearPathWidest / kPack>(D / kPack, [&](auto lanes) {
-      launch(Rows<decltype(element), lanes()>{});
+  if (index.rows > kMaxRows || D < kPack || D % kPack != 0) return cudaErrorInvalidValue;
+  return dispatch_dtype(dtype, [&](auto element) {
+    return dispatch_width<4, 8, 16, kLinearPathMaxWidth / kPack>(D / kPack, [&](auto lanes) {
+      launch(RowLanes<decltype(element), lanes()>{});
       return cudaGetLastError();
     });
   });

@@ -17,38 +17,38 @@ constexpr int kTokens = 16;  // tokens of a walk
 
 // The tokens first, first + 1, ... of one head of q, k or v, and their addresses.
 template <typename T>
-struct Walk {
+struct TokenWalk {
   const VirtualRowsShape& shape;
   int64_t sequence, first;
   int head, heads;  // of the tensor below
   enum { kQ, kK, kV } of;
   int from, to;  // tokens first + i exist for from <= i < to; empty if the walk or the column does not exist
 
-  __device__ Walk(const VirtualRowsShape& shape, const RowIndex& index, int64_t number, int column)
+  __device__ TokenWalk(const VirtualRowsShape& shape, const RowIndex& index, int64_t number, int column)
       : shape(shape) {
     const bool exists = number < index.rows && column < shape.D;
-    const auto [part, every_head] = index.heads.split(exists ? number : 0);
-    const auto [its_sequence, its_part] = index.tokens.split(part);
-    sequence = its_sequence, first = static_cast<int64_t>(its_part) * kTokens;
-    of = every_head < shape.query_heads ? kQ : every_head < shape.query_heads + shape.heads ? kK : kV;
+    const auto [part, head_index] = index.heads.divmod(exists ? number : 0);
+    const auto [sequence_index, walk_index] = index.tokens.divmod(part);
+    sequence = sequence_index, first = static_cast<int64_t>(walk_index) * kTokens;
+    of = head_index < shape.query_heads ? kQ : head_index < shape.query_heads + shape.heads ? kK : kV;
     heads = of == kQ ? shape.query_heads : shape.heads;
-    head = of == kQ ? every_head : (every_head - shape.query_heads) % shape.heads;
+    head = of == kQ ? head_index : (head_index - shape.query_heads) % shape.heads;
     const int64_t left = shape.tokens - first;
     from = first == 0 ? 0 : -kTokens;
     to = !exists ? from : left < 2 * kTokens ? static_cast<int>(left) : 2 * kTokens;
   }
   __device__ bool has(int i) const { return i >= from && i < to; }
   template <typename P>
-  __device__ P* of_these(P* q, P* k, P* v) const {
+  __device__ P* select(P* q, P* k, P* v) const {
     return of == kQ ? q : of == kK ? k : v;
   }
   // The address of the row of token `first` in TokenRows; below, in a contiguous tensor with `rows` rows for
   // each token.
-  __device__ const T* in(const TokenRows& rows) const {
+  __device__ const T* address(const TokenRows& rows) const {
     return static_cast<const T*>(rows.data) + sequence * rows.sequence + first * rows.token + head * shape.D;
   }
   template <typename P>
-  __device__ P* in_dense(P* data, int rows) const {
+  __device__ P* address_contiguous(P* data, int rows) const {
     return data + ((sequence * shape.tokens + first) * rows * heads + head) * shape.D;
   }
   __device__ int64_t row() const { return heads * shape.D; }
@@ -57,12 +57,12 @@ struct Walk {
 // A pack in the type of memory: for 16-bit types half the registers of a Pack while the load is in flight.
 template <typename T>
 struct Raw {
-  Elements<T, kPack> elements;
+  AlignedArray<T, kPack> elements;
 
   Raw() = default;
   __device__ Raw(const T* from, bool is_read) {
     if (is_read) {
-      elements = *reinterpret_cast<const Elements<T, kPack>*>(from);
+      elements = *reinterpret_cast<const AlignedArray<T, kPack>*>(from);
     } else {
 #pragma unroll
       for (int c = 0; c < kPack; ++c) elements.at[c] = from_float<T>(0.f);
@@ -78,15 +78,16 @@ __global__ void __launch_bounds__(kThreads)
   const int column = R::column();
   // All lanes of a warp run the same number of iterations, since R::sum() is a warp operation.
   for (int64_t round = 0; round * R::step() < index.rows; ++round) {
-    const Walk<T> walk(p.shape, index, round * R::step() + R::first(), column);
-    const bool is_q = walk.of == Walk<T>::kQ;
-    const TokenRows& rows = *walk.of_these(&p.q, &p.k, &p.v);
-    const T* const x = walk.in(rows) + column;
+    const TokenWalk<T> walk(p.shape, index, round * R::step() + R::first(), column);
+    const bool is_q = walk.of == TokenWalk<T>::kQ;
+    const TokenRows& rows = *walk.select(&p.q, &p.k, &p.v);
+    const T* const x = walk.address(rows) + column;
     T* const to =
-        walk.in_dense(static_cast<T*>(walk.of_these(p.of_q, p.of_k, p.of_v)), is_q ? 1 : N) + column;
+        walk.address_contiguous(static_cast<T*>(walk.select(p.rows_q, p.rows_k, p.rows_v)), is_q ? 1 : N) +
+        column;
     const int64_t row = walk.row(), step = is_q ? row : N * row;
     const auto read = [&](int i) { return Raw<T>(x + i * rows.token, walk.has(i) && !(is_q && i < 0)); };
-    [[maybe_unused]] Pack<kPack> before[N] = {};  // r_0, ..., r_{N-2}
+    [[maybe_unused]] Pack<kPack> previous[N] = {};  // r_0, ..., r_{N-2}
     auto next = read(1 - N);
 #pragma unroll 1
     for (int i = 1 - N; i < kTokens; ++i) {
@@ -100,9 +101,9 @@ __global__ void __launch_bounds__(kThreads)
         r.at[c] *= sigmoid_for<T>(r.at[c]);
         square = fmaf(r.at[c], r.at[c], square);
       }
-      const float by = 1.f / fmaxf(sqrtf(R::sum(square)), kShortestLength);
+      const float scale = 1.f / fmaxf(sqrtf(R::sum(square)), kMinLength);
 #pragma unroll
-      for (int c = 0; c < kPack; ++c) r.at[c] *= by;
+      for (int c = 0; c < kPack; ++c) r.at[c] *= scale;
       const bool is_written = i >= 0 && walk.has(i);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
@@ -110,9 +111,9 @@ __global__ void __launch_bounds__(kThreads)
         if (m + 1 == N) break;
 #pragma unroll
         for (int c = 0; c < kPack; ++c) {
-          const float now = r.at[c];
-          r.at[c] = .5f * (now - before[m].at[c]);
-          before[m].at[c] = now;
+          const float current = r.at[c];
+          r.at[c] = .5f * (current - previous[m].at[c]);
+          previous[m].at[c] = current;
         }
       }
     }
@@ -130,27 +131,27 @@ __global__ void __launch_bounds__(kThreads)
     Raw<T> x, dr[N];
   };
   for (int64_t round = 0; round * R::step() < index.rows; ++round) {
-    const Walk<T> walk(p.shape, index, round * R::step() + R::first(), column);
-    const bool is_q = walk.of == Walk<T>::kQ;
-    const TokenRows& rows = *walk.of_these(&p.q, &p.k, &p.v);
-    const T* const x = walk.in(rows) + column;
-    const auto* const of = static_cast<const T*>(walk.of_these(p.of_q, p.of_k, p.of_v));
-    const T* const dr = walk.in_dense(of, is_q ? 1 : N) + column;
-    T* const to = walk.in_dense(static_cast<T*>(walk.of_these(p.dq, p.dk, p.dv)), 1) + column;
+    const TokenWalk<T> walk(p.shape, index, round * R::step() + R::first(), column);
+    const bool is_q = walk.of == TokenWalk<T>::kQ;
+    const TokenRows& rows = *walk.select(&p.q, &p.k, &p.v);
+    const T* const x = walk.address(rows) + column;
+    const auto* const of = static_cast<const T*>(walk.select(p.rows_q, p.rows_k, p.rows_v));
+    const T* const dr = walk.address_contiguous(of, is_q ? 1 : N) + column;
+    T* const to = walk.address_contiguous(static_cast<T*>(walk.select(p.dq, p.dk, p.dv)), 1) + column;
     const int64_t row = walk.row(), step = is_q ? row : N * row;
     const auto read = [&](int i) {
       Token token;
-      const bool is_there = walk.has(i), is_own = is_there && i < kTokens;
+      const bool has_token = walk.has(i), is_own = has_token && i < kTokens;
       token.x = Raw<T>(x + i * rows.token, is_own);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
-        token.dr[m] = Raw<T>(dr + i * step + m * row, m == 0 ? is_own : is_there && !is_q);
+        token.dr[m] = Raw<T>(dr + i * step + m * row, m == 0 ? is_own : has_token && !is_q);
       }
       return token;
     };
-    [[maybe_unused]] Pack<kPack> after[N];  // after[m] is e_m of token t + 1, m = 1..N-1
+    [[maybe_unused]] Pack<kPack> following[N];  // following[m] is e_m of token t + 1, m = 1..N-1
 #pragma unroll
-    for (int m = 0; m < N; ++m) after[m] = zeros<kPack>();
+    for (int m = 0; m < N; ++m) following[m] = zeros<kPack>();
     auto next = read(kTokens + N - 2);
 #pragma unroll 1
     for (int i = kTokens + N - 2; i >= 0; --i) {
@@ -164,44 +165,44 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int c = 0; c < kPack; ++c) {
           const float e = du.at[c];
-          du.at[c] = fmaf(.5f, e - after[m].at[c], token.dr[m - 1][c]);
-          after[m].at[c] = e;
+          du.at[c] = fmaf(.5f, e - following[m].at[c], token.dr[m - 1][c]);
+          following[m].at[c] = e;
         }
       }
-      float square = 0.f, along = 0.f;
+      float square = 0.f, dot = 0.f;
       Pack<kPack> s;
 #pragma unroll
       for (int c = 0; c < kPack; ++c) {
         s.at[c] = sigmoid_for<T>(token.x[c]);
         const float y = token.x[c] * s.at[c];
         square = fmaf(y, y, square);
-        along = fmaf(y, du.at[c], along);
+        dot = fmaf(y, du.at[c], dot);
       }
-      const float length = sqrtf(R::sum(square)), by = 1.f / fmaxf(length, kShortestLength);
-      // For |y| <= kShortestLength, u = y / kShortestLength.
-      along = R::sum(along) * (length > kShortestLength ? by * by : 0.f);
+      const float length = sqrtf(R::sum(square)), scale = 1.f / fmaxf(length, kMinLength);
+      // For |y| <= kMinLength, u = y / kMinLength.
+      dot = R::sum(dot) * (length > kMinLength ? scale * scale : 0.f);
       if (i >= kTokens || !walk.has(i)) continue;
 #pragma unroll
       for (int c = 0; c < kPack; ++c) {
         const float y = token.x[c] * s.at[c], slope = fmaf(y, 1.f - s.at[c], s.at[c]);
-        du.at[c] = by * fmaf(-y, along, du.at[c]) * slope;
+        du.at[c] = scale * fmaf(-y, dot, du.at[c]) * slope;
       }
       store(to + i * row, du);
     }
   }
 }
 
-// Calls launch(Rows, Constant<N>, index of the walks) if there are tokens.
+// Calls launch(RowLanes, Constant<N>, index of the walks) if there are tokens.
 template <typename Launch>
-cudaError_t with_shape(const VirtualRowsShape& shape, const Launch& launch) {
+cudaError_t dispatch_shape(const VirtualRowsShape& shape, const Launch& launch) {
   const int64_t heads = shape.query_heads + 2 * shape.heads;
   const RowIndex index(shape.batch, divide_up(shape.tokens, kTokens), static_cast<int>(heads));
-  if (index.rows > 0 && (shape.n < 1 || shape.n > kMostVirtualRows)) return cudaErrorInvalidValue;
-  return with_rows(index, shape.D, shape.dtype, [&](auto rows) {
+  if (index.rows > 0 && (shape.n < 1 || shape.n > kMaxVirtualRows)) return cudaErrorInvalidValue;
+  return dispatch_rows(index, shape.D, shape.dtype, [&](auto rows) {
     if (shape.n == 1) return launch(rows, Constant<1>(), index);
     if (shape.n == 2) return launch(rows, Constant<2>(), index);
     if (shape.n == 3) return launch(rows, Constant<3>(), index);
-    launch(rows, Constant<kMostVirtualRows>(), index);
+    launch(rows, Constant<kMaxVirtualRows>(), index);
   });
 }
 
@@ -210,7 +211,7 @@ cudaError_t with_shape(const VirtualRowsShape& shape, const Launch& launch) {
 
 cudaError_t virtual_rows(const VirtualRows& p, cudaStream_t stream) {
   using namespace linear_path;
-  return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
+  return dispatch_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = n();
     virtual_rows_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
@@ -219,7 +220,7 @@ cudaError_t virtual_rows(const VirtualRows& p, cudaStream_t stream) {
 
 cudaError_t virtual_rows_backward(const VirtualRowsBackward& p, cudaStream_t stream) {
   using namespace linear_path;
-  return with_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
+  return dispatch_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = n();
     virtual_rows_backward_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);

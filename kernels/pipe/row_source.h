@@ -16,19 +16,19 @@ template <typename T>
 struct RowSource {
   const T* from;
   int64_t stride;
-  int cols, to;
+  int cols, tile;
 
   // Starts the copies of `rows` rows from row `first`, by one warp; further rows of the tile become zero.
   template <class Tile>
-  __device__ void bring(const Tile& tile, int64_t first, int rows) const {
+  __device__ void load(const Tile& tile, int64_t first, int rows) const {
     load_async<32>(tile, from + first * stride, stride, rows, cols, lane());
   }
 };
 
 // The rows of one batch row and head of a tensor [B, T, H, X] of 16-bit elements; row 0 is token 0.
 template <typename T, class Array>
-__device__ inline RowSource<T> row_source(const Array& x, int64_t batch, int64_t head, int cols, int to) {
-  return {static_cast<const T*>(x.data) + offset_of(x, batch, int64_t{0}, head), x.stride[1], cols, to};
+__device__ inline RowSource<T> row_source(const Array& x, int64_t batch, int64_t head, int cols, int tile) {
+  return {static_cast<const T*>(x.data) + offset_of(x, batch, int64_t{0}, head), x.stride[1], cols, tile};
 }
 
 }  // namespace girih::kernels

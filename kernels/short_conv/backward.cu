@@ -18,56 +18,56 @@ namespace {
 
 constexpr int kBlocks = 2;  // blocks of a multiprocessor, with 128 registers for each thread
 
-// The same as Ahead for packs of 8 or 16 bytes, with a ring in shared memory that holds several turns. Every
-// thread has its own places in the ring, so threads do not wait for each other. Loads in flight use no
-// registers, which the weights and sums need. (4 x 4096 tokens of 2048 channels in fp32, width 4: 118.0 us;
-// with the next turn in registers, which spill, 232.6 us.)
+// The same as RegisterReader for packs of 8 or 16 bytes, with a ring in shared memory that holds several
+// tiles. Every thread has its own places in the ring, so threads do not wait for each other. Loads in flight
+// use no registers, which the weights and sums need. (4 x 4096 tokens of 2048 channels in fp32, width 4:
+// 118.0 us; with the next tile in registers, which spill, 232.6 us.)
 template <typename T, int N, int Arrays>
-class Ring {
-  static constexpr int kPackBytes = Raw<T, N>::kBytes, kRow = kThreads * kPackBytes;
+class RingReader {
+  static constexpr int kPackBytes = RawPack<T, N>::kBytes, kRow = kThreads * kPackBytes;
   static_assert(kPackBytes == 8 || kPackBytes == 16);
-  static constexpr int kStages = 64 / kPackBytes;  // turns; two blocks of x and dy use 64 KB
+  static constexpr int kStages = 64 / kPackBytes;  // tiles; two blocks of x and dy use 64 KB
 
  public:
-  static constexpr int kTurn = 2;  // rows of a turn; 4 spill up to 188 bytes
-  static constexpr int kBytes = kStages * Arrays * kTurn * kRow;
-  using Turn = Raw<T, N>[Arrays][kTurn];
+  static constexpr int kTileRows = 2;  // rows of a tile; 4 spill up to 188 bytes
+  static constexpr int kBytes = kStages * Arrays * kTileRows * kRow;
+  using RowTile = RawPack<T, N>[Arrays][kTileRows];
 
-  __device__ Ring(const Rows<T> (&rows)[Arrays], int count) {
+  __device__ RingReader(const RowStream<T> (&rows)[Arrays], int count) {
     extern __shared__ __align__(16) unsigned char shared[];
     own_ = shared + (threadIdx.y * kLanes + threadIdx.x) * kPackBytes;
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) rows_[a] = rows[a];
 #pragma unroll
-    for (int i = 0; i + 1 < kStages; ++i) fetch(count - i * kTurn);
+    for (int i = 0; i + 1 < kStages; ++i) fetch(count - i * kTileRows);
   }
   // Waits for the copies past the end before the shared memory is reused.
-  __device__ ~Ring() { wait_copies<0>(); }
+  __device__ ~RingReader() { wait_copies<0>(); }
 
-  __device__ void next(Turn& turn, int left) {
+  __device__ void next(RowTile& tile, int left) {
     wait_copies<kStages - 2>();
-    fetch(left - (kStages - 1) * kTurn);
-    // The oldest turn is at the place that fetch() uses next.
+    fetch(left - (kStages - 1) * kTileRows);
+    // The oldest tile is at the place that fetch() uses next.
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) {
-        turn[a][i].load(reinterpret_cast<const T*>(own_ + place_ + (a * kTurn + i) * kRow));
+      for (int i = 0; i < kTileRows; ++i) {
+        tile[a][i].load(reinterpret_cast<const T*>(own_ + offset_ + (a * kTileRows + i) * kRow));
       }
     }
   }
 
  private:
-  Rows<T> rows_[Arrays];
-  int place_ = 0;
+  RowStream<T> rows_[Arrays];
+  int offset_ = 0;
   unsigned char* own_;
 
   __device__ void fetch(int left) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) {
-        const uint32_t to = shared_address(own_ + place_ + (a * kTurn + i) * kRow);
+      for (int i = 0; i < kTileRows; ++i) {
+        const uint32_t to = shared_address(own_ + offset_ + (a * kTileRows + i) * kRow);
         const T* from = rows_[a].first + i * rows_[a].stride;
         if constexpr (kPackBytes == 16) {
           copy_async(to, from, i < left);
@@ -75,55 +75,55 @@ class Ring {
           copy_async_8(to, from, i < left);
         }
       }
-      rows_[a].first += kTurn * rows_[a].stride;
+      rows_[a].first += kTileRows * rows_[a].stride;
     }
     commit_copies();
-    place_ += kBytes / kStages;
-    if (place_ == kBytes) place_ = 0;
+    offset_ += kBytes / kStages;
+    if (offset_ == kBytes) offset_ = 0;
   }
 };
 
-// The reader of x and dy. With one channel for each thread there are enough registers for Ahead.
+// The reader of x and dy. With one channel for each thread there are enough registers for RegisterReader.
 template <typename T, int N>
-using Reader = std::conditional_t<N == 1, Ahead<T, N, 2>, Ring<T, N, 2>>;
+using Reader = std::conditional_t<N == 1, RegisterReader<T, N, 2>, RingReader<T, N, 2>>;
 
 // The sums of dweight of a thread, followed by dbias.
 template <int W, int N>
-using Parts = Pack<N>[W + 1];
+using WeightSums = Pack<N>[W + 1];
 
 // The ring of x and dy, later the sums of the block.
 template <typename T, int W, int N>
-constexpr int kSharedBytes = std::max(Reader<T, N>::kBytes, int(sizeof(Parts<W, N>)) * kThreads);
+constexpr int kSharedBytes = std::max(Reader<T, N>::kBytes, int(sizeof(WeightSums<W, N>)) * kThreads);
 
 // Computes dx of the `count` tokens from `first` that one sequence has in a run, and adds to dweight and
 // dbias.
 template <typename T, int W, int N>
 __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& filter,
                              const Sequence& sequence, int64_t first, int count, int64_t channel,
-                             Parts<W, N>& parts) {
+                             WeightSums<W, N>& parts) {
   // Tokens up to the end of the sequence, at most those that contribute to dx of the run.
   const auto to_end = static_cast<int>(min(sequence.end - first, int64_t{count} + W - 1));
   const int end = p.dy.data == nullptr ? 0 : to_end;
-  constexpr int kTurn = Reader<T, N>::kTurn;
+  constexpr int kTileRows = Reader<T, N>::kTileRows;
   Reader<T, N> rows({{&at<T>(p.x, sequence.batch, first, channel), p.x.stride[1]},
                      {&at<T>(p.dy, sequence.batch, first, channel), p.dy.stride[1]}},
                     end);
   const int64_t dx_stride = p.dx.stride[1];
   T* to = &at<T>(p.dx, sequence.batch, first, channel) - (W - 1) * dx_stride;
-  Pack<N> window[W - 1 + kTurn], dx[W - 1 + kTurn];  // tokens t - (W-1), ...
+  Pack<N> window[W - 1 + kTileRows], dx[W - 1 + kTileRows];  // tokens t - (W-1), ...
 #pragma unroll
   for (int j = 0; j + 1 < W; ++j) {
     window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
     dx[j] = zeros<N>();
   }
-  // whole: all tokens of the turn are in the run.
-  const auto turn = [&](int t, auto all) {
-    constexpr bool whole = decltype(all)::value;
-    typename Reader<T, N>::Turn raw;
+  // is_full: all tokens of the tile are in the run.
+  const auto tile = [&](int t, auto all) {
+    constexpr bool is_full = decltype(all)::value;
+    typename Reader<T, N>::RowTile raw;
     rows.next(raw, end - t);
-    Pack<N> z[kTurn], dz[kTurn];
+    Pack<N> z[kTileRows], dz[kTileRows];
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) {
+    for (int i = 0; i < kTileRows; ++i) {
       window[W - 1 + i] = raw[0][i].pack();
       dx[W - 1 + i] = zeros<N>();
       dz[i] = raw[1][i].pack();
@@ -131,11 +131,11 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
 
     // dz_t = dy_t act'(z_t)
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) z[i] = filter.apply(window + i);
+    for (int i = 0; i < kTileRows; ++i) z[i] = filter.apply(window + i);
     filter.differentiate(dz, z);
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) {
-      const bool own = whole || t + i < count;
+    for (int i = 0; i < kTileRows; ++i) {
+      const bool own = is_full || t + i < count;
 #pragma unroll
       for (int c = 0; c < N; ++c) {
         const float own_dz = own ? dz[i].at[c] : 0.f;
@@ -148,44 +148,44 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
       }
     }
 
-    // Stores the dx that no later turn contributes to. In a full turn none of them are among the last W - 1
+    // Stores the dx that no later tile contributes to. In a full tile none of them are among the last W - 1
     // tokens of the sequence.
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) {
-      const int done = t - (W - 1) + i;
-      if ((i < W - 1 && done < 0) || (!whole && done >= count)) continue;
-      const int row = done - (to_end - (W - 1));
-      if (!whole && row >= 0 && p.dfinal_state.data != nullptr) {
-        const Pack<N> through_state = load<N>(&at<T>(p.dfinal_state, sequence.index, row, channel));
+    for (int i = 0; i < kTileRows; ++i) {
+      const int finished = t - (W - 1) + i;
+      if ((i < W - 1 && finished < 0) || (!is_full && finished >= count)) continue;
+      const int row = finished - (to_end - (W - 1));
+      if (!is_full && row >= 0 && p.dfinal_state.data != nullptr) {
+        const Pack<N> dstate_row = load<N>(&at<T>(p.dfinal_state, sequence.index, row, channel));
 #pragma unroll
-        for (int c = 0; c < N; ++c) dx[i].at[c] += through_state.at[c];
+        for (int c = 0; c < N; ++c) dx[i].at[c] += dstate_row.at[c];
       }
       store(to + i * dx_stride, dx[i]);
     }
-    to += kTurn * dx_stride;
+    to += kTileRows * dx_stride;
 #pragma unroll
     for (int j = 0; j + 1 < W; ++j) {
-      window[j] = window[kTurn + j];
-      dx[j] = dx[kTurn + j];
+      window[j] = window[kTileRows + j];
+      dx[j] = dx[kTileRows + j];
     }
   };
   int t = 0;
 #pragma unroll 1
-  for (; t + kTurn <= count; t += kTurn) turn(t, std::true_type());
+  for (; t + kTileRows <= count; t += kTileRows) tile(t, std::true_type());
 #pragma unroll 1
-  for (; t < count + W - 1; t += kTurn) turn(t, std::false_type());
+  for (; t < count + W - 1; t += kTileRows) tile(t, std::false_type());
 }
 
 template <typename T, int W, int N>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     backward(const ShortConvBackward p, const int run_length) {
-  const Job<N> job(p.shape, blockIdx.x, run_length);
+  const ThreadWork<N> job(p.shape, blockIdx.x, run_length);
   job.template prefetch_first<T>(p.x);
   if (p.dy.data != nullptr) job.template prefetch_first<T>(p.dy);
   const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
-  Parts<W, N> parts = {};
+  WeightSums<W, N> parts = {};
   job.for_each_sequence(p.shape.tokens, [&](const Sequence& sequence, int64_t first, int64_t last) {
-    if (sequence.inside) {
+    if (sequence.is_owned) {
       run_backward<T, W, N>(p, filter, sequence, first, static_cast<int>(last - first), job.channel, parts);
     } else {
       for (int64_t t = first; t < last; ++t) store(&at<T>(p.dx, job.batch, t, job.channel), zeros<N>());
@@ -195,16 +195,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   // partials [groups, W + 1, channels]: the taps, then the bias
   constexpr int kColumns = kLanes * N;
   extern __shared__ __align__(16) unsigned char shared[];
-  const auto place = reinterpret_cast<float(*)[W + 1][kColumns]>(shared);  // [kRuns]
+  const auto buffer = reinterpret_cast<float(*)[W + 1][kColumns]>(shared);  // [kRuns]
   __syncthreads();  // all threads have finished with their rings
 #pragma unroll
-  for (int j = 0; j <= W; ++j) store(&place[threadIdx.y][j][threadIdx.x * N], parts[j]);
+  for (int j = 0; j <= W; ++j) store(&buffer[threadIdx.y][j][threadIdx.x * N], parts[j]);
   __syncthreads();  // the sums of all threads are stored
   for (int i = threadIdx.y * kLanes + threadIdx.x; i < (W + 1) * kColumns; i += kThreads) {
     const int j = i / kColumns, column = i % kColumns;
     float sum = 0.f;
 #pragma unroll
-    for (int y = 0; y < kRuns; ++y) sum += place[y][j][column];
+    for (int y = 0; y < kRuns; ++y) sum += buffer[y][j][column];
     const int64_t channel = job.first_channel + column;
     if (channel < p.shape.channels) {
       p.partials[(int64_t{job.group} * (W + 1) + j) * p.shape.channels + channel] = sum;
@@ -233,9 +233,9 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
       for (int y = 0; y < kRuns; ++y) total += parts[y][threadIdx.x];
       const int64_t tap = column / channels, channel = column % channels;
       if (tap < p.shape.width) {
-        store_any(p.dweight, total, channel, tap);
+        store_element(p.dweight, total, channel, tap);
       } else if (p.dbias.data != nullptr) {
-        store_any(p.dbias, total, channel);
+        store_element(p.dbias, total, channel);
       }
     }
     __syncthreads();  // parts has been read
@@ -269,16 +269,16 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
       filter.differentiate(dz, z);
       dstate.at[0] += filter.weight[j].at[0] * dz[0].at[0];
     }
-    const int64_t handed_on = row - (sequence.end - sequence.start);
-    if (handed_on >= 0 && p.dfinal_state.data != nullptr) {
-      dstate.at[0] += load<1>(&at<T>(p.dfinal_state, sequence.index, handed_on, channel)).at[0];
+    const int64_t final_row = row - (sequence.end - sequence.start);
+    if (final_row >= 0 && p.dfinal_state.data != nullptr) {
+      dstate.at[0] += load<1>(&at<T>(p.dfinal_state, sequence.index, final_row, channel)).at[0];
     }
     store(&at<T>(p.dstate, sequence.index, row, channel), dstate);
   }
 }
 
-int64_t groups_of(const ShortConvShape& shape, int pack) {
-  return groups_of_runs(shape.tokens, run_length(shape, pack, kBlocks));
+int64_t group_count(const ShortConvShape& shape, int pack) {
+  return run_group_count(shape.tokens, run_length(shape, pack, kBlocks));
 }
 
 }  // namespace
@@ -287,20 +287,20 @@ int64_t groups_of(const ShortConvShape& shape, int pack) {
 // Enough for both pack sizes: the choice between them depends on the alignment of the tensors.
 int64_t short_conv_partials(const ShortConvShape& shape) {
   using namespace short_conv;
-  return std::max(groups_of(shape, 1), groups_of(shape, kPack)) * (shape.width + 1) * shape.channels;
+  return std::max(group_count(shape, 1), group_count(shape, kPack)) * (shape.width + 1) * shape.channels;
 }
 
 cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream) {
   using namespace short_conv;
-  const Tokens& all = p.shape.tokens;
+  const SequenceLayout& all = p.shape.tokens;
   if (p.shape.channels == 0) return cudaSuccess;
   const dim3 threads(kLanes, kRuns);
-  const bool packs = all_fit_packs(p.shape, p.dy, p.dfinal_state, p.x, p.state, p.dx);
-  return with_instance(p.shape, packs, [&](auto instance) {
+  const bool packs = are_pack_aligned(p.shape, p.dy, p.dfinal_state, p.x, p.state, p.dx);
+  return dispatch_instance(p.shape, packs, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
     const int length = run_length(p.shape, I::N, kBlocks);
-    const int64_t groups = groups_of_runs(all, length);
+    const int64_t groups = run_group_count(all, length);
     const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
     if (blocks > 0) {
@@ -311,12 +311,12 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     const int64_t columns = (I::W + 1) * p.shape.channels;
-    sum_partials<<<blocks_for(divide_up(columns, kLanes)), threads, 0, stream>>>(p, groups);
+    sum_partials<<<clamp_grid_blocks(divide_up(columns, kLanes)), threads, 0, stream>>>(p, groups);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     if constexpr (I::W > 1) {
       const int64_t rows = all.sequences * (I::W - 1) * p.shape.channels;
       if (rows > 0 && p.dstate.data != nullptr) {
-        state_backward<T, I::W><<<blocks_for(divide_up(rows, kThreads)), kThreads, 0, stream>>>(p);
+        state_backward<T, I::W><<<clamp_grid_blocks(divide_up(rows, kThreads)), kThreads, 0, stream>>>(p);
         return cudaGetLastError();
       }
     }

@@ -8,44 +8,44 @@ namespace short_conv {
 namespace {
 
 // Blocks of a multiprocessor, with 64 or 80 registers for each thread.
-constexpr int blocks_of(int pack) { return pack == 1 ? 4 : 3; }
+constexpr int blocks_per_multiprocessor(int pack) { return pack == 1 ? 4 : 3; }
 
 // Computes y of the `count` tokens from `first` that one sequence has in a run.
 template <typename T, int W, int N>
 __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& filter,
                             const Sequence& sequence, int64_t first, int count, int64_t channel) {
-  using Reader = Ahead<T, N, 1>;
-  constexpr int kTurn = Reader::kTurn;
+  using Reader = RegisterReader<T, N, 1>;
+  constexpr int kTileRows = Reader::kTileRows;
   Reader rows({{&at<T>(p.x, sequence.batch, first, channel), p.x.stride[1]}}, count);
   const int64_t y_stride = p.y.stride[1];
   T* y = &at<T>(p.y, sequence.batch, first, channel);
-  Pack<N> window[W - 1 + kTurn];  // x_{t - (W-1)}, ...
+  Pack<N> window[W - 1 + kTileRows];  // x_{t - (W-1)}, ...
 #pragma unroll
   for (int j = 0; j + 1 < W; ++j) {
     window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
   }
-  const auto turn = [&](int t, auto all) {
-    constexpr bool whole = decltype(all)::value;
-    typename Reader::Turn raw;
+  const auto tile = [&](int t, auto all) {
+    constexpr bool is_full = decltype(all)::value;
+    typename Reader::RowTile raw;
     rows.next(raw, count - t);
-    Pack<N> z[kTurn];
+    Pack<N> z[kTileRows];
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) window[W - 1 + i] = raw[0][i].pack();
+    for (int i = 0; i < kTileRows; ++i) window[W - 1 + i] = raw[0][i].pack();
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) z[i] = filter.apply(window + i);
+    for (int i = 0; i < kTileRows; ++i) z[i] = filter.apply(window + i);
     filter.activate(z);
 #pragma unroll
-    for (int i = 0; i < kTurn; ++i) {
-      if (whole || t + i < count) store(y + i * y_stride, z[i]);
+    for (int i = 0; i < kTileRows; ++i) {
+      if (is_full || t + i < count) store(y + i * y_stride, z[i]);
     }
-    y += kTurn * y_stride;
+    y += kTileRows * y_stride;
 #pragma unroll
-    for (int j = 0; j + 1 < W; ++j) window[j] = window[kTurn + j];
+    for (int j = 0; j + 1 < W; ++j) window[j] = window[kTileRows + j];
   };
   int t = 0;
 #pragma unroll 1
-  for (; t + kTurn <= count; t += kTurn) turn(t, std::true_type());
-  if (t < count) turn(t, std::false_type());
+  for (; t + kTileRows <= count; t += kTileRows) tile(t, std::true_type());
+  if (t < count) tile(t, std::false_type());
 }
 
 // Row r of the final state is the input at position end - (W-1) + r. A sequence of fewer than W - 1 tokens
@@ -64,7 +64,7 @@ __device__ void final_state(const ShortConvForward& p, int64_t job) {
 // The first blocks compute the final states. A separate kernel for them takes 3 us, and placing them after
 // the blocks of the runs adds 0.9 us.
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads, blocks_of(N))
+__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(N))
     forward(const ShortConvForward p, const int run_length, const unsigned state_blocks) {
   if (blockIdx.x < state_blocks) {
     if constexpr (W > 1) {
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kThreads, blocks_of(N))
     }
     return;
   }
-  const Job<N> job(p.shape, blockIdx.x - state_blocks, run_length);
+  const ThreadWork<N> job(p.shape, blockIdx.x - state_blocks, run_length);
   job.template prefetch_first<T>(p.x);
   const Filter<T, W, N> filter(p.weight, p.bias, job.first_channel, p.shape.channels, p.shape.silu);
   job.for_each_sequence(p.shape.tokens, [&](const Sequence& sequence, int64_t first, int64_t last) {
-    if (sequence.inside) {
+    if (sequence.is_owned) {
       run_forward<T, W, N>(p, filter, sequence, first, static_cast<int>(last - first), job.channel);
     } else {
       for (int64_t t = first; t < last; ++t) store(&at<T>(p.y, job.batch, t, job.channel), zeros<N>());
@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(kThreads, blocks_of(N))
 
 cudaError_t short_conv_forward(const ShortConvForward& p, cudaStream_t stream) {
   using namespace short_conv;
-  const Tokens& all = p.shape.tokens;
-  return with_instance(p.shape, all_fit_packs(p.shape, p.x, p.state, p.y), [&](auto instance) {
+  const SequenceLayout& all = p.shape.tokens;
+  return dispatch_instance(p.shape, are_pack_aligned(p.shape, p.x, p.state, p.y), [&](auto instance) {
     using I = decltype(instance);
-    const int length = run_length(p.shape, I::N, blocks_of(I::N));
+    const int length = run_length(p.shape, I::N, blocks_per_multiprocessor(I::N));
     const int64_t states = divide_up(all.sequences * (I::W - 1) * p.shape.channels, kThreads);
-    const int64_t blocks = states + divide_up(p.shape.channels, kLanes * I::N) * groups_of_runs(all, length);
+    const int64_t blocks = states + divide_up(p.shape.channels, kLanes * I::N) * run_group_count(all, length);
     if (blocks == 0) return cudaSuccess;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
     forward<typename I::T, I::W, I::N><<<static_cast<unsigned>(blocks), dim3(kLanes, kRuns), 0, stream>>>(

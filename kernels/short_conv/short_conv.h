@@ -20,7 +20,7 @@ namespace girih::kernels {
 constexpr int kShortConvMaxWidth = 4;
 
 struct ShortConvShape {
-  Tokens tokens;
+  SequenceLayout tokens;
   int64_t channels;
   int width;  // W, 1..4
   bool silu;
@@ -29,37 +29,37 @@ struct ShortConvShape {
 
 struct ShortConvForward {
   ShortConvShape shape;
-  In<3> x;             // [B, T, channels]
-  In<2> weight;        // [channels, W]
-  In<1> bias;          // [channels], optional
-  In<3> state;         // [N, W-1, channels], optional
-  Out<3> y;            // [B, T, channels]
-  Out<3> final_state;  // [N, W-1, channels]
+  InputTensor<3> x;             // [B, T, channels]
+  InputTensor<2> weight;        // [channels, W]
+  InputTensor<1> bias;          // [channels], optional
+  InputTensor<3> state;         // [N, W-1, channels], optional
+  OutputTensor<3> y;            // [B, T, channels]
+  OutputTensor<3> final_state;  // [N, W-1, channels]
 };
 
 struct ShortConvBackward {
   ShortConvShape shape;
-  In<3> dy;            // [B, T, channels], optional: zero
-  In<3> dfinal_state;  // [N, W-1, channels], optional: zero
-  In<3> x;
-  In<2> weight;
-  In<1> bias;
-  In<3> state;
-  Out<3> dx;        // [B, T, channels]
-  Out<2> dweight;   // [channels, W]
-  Out<1> dbias;     // [channels]; absent if bias is absent
-  Out<3> dstate;    // [N, W-1, channels]; absent if state is absent
-  float* partials;  // short_conv_partials(shape) floats
+  InputTensor<3> dy;            // [B, T, channels], optional: zero
+  InputTensor<3> dfinal_state;  // [N, W-1, channels], optional: zero
+  InputTensor<3> x;
+  InputTensor<2> weight;
+  InputTensor<1> bias;
+  InputTensor<3> state;
+  OutputTensor<3> dx;       // [B, T, channels]
+  OutputTensor<2> dweight;  // [channels, W]
+  OutputTensor<1> dbias;    // [channels]; absent if bias is absent
+  OutputTensor<3> dstate;   // [N, W-1, channels]; absent if state is absent
+  float* partials;          // short_conv_partials(shape) floats
 };
 
 // One token, T = 1. The state is shifted in place.
 struct ShortConvStep {
   ShortConvShape shape;
-  In<3> x;  // [B, 1, channels]
-  In<2> weight;
-  In<1> bias;
-  Out<3> state;  // [B, W-1, channels]
-  Out<3> y;      // [B, 1, channels]
+  InputTensor<3> x;  // [B, 1, channels]
+  InputTensor<2> weight;
+  InputTensor<1> bias;
+  OutputTensor<3> state;  // [B, W-1, channels]
+  OutputTensor<3> y;      // [B, 1, channels]
 };
 
 // Floats of workspace for the sums of dweight and dbias over tokens: a function of the sizes only.

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const ShortConvStep p) {
     const int64_t channel = job % packs * N;
     const int64_t batch = job / packs;
     // All loads of the thread are issued before the first use of a value.
-    Raw<T, N> rows[W];
+    RawPack<T, N> rows[W];
 #pragma unroll
     for (int j = 0; j + 1 < W; ++j) rows[j].load(&at<T>(p.state, batch, j, channel));
     rows[W - 1].load(&at<T>(p.x, batch, 0, channel));
@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(kStepThreads) step(const ShortConvStep p) {
 
 cudaError_t short_conv_step(const ShortConvStep& p, cudaStream_t stream) {
   using namespace short_conv;
-  return with_instance(p.shape, all_fit_packs(p.shape, p.x, p.state, p.y), [&](auto instance) {
+  return dispatch_instance(p.shape, are_pack_aligned(p.shape, p.x, p.state, p.y), [&](auto instance) {
     using I = decltype(instance);
     const int64_t jobs = p.shape.channels / I::N * p.shape.tokens.batch;
     if (jobs == 0) return cudaSuccess;
     step<typename I::T, I::W, I::N>
-        <<<blocks_for(divide_up(jobs, kStepThreads)), kStepThreads, 0, stream>>>(p);
+        <<<clamp_grid_blocks(divide_up(jobs, kStepThreads)), kStepThreads, 0, stream>>>(p);
     return cudaGetLastError();
   });
 }

@@ -15,8 +15,8 @@
 namespace girih::kernels::short_conv {
 
 // In forward and backward, a block has the channels of the lanes of a warp (threadIdx.x) and kRuns runs of
-// tokens (threadIdx.y). A thread moves a window over its run in turns of a few tokens and loads the rows of
-// later turns in advance.
+// tokens (threadIdx.y). A thread moves a window over its run in tiles of a few tokens and loads the rows of
+// later tiles in advance.
 constexpr int kLanes = 32;
 constexpr int kRuns = 8;
 constexpr int kThreads = kLanes * kRuns;
@@ -27,21 +27,21 @@ struct RawFilter {
   RawElement weight[W][N];
   RawElement bias[N];  // zero without a bias
 
-  __device__ RawFilter(const In<2>& weights, const In<1>& biases, int64_t channel) {
-    with_stored(weights.dtype, [&](auto zero) {
+  __device__ RawFilter(const InputTensor<2>& weights, const InputTensor<1>& biases, int64_t channel) {
+    dispatch_storage(weights.dtype, [&](auto zero) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-          weight[j][i] = load_stored<decltype(zero)>(weights.data, offset_of(weights, channel + i, j));
+          weight[j][i] = load_raw<decltype(zero)>(weights.data, offset_of(weights, channel + i, j));
         }
       }
     });
     if (biases.data == nullptr) return;
-    with_stored(biases.dtype, [&](auto zero) {
+    dispatch_storage(biases.dtype, [&](auto zero) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        bias[i] = load_stored<decltype(zero)>(biases.data, offset_of(biases, channel + i));
+        bias[i] = load_raw<decltype(zero)>(biases.data, offset_of(biases, channel + i));
       }
     });
   }
@@ -53,34 +53,34 @@ struct Filter {
   Pack<N> bias;
   bool silu;
 
-  __device__ Filter(const RawFilter<W, N>& raw, DType of_weights, DType of_biases, bool with_silu)
-      : silu(with_silu) {
+  __device__ Filter(const RawFilter<W, N>& raw, DType weight_dtype, DType bias_dtype, bool use_silu)
+      : silu(use_silu) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) weight[j].at[i] = value_of(raw.weight[j][i], of_weights);
-      bias.at[i] = value_of(raw.bias[i], of_biases);
+      for (int j = 0; j < W; ++j) weight[j].at[i] = decode_element(raw.weight[j][i], weight_dtype);
+      bias.at[i] = decode_element(raw.bias[i], bias_dtype);
     }
   }
 
   // Loads the filters of the channels of a block through shared memory, since direct loads of a warp have a
   // stride of W N elements. `channels` is the number of all channels. All threads of the block call this
   // constructor.
-  __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t first_channel, int64_t channels,
-                    bool with_silu)
-      : silu(with_silu) {
+  __device__ Filter(const InputTensor<2>& weights, const InputTensor<1>& biases, int64_t first_channel,
+                    int64_t channels, bool use_silu)
+      : silu(use_silu) {
     constexpr int kColumns = kLanes * N;
-    __shared__ __align__(16) float place[W + 1][kColumns];
+    __shared__ __align__(16) float buffer[W + 1][kColumns];
     const int column = threadIdx.y * kLanes + threadIdx.x;
     if (column < kColumns && first_channel + column < channels) {  // all loads are in flight at once
 #pragma unroll
-      for (int j = 0; j < W; ++j) place[j][column] = load_any(weights, first_channel + column, j);
-      place[W][column] = biases.data == nullptr ? 0.f : load_any(biases, first_channel + column);
+      for (int j = 0; j < W; ++j) buffer[j][column] = load_element(weights, first_channel + column, j);
+      buffer[W][column] = biases.data == nullptr ? 0.f : load_element(biases, first_channel + column);
     }
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < W; ++j) weight[j] = load<N>(&place[j][threadIdx.x * N]);
-    bias = load<N>(&place[W][threadIdx.x * N]);
+    for (int j = 0; j < W; ++j) weight[j] = load<N>(&buffer[j][threadIdx.x * N]);
+    bias = load<N>(&buffer[W][threadIdx.x * N]);
   }
 
   // z_t = bias + sum_j weight_j x_{t - (W-1) + j}; window[0] is x_{t - (W-1)}
@@ -121,19 +121,19 @@ struct Filter {
 };
 
 template <typename T>
-__device__ inline const T& at(const In<3>& array, int64_t a, int64_t b, int64_t c) {
+__device__ inline const T& at(const InputTensor<3>& array, int64_t a, int64_t b, int64_t c) {
   return static_cast<const T*>(array.data)[offset_of(array, a, b, c)];
 }
 
 template <typename T>
-__device__ inline T& at(const Out<3>& array, int64_t a, int64_t b, int64_t c) {
+__device__ inline T& at(const OutputTensor<3>& array, int64_t a, int64_t b, int64_t c) {
   return static_cast<T*>(array.data)[offset_of(array, a, b, c)];
 }
 
 // The input at a token of a sequence; the W - 1 positions before the start are rows of the state.
 template <typename T, int W, int N>
-__device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Sequence& sequence,
-                                   int64_t token, int64_t channel) {
+__device__ inline Pack<N> input_at(const InputTensor<3>& x, const InputTensor<3>& state,
+                                   const Sequence& sequence, int64_t token, int64_t channel) {
   if (token >= sequence.start) return load<N>(&at<T>(x, sequence.batch, token, channel));
   if (state.data == nullptr) return zeros<N>();
   return load<N>(&at<T>(state, sequence.index, token - sequence.start + (W - 1), channel));
@@ -147,29 +147,29 @@ __device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Seq
 inline int run_length(const ShortConvShape& shape, int pack, int blocks) {
   constexpr int64_t kShortest = 8, kLongest = 128, kMultiprocessors = 132;
   const int64_t batch = std::max<int64_t>(shape.tokens.batch, 1), tokens = shape.tokens.tokens;
-  const int64_t across = std::max<int64_t>(divide_up(shape.channels, kLanes * pack), 1);
+  const int64_t channel_blocks = std::max<int64_t>(divide_up(shape.channels, kLanes * pack), 1);
   const int64_t wave = kMultiprocessors * blocks;
-  const int64_t waves = divide_up(batch * tokens * across, wave * kRuns * kLongest);
-  const int64_t groups = std::max<int64_t>(waves * wave / across, 1);
+  const int64_t waves = divide_up(batch * tokens * channel_blocks, wave * kRuns * kLongest);
+  const int64_t groups = std::max<int64_t>(waves * wave / channel_blocks, 1);
   const int64_t runs = std::max<int64_t>(groups * kRuns / batch, 1);  // runs of a batch row
   return static_cast<int>(std::max(divide_up(divide_up(tokens, runs), 4) * 4, kShortest));
 }
 
 // The channels and tokens of a thread in block number `block`.
 template <int N>
-struct Job {
+struct ThreadWork {
   int64_t first_channel, channel;
   unsigned group;  // kRuns runs
   int64_t batch;
   int64_t token, run_end;
   bool exists;
 
-  __device__ Job(const ShortConvShape& shape, unsigned block, int run_length) {
+  __device__ ThreadWork(const ShortConvShape& shape, unsigned block, int run_length) {
     // 32-bit divisions: a 64-bit division takes as long as four tokens.
-    const auto across = static_cast<unsigned>(divide_up(shape.channels, kLanes * N));
-    first_channel = int64_t{block % across} * (kLanes * N);
+    const auto channel_blocks = static_cast<unsigned>(divide_up(shape.channels, kLanes * N));
+    first_channel = int64_t{block % channel_blocks} * (kLanes * N);
     channel = first_channel + threadIdx.x * N;
-    group = block / across;
+    group = block / channel_blocks;
     const auto runs = static_cast<unsigned>(divide_up(shape.tokens.tokens, run_length));
     const unsigned run = group * kRuns + threadIdx.y;
     batch = run / runs;
@@ -180,7 +180,7 @@ struct Job {
 
   // Prefetches the first rows of the thread, before the block loads its filters.
   template <typename T>
-  __device__ void prefetch_first(const In<3>& rows) const {
+  __device__ void prefetch_first(const InputTensor<3>& rows) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (exists && token + i < run_end) prefetch(&at<T>(rows, batch, token + i, channel));
@@ -189,7 +189,7 @@ struct Job {
 
   // Calls f(sequence, first, last) for every part of the run that belongs to one sequence, or to none.
   template <class F>
-  __device__ void for_each_sequence(const Tokens& all, const F& f) const {
+  __device__ void for_each_sequence(const SequenceLayout& all, const F& f) const {
     for (int64_t first = token; exists && first < run_end;) {
       const Sequence sequence = sequence_of(all, batch, first);
       const int64_t last = min(sequence.end, run_end);
@@ -200,14 +200,14 @@ struct Job {
 };
 
 // The number of groups of kRuns runs.
-__host__ __device__ inline int64_t groups_of_runs(const Tokens& all, int run_length) {
+__host__ __device__ inline int64_t run_group_count(const SequenceLayout& all, int run_length) {
   return divide_up(divide_up(all.tokens, run_length) * all.batch, kRuns);
 }
 
 // A pack in the type of memory, as 32-bit words. pack() unpacks the words at their use. With an array of
 // 16-bit elements the compiler unpacks directly after the load, and waits for the load there.
 template <typename T, int N>
-struct Raw {
+struct RawPack {
   static constexpr int kBytes = N * int(sizeof(T)), kWords = (kBytes + 3) / 4;
 
   uint32_t words[kWords];
@@ -216,7 +216,7 @@ struct Raw {
     if constexpr (kBytes == 2) {
       words[0] = *reinterpret_cast<const uint16_t*>(from);
     } else {
-      const auto all = *reinterpret_cast<const Elements<uint32_t, kWords>*>(from);
+      const auto all = *reinterpret_cast<const AlignedArray<uint32_t, kWords>*>(from);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = all.at[i];
     }
@@ -225,10 +225,10 @@ struct Raw {
     if constexpr (kBytes == 2) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[0]);
     } else {
-      Elements<uint32_t, kWords> all;
+      AlignedArray<uint32_t, kWords> all;
 #pragma unroll
       for (int i = 0; i < kWords; ++i) all.at[i] = words[i];
-      *reinterpret_cast<Elements<uint32_t, kWords>*>(to) = all;
+      *reinterpret_cast<AlignedArray<uint32_t, kWords>*>(to) = all;
     }
   }
   __device__ void clear() {
@@ -242,7 +242,7 @@ struct Raw {
       if constexpr (sizeof(T) == 4) {
         pack.at[i] = __uint_as_float(words[i]);
       } else {
-        const float2 pair = unpaired<T>(words[i / 2]);
+        const float2 pair = unpack_pair<T>(words[i / 2]);
         pack.at[i] = i % 2 == 0 ? pair.x : pair.y;
       }
     }
@@ -252,50 +252,50 @@ struct Raw {
 
 // The rows of a run in one array.
 template <typename T>
-struct Rows {
+struct RowStream {
   const T* first;
   int64_t stride;
 };
 
-// Reads the rows of `Arrays` arrays in turns of kTurn rows each. The next turn is loaded to registers in
+// Reads the rows of `Arrays` arrays in tiles of kTileRows rows each. The next tile is loaded to registers in
 // advance.
 template <typename T, int N, int Arrays>
-class Ahead {
+class RegisterReader {
  public:
-  static constexpr int kTurn = 4;
+  static constexpr int kTileRows = 4;
   static constexpr int kBytes = 0;  // of shared memory
-  using Turn = Raw<T, N>[Arrays][kTurn];
+  using RowTile = RawPack<T, N>[Arrays][kTileRows];
 
   // The rows after the first `count` are zero.
-  __device__ Ahead(const Rows<T> (&rows)[Arrays], int count) {
+  __device__ RegisterReader(const RowStream<T> (&rows)[Arrays], int count) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) rows_[a] = rows[a];
     fetch(count);
   }
 
-  // left: the number of rows left, including this turn.
-  __device__ void next(Turn& turn, int left) {
+  // left: the number of rows left, including this tile.
+  __device__ void next(RowTile& tile, int left) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) turn[a][i] = under_way_[a][i];
+      for (int i = 0; i < kTileRows; ++i) tile[a][i] = next_[a][i];
     }
-    fetch(left - kTurn);
+    fetch(left - kTileRows);
   }
 
  private:
-  Rows<T> rows_[Arrays];
-  Turn under_way_;
+  RowStream<T> rows_[Arrays];
+  RowTile next_;
 
   __device__ void fetch(int left) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) {
-        under_way_[a][i].clear();
-        if (i < left) under_way_[a][i].load(rows_[a].first + i * rows_[a].stride);
+      for (int i = 0; i < kTileRows; ++i) {
+        next_[a][i].clear();
+        if (i < left) next_[a][i].load(rows_[a].first + i * rows_[a].stride);
       }
-      rows_[a].first += kTurn * rows_[a].stride;
+      rows_[a].first += kTileRows * rows_[a].stride;
     }
   }
 };
@@ -311,24 +311,24 @@ struct Instance {
 constexpr int kPack = 4;
 
 template <typename T, int N, typename Launch>
-cudaError_t with_width(int width, const Launch& launch) {
+cudaError_t dispatch_taps(int width, const Launch& launch) {
   if (width < 1) return cudaErrorInvalidValue;
-  return by_width<1, 2, 3, kShortConvMaxWidth>(
-      width, [&](auto exactly) { return launch(Instance<T, exactly(), N>{}); });
+  return dispatch_width<1, 2, 3, kShortConvMaxWidth>(
+      width, [&](auto taps) { return launch(Instance<T, taps(), N>{}); });
 }
 
 // Calls launch(Instance) for the type, the width and the channels of a thread. packs: packs fit every tensor.
 template <typename Launch>
-cudaError_t with_instance(const ShortConvShape& shape, bool packs, const Launch& launch) {
-  return by_element(shape.dtype, [&](auto element) {
+cudaError_t dispatch_instance(const ShortConvShape& shape, bool packs, const Launch& launch) {
+  return dispatch_dtype(shape.dtype, [&](auto element) {
     using T = decltype(element);
-    return packs ? with_width<T, kPack>(shape.width, launch) : with_width<T, 1>(shape.width, launch);
+    return packs ? dispatch_taps<T, kPack>(shape.width, launch) : dispatch_taps<T, 1>(shape.width, launch);
   });
 }
 
 template <typename... Arrays>
-bool all_fit_packs(const ShortConvShape& shape, const Arrays&... arrays) {
-  return shape.channels % kPack == 0 && (fits_packs(arrays, kPack, bytes_of(shape.dtype)) && ...);
+bool are_pack_aligned(const ShortConvShape& shape, const Arrays&... arrays) {
+  return shape.channels % kPack == 0 && (is_pack_aligned(arrays, kPack, dtype_size(shape.dtype)) && ...);
 }
 
 }  // namespace girih::kernels::short_conv

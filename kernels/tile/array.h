@@ -10,14 +10,14 @@ enum class DType : int { f32, f16, bf16, f64 };
 // Strides count elements, in the order of the shape in the comment of each field. Null data: an absent
 // tensor.
 template <int Rank>
-struct In {
+struct InputTensor {
   const void* data = nullptr;
   DType dtype = DType::f32;
   int64_t stride[Rank] = {};
 };
 
 template <int Rank>
-struct Out {
+struct OutputTensor {
   void* data = nullptr;
   DType dtype = DType::f32;
   int64_t stride[Rank] = {};

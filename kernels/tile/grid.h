@@ -12,7 +12,7 @@ namespace girih::kernels {
 __host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // The number of blocks, at most the limit of gridDim.x, 2^31 - 1. The kernel loops over the remaining jobs.
-inline unsigned blocks_for(int64_t blocks) {
+inline unsigned clamp_grid_blocks(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff));
 }
 
@@ -35,13 +35,13 @@ struct Divider {
 namespace divider {
 // Whether the quotients just below and at multiples of `by`, from the first to the last, are right.
 constexpr bool divides(uint32_t by) {
-  const Divider by_it(by);
+  const Divider candidate(by);
   constexpr uint32_t kMost = 0x7fffffff;
   const uint32_t step = kMost / by / 97 + 1;
   for (uint32_t n = 0; n <= kMost / by; n += step) {
-    if (by_it.divide(n * by) != n || (n > 0 && by_it.divide(n * by - 1) != n - 1)) return false;
+    if (candidate.divide(n * by) != n || (n > 0 && candidate.divide(n * by - 1) != n - 1)) return false;
   }
-  return by_it.divide(kMost) == kMost / by;
+  return candidate.divide(kMost) == kMost / by;
 }
 static_assert(divides(1) && divides(2) && divides(3) && divides(7) && divides(12) && divides(641));
 static_assert(divides(65536) && divides(65537) && divides(0x40000001) && divides(0x7fffffff));

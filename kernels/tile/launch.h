@@ -23,8 +23,8 @@ inline cudaError_t allow_shared(int bytes) {
 }
 
 // Whether the code of `Kernel` for the current device was compiled for an architecture (ptxVersion) from
-// `Least` to `Most`. The answer is cached for each device.
-template <auto Kernel, int Least, int Most>
+// `MinArch` to `MaxArch`. The answer is cached for each device.
+template <auto Kernel, int MinArch, int MaxArch>
 inline cudaError_t is_compiled_for(bool& is) {
   static std::atomic<uint64_t> asked{0}, found{0};  // one bit for each device
   int device = 0;
@@ -37,7 +37,7 @@ inline cudaError_t is_compiled_for(bool& is) {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel);
   if (error != cudaSuccess) return error;
-  is = Least <= attributes.ptxVersion && attributes.ptxVersion <= Most;
+  is = MinArch <= attributes.ptxVersion && attributes.ptxVersion <= MaxArch;
   if (is) found.fetch_or(bit, std::memory_order_relaxed);
   asked.fetch_or(bit, std::memory_order_release);
   return cudaSuccess;
@@ -47,9 +47,9 @@ template <auto Kernel>
 inline cudaError_t has_clusters(bool& has) {
   return is_compiled_for<Kernel, 90, 1000>(has);
 }
-// Whether the kernel uses TMA (boxes.h).
+// Whether the kernel uses TMA (tma.h).
 template <auto Kernel>
-inline cudaError_t has_boxes(bool& has) {
+inline cudaError_t has_tma(bool& has) {
   return is_compiled_for<Kernel, 90, 1000>(has);
 }
 // Whether the kernel uses wgmma, if the library was compiled for sm_90a. Compiled for sm_90, the kernel is
@@ -76,13 +76,13 @@ inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStrea
   return cudaGetLastError();
 }
 
-// The same after allow_shared(). `most`: the bytes to allow, if the kernel is launched with different
+// The same after allow_shared(). `max_bytes`: the bytes to allow, if the kernel is launched with different
 // `bytes`.
 template <auto Kernel, class Problem>
 cudaError_t launch_kernel(const Problem& p, int64_t blocks, int threads, int bytes, cudaStream_t stream,
-                          int most = 0) {
+                          int max_bytes = 0) {
   if (blocks != 0) {
-    const cudaError_t error = allow_shared<Kernel>(most > 0 ? most : bytes);
+    const cudaError_t error = allow_shared<Kernel>(max_bytes > 0 ? max_bytes : bytes);
     if (error != cudaSuccess) return error;
   }
   return launch_grid<Kernel>(blocks, threads, bytes, stream, p);

@@ -1,11 +1,11 @@
 // Matrices in the registers of a warp, and their products on the tensor cores: mma.sync m16n8k16, 16-bit
 // elements, fp32 accumulation.
 //
-// Sums<N> is the C fragment, a 16 x 8N matrix of fp32. Operand<K> is the A fragment, the left factor of a
-// product, 16 x 16K elements of 16 bits. Both have the layout of the hardware: lane l has rows l / 4 and l /
-// 4 + 8, and of every 8 columns the two from 2 (l % 4). Rounding turns the C fragment of one product into the
-// A fragment of the next without an exchange between lanes. Right factors are tiles in shared memory, or 16
-// rows of a tile loaded to registers in advance, also an Operand (load_right).
+// Accumulator<N> is the C fragment, a 16 x 8N matrix of fp32. AFragment<K> is the A fragment, the left factor
+// of a product, 16 x 16K elements of 16 bits. Both have the layout of the hardware: lane l has rows l / 4 and
+// l / 4 + 8, and of every 8 columns the two from 2 (l % 4). Rounding turns the C fragment of one product into
+// the A fragment of the next without an exchange between lanes. Right factors are tiles in shared memory, or
+// 16 rows of a tile loaded to registers in advance, also an AFragment (load_b_fragment).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,35 +27,39 @@ __device__ inline int warp_index() { return __shfl_sync(~0u, static_cast<int>(th
 
 // The element of the lane in an 8 x 8 block: (row + lane_row(), col + lane_col()).
 template <class Tile>
-__device__ inline typename Tile::Element& lane_at(const Tile& tile, int row, int col) {
+__device__ inline typename Tile::Element& lane_element(const Tile& tile, int row, int col) {
   return tile.at(row, col, lane_row(), lane_col());
 }
 
 // at[n][2 * i + j] is at row lane_row() + 8 i, column 8 n + lane_col() + j.
 template <int N>
-struct Sums {
+struct Accumulator {
   float at[N][4];
 };
 
 template <int K>
-struct Operand {
+struct AFragment {
   uint32_t at[K][4];
 };
 
-// Calls f(n, i) for every element [n][i] of a Sums<N> (row offset 8 (i / 2), column offset 8 n + i % 2) or of
-// an Operand<N>.
+// K tiles of 16 rows as the right factor: the same registers, read in the order of B.
+template <int K>
+using BFragment = AFragment<K>;
+
+// Calls f(n, i) for every element [n][i] of a Accumulator<N> (row offset 8 (i / 2), column offset 8 n + i %
+// 2) or of an AFragment<N>.
 template <int N, class F>
-__device__ inline void each_sum(const F& f) {
+__device__ inline void for_each_register(const F& f) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) f(n, i);
   }
 }
-// Calls f(n, i) for every pair of elements of a Sums<N>: the pairs of a row, [n][2 i] and [n][2 i + 1], or
-// the pairs of a column, [n][i] and [n][2 + i].
+// Calls f(n, i) for every pair of elements of a Accumulator<N>: the pairs of a row, [n][2 i] and [n][2 i +
+// 1], or the pairs of a column, [n][i] and [n][2 + i].
 template <int N, class F>
-__device__ inline void each_pair(const F& f) {
+__device__ inline void for_each_register_pair(const F& f) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -64,45 +68,45 @@ __device__ inline void each_pair(const F& f) {
 }
 
 template <int N>
-__device__ inline void fill(Sums<N>& sums, float value) {
-  each_sum<N>([&](int n, int i) { sums.at[n][i] = value; });
+__device__ inline void fill(Accumulator<N>& sums, float value) {
+  for_each_register<N>([&](int n, int i) { sums.at[n][i] = value; });
 }
 
 // Two neighbouring elements as one register, the first in the low half.
 template <typename T>
-__device__ inline uint32_t pair_of(float low, float high);
+__device__ inline uint32_t pack_pair(float low, float high);
 template <>
-__device__ inline uint32_t pair_of<__nv_bfloat16>(float low, float high) {
+__device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 template <>
-__device__ inline uint32_t pair_of<__half>(float low, float high) {
+__device__ inline uint32_t pack_pair<__half>(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
 template <typename T>
-__device__ inline float2 unpaired(uint32_t pair);
+__device__ inline float2 unpack_pair(uint32_t pair);
 template <>
-__device__ inline float2 unpaired<__nv_bfloat16>(uint32_t pair) {
+__device__ inline float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 template <>
-__device__ inline float2 unpaired<__half>(uint32_t pair) {
+__device__ inline float2 unpack_pair<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 // Loads four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
-__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t address) {
+__device__ inline void ldmatrix(uint32_t (&to)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address)
                : "memory");
 }
-__device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t address) {
+__device__ inline void ldmatrix_trans(uint32_t (&to)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(address)
@@ -111,7 +115,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t addr
 
 #if __CUDA_ARCH__ >= 900
 // Stores four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
-__device__ inline void put_matrices(uint32_t address, const uint32_t (&x)[4]) {
+__device__ inline void stmatrix(uint32_t address, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(x[0]),
                "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
@@ -119,9 +123,9 @@ __device__ inline void put_matrices(uint32_t address, const uint32_t (&x)[4]) {
 #endif
 
 // Stores four 8 x 8 matrices of 128 bytes each contiguously.
-__device__ inline void store_matrices(void* to, const uint32_t (&x)[4]) {
+__device__ inline void stmatrix_contiguous(void* to, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  put_matrices(shared_address(to) + lane() * 16, x);
+  stmatrix(shared_address(to) + lane() * 16, x);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(to)[32 * i + lane()] = x[i];
@@ -155,7 +159,7 @@ __device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
 
 // Transposes four registers across the four lanes that share rows: lane i of the quad gets register i of all
 // four.
-__device__ inline void turn_quad(uint32_t (&x)[4]) {
+__device__ inline void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
     const bool upper = lane() & step;
@@ -171,28 +175,28 @@ __device__ inline void turn_quad(uint32_t (&x)[4]) {
 // Loads the 16 x 16 block of a tile at (row, col) as a left factor.
 template <class Tile>
 __device__ inline void load_block(uint32_t (&a)[4], const Tile& tile, int row, int col) {
-  load_matrices(a, tile.address(row, col, lane() & 15, (lane() >> 4) * 8));
+  ldmatrix(a, tile.address(row, col, lane() & 15, (lane() >> 4) * 8));
 }
 // Stores a left factor to the 16 x 16 block of a tile at (row, col).
 template <class Tile>
 __device__ inline void store_block(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900
-  put_matrices(tile.address(row, col, lane() & 15, (lane() >> 4) * 8), a);
+  stmatrix(tile.address(row, col, lane() & 15, (lane() >> 4) * 8), a);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    *reinterpret_cast<uint32_t*>(&lane_at(tile, row + i % 2 * 8, col + i / 2 * 8)) = a[i];
+    *reinterpret_cast<uint32_t*>(&lane_element(tile, row + i % 2 * 8, col + i / 2 * 8)) = a[i];
   }
 #endif
 }
 // The same for all K blocks of a left factor.
 template <class Tile, int K>
-__device__ inline void load_blocks(Operand<K>& a, const Tile& tile, int row = 0, int col = 0) {
+__device__ inline void load_blocks(AFragment<K>& a, const Tile& tile, int row = 0, int col = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) load_block(a.at[k], tile, row, col + 16 * k);
 }
 template <class Tile, int K>
-__device__ inline void store_blocks(const Tile& tile, int row, int col, const Operand<K>& a) {
+__device__ inline void store_blocks(const Tile& tile, int row, int col, const AFragment<K>& a) {
 #pragma unroll
   for (int k = 0; k < K; ++k) store_block(tile, row, col + 16 * k, a.at[k]);
 }
@@ -200,52 +204,52 @@ __device__ inline void store_blocks(const Tile& tile, int row, int col, const Op
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   const int l = lane();
-  load_matrices_transposed(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
+  ldmatrix_trans(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 }
 
 // The same with column i of the block multiplied by weights[i] and rounded again.
 template <typename T, class Tile>
-__device__ inline void load_weighed_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col,
-                                               const float* weights) {
+__device__ inline void load_scaled_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col,
+                                              const float* weights) {
   load_block_transposed(a, tile, row, col);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float2 w = *reinterpret_cast<const float2*>(weights + 8 * half + lane_col());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 x = unpaired<T>(a[2 * half + i]);
-      a[2 * half + i] = pair_of<T>(w.x * x.x, w.y * x.y);
+      const float2 x = unpack_pair<T>(a[2 * half + i]);
+      a[2 * half + i] = pack_pair<T>(w.x * x.x, w.y * x.y);
     }
   }
 }
 
 // Rounds columns 8n..8n+16K-1 of sums to T, as a left factor.
 template <typename T, int K, int N>
-__device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
+__device__ inline void round_to_a_fragment(AFragment<K>& a, const Accumulator<N>& sums, int n = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    a.at[k][0] = pair_of<T>(sums.at[n + 2 * k][0], sums.at[n + 2 * k][1]);
-    a.at[k][1] = pair_of<T>(sums.at[n + 2 * k][2], sums.at[n + 2 * k][3]);
-    a.at[k][2] = pair_of<T>(sums.at[n + 2 * k + 1][0], sums.at[n + 2 * k + 1][1]);
-    a.at[k][3] = pair_of<T>(sums.at[n + 2 * k + 1][2], sums.at[n + 2 * k + 1][3]);
+    a.at[k][0] = pack_pair<T>(sums.at[n + 2 * k][0], sums.at[n + 2 * k][1]);
+    a.at[k][1] = pack_pair<T>(sums.at[n + 2 * k][2], sums.at[n + 2 * k][3]);
+    a.at[k][2] = pack_pair<T>(sums.at[n + 2 * k + 1][0], sums.at[n + 2 * k + 1][1]);
+    a.at[k][3] = pack_pair<T>(sums.at[n + 2 * k + 1][2], sums.at[n + 2 * k + 1][3]);
   }
 }
 
 // sums += others, element by element.
 template <int N>
-__device__ inline void add(Sums<N>& sums, const Sums<N>& others) {
-  each_sum<N>([&](int n, int i) { sums.at[n][i] += others.at[n][i]; });
+__device__ inline void add(Accumulator<N>& sums, const Accumulator<N>& others) {
+  for_each_register<N>([&](int n, int i) { sums.at[n][i] += others.at[n][i]; });
 }
 
 // sums *= factors, element by element.
 template <int N>
-__device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
-  each_sum<N>([&](int n, int i) { sums.at[n][i] *= factors.at[n][i]; });
+__device__ inline void multiply(Accumulator<N>& sums, const Accumulator<N>& factors) {
+  for_each_register<N>([&](int n, int i) { sums.at[n][i] *= factors.at[n][i]; });
 }
 
 // Multiplies row lane_row() by by.x and row lane_row() + 8 by by.y.
 template <int N>
-__device__ inline void scale_rows(Sums<N>& x, float2 by) {
+__device__ inline void scale_rows(Accumulator<N>& x, float2 by) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     x.at[n][0] *= by.x, x.at[n][1] *= by.x, x.at[n][2] *= by.y, x.at[n][3] *= by.y;
@@ -255,7 +259,7 @@ __device__ inline void scale_rows(Sums<N>& x, float2 by) {
 // Multiplies every column by a factor. factors(n) returns those of columns 8n + lane_col() and 8n +
 // lane_col() + 1.
 template <int N, class Factors>
-__device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
+__device__ inline void scale_columns(Accumulator<N>& sums, const Factors& factors) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float2 factor = factors(n);
@@ -266,13 +270,13 @@ __device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
 
 // sums[i] += a[i] b for all i, where b = tile[row..row+15, col..col+8N-1] is loaded once.
 template <typename T, int N, int A, class Tile>
-__device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4], const Tile& tile, int row,
-                                    int col = 0) {
+__device__ inline void add_products(Accumulator<N> (&sums)[A], const uint32_t (&a)[A][4], const Tile& tile,
+                                    int row, int col = 0) {
   const int l = lane();
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
-    load_matrices_transposed(b, tile.address(row, col + 8 * n, l & 15, (l >> 4) * 8));
+    ldmatrix_trans(b, tile.address(row, col + 8 * n, l & 15, (l >> 4) * 8));
 #pragma unroll
     for (int i = 0; i < A; ++i) {
       mma<T>(sums[i].at[n], a[i], b[0], b[1]);
@@ -282,13 +286,13 @@ __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4
 }
 // sums[i] += a[i] b^T for all i, where b = tile[row..row+8N-1, col..col+15]
 template <typename T, int N, int A, class Tile>
-__device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_t (&a)[A][4],
+__device__ inline void add_products_transposed(Accumulator<N> (&sums)[A], const uint32_t (&a)[A][4],
                                                const Tile& tile, int row, int col) {
   const int l = lane();
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t b[4];
-    load_matrices(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
+    ldmatrix(b, tile.address(row + 8 * n, col, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 #pragma unroll
     for (int i = 0; i < A; ++i) {
       mma<T>(sums[i].at[n], a[i], b[0], b[1]);
@@ -299,21 +303,21 @@ __device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_
 
 // The same for one left factor.
 template <typename T, int N, class Tile>
-__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
+__device__ inline void add_product(Accumulator<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
                                    int col = 0) {
-  add_products<T>(reinterpret_cast<Sums<N>(&)[1]>(sums), reinterpret_cast<const uint32_t(&)[1][4]>(a), tile,
-                  row, col);
+  add_products<T>(reinterpret_cast<Accumulator<N>(&)[1]>(sums), reinterpret_cast<const uint32_t(&)[1][4]>(a),
+                  tile, row, col);
 }
 template <typename T, int N, class Tile>
-__device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile,
+__device__ inline void add_product_transposed(Accumulator<N>& sums, const uint32_t (&a)[4], const Tile& tile,
                                               int row, int col) {
-  add_products_transposed<T>(reinterpret_cast<Sums<N>(&)[1]>(sums),
+  add_products_transposed<T>(reinterpret_cast<Accumulator<N>(&)[1]>(sums),
                              reinterpret_cast<const uint32_t(&)[1][4]>(a), tile, row, col);
 }
 
 // sums += a tile[row..row+16K-1, col..col+8N-1]
 template <typename T, int N, int K, class Tile>
-__device__ inline void add_product(Sums<N>& sums, const Operand<K>& a, const Tile& tile, int row = 0,
+__device__ inline void add_product(Accumulator<N>& sums, const AFragment<K>& a, const Tile& tile, int row = 0,
                                    int col = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) add_product<T>(sums, a.at[k], tile, row + 16 * k, col);
@@ -321,7 +325,7 @@ __device__ inline void add_product(Sums<N>& sums, const Operand<K>& a, const Til
 
 // sums += a tile[row..row+8N-1, col..col+16K-1]^T
 template <typename T, int N, int K, class Tile>
-__device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a, const Tile& tile,
+__device__ inline void add_product_transposed(Accumulator<N>& sums, const AFragment<K>& a, const Tile& tile,
                                               int row = 0, int col = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) add_product_transposed<T>(sums, a.at[k], tile, row, col + 16 * k);
@@ -329,7 +333,7 @@ __device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a
 
 // sums += x[row..row+15, :] y[:, col..col+8N-1] for tiles x and y; the loop is unrolled `Unroll` times.
 template <int Unroll, int N, class X, class Y>
-__device__ inline void add_product_of_tiles(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
+__device__ inline void add_tile_product(Accumulator<N>& sums, const X& x, int row, const Y& y, int col) {
 #pragma unroll Unroll
   for (int k = 0; k < X::kCols; k += 16) {
     uint32_t a[4];
@@ -339,7 +343,8 @@ __device__ inline void add_product_of_tiles(Sums<N>& sums, const X& x, int row, 
 }
 // sums += x[row..row+15, :] y[col..col+8N-1, :]^T
 template <int Unroll, int N, class X, class Y>
-__device__ inline void add_product_of_tile_rows(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
+__device__ inline void add_tile_product_transposed(Accumulator<N>& sums, const X& x, int row, const Y& y,
+                                                   int col) {
 #pragma unroll Unroll
   for (int k = 0; k < X::kCols; k += 16) {
     uint32_t a[4];
@@ -350,14 +355,14 @@ __device__ inline void add_product_of_tile_rows(Sums<N>& sums, const X& x, int r
 
 // Loads the first 16 rows of a tile as a right factor b in registers, for sums += a b below.
 template <class Tile, int K>
-__device__ inline void load_right(Operand<K>& b, const Tile& tile) {
+__device__ inline void load_b_fragment(BFragment<K>& b, const Tile& tile) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    load_matrices_transposed(b.at[k], tile.address(0, 16 * k, lane() & 15, (lane() >> 4) * 8));
+    ldmatrix_trans(b.at[k], tile.address(0, 16 * k, lane() & 15, (lane() >> 4) * 8));
   }
 }
 template <typename T, int N, int K>
-__device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Operand<K>& b) {
+__device__ inline void add_product(Accumulator<N>& sums, const uint32_t (&a)[4], const BFragment<K>& b) {
   static_assert(N == 2 * K);
 #pragma unroll
   for (int n = 0; n < N; ++n) mma<T>(sums.at[n], a, b.at[n / 2][2 * (n % 2)], b.at[n / 2][2 * (n % 2) + 1]);

@@ -49,14 +49,14 @@ __device__ inline double from_float<double>(float value) {
 }
 
 template <typename T, int N>
-struct alignas(N * sizeof(T)) Elements {
+struct alignas(N * sizeof(T)) AlignedArray {
   T at[N];
 };
 
-// The address must be a multiple of N * sizeof(T); fits_packs() checks this.
+// The address must be a multiple of N * sizeof(T); is_pack_aligned() checks this.
 template <int N, typename T>
 __device__ inline Pack<N> load(const T* from) {
-  const auto raw = *reinterpret_cast<const Elements<T, N>*>(from);
+  const auto raw = *reinterpret_cast<const AlignedArray<T, N>*>(from);
   Pack<N> pack;
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.at[i] = to_float(raw.at[i]);
@@ -65,13 +65,13 @@ __device__ inline Pack<N> load(const T* from) {
 
 template <int N, typename T>
 __device__ inline void store(T* to, const Pack<N>& pack) {
-  Elements<T, N> raw;
+  AlignedArray<T, N> raw;
 #pragma unroll
   for (int i = 0; i < N; ++i) raw.at[i] = from_float<T>(pack.at[i]);
-  *reinterpret_cast<Elements<T, N>*>(to) = raw;
+  *reinterpret_cast<AlignedArray<T, N>*>(to) = raw;
 }
 
-__host__ __device__ inline int bytes_of(DType dtype) {
+__host__ __device__ inline int dtype_size(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
@@ -88,19 +88,20 @@ __device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {
 // The address of the element at (batch, row, head, col).
 template <typename T, template <int> class Array>
 __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int64_t head, int64_t col = 0) {
-  using Pointer = std::conditional_t<std::is_same_v<Array<4>, In<4>>, const T*, T*>;
+  using Pointer = std::conditional_t<std::is_same_v<Array<4>, InputTensor<4>>, const T*, T*>;
   return static_cast<Pointer>(array.data) + batch * array.stride[0] + row * array.stride[1] +
          head * array.stride[2] + col;
 }
 
-// One element in its type of memory, which is known at run time only. value_of() waits for the load: load all
-// elements before the first call of value_of(). An fp64 element is rounded at once, which waits for its load.
+// One element in its type of memory, which is known at run time only. decode_element() waits for the load:
+// load all elements before the first call of decode_element(). An fp64 element is rounded at once, which
+// waits for its load.
 struct RawElement {
   uint32_t bits = 0;  // zero in every type
 };
 
 template <typename Stored>
-__device__ inline RawElement load_stored(const void* data, int64_t at) {
+__device__ inline RawElement load_raw(const void* data, int64_t at) {
   const Stored stored = static_cast<const Stored*>(data)[at];
   if constexpr (sizeof(Stored) == 8) {
     return {__float_as_uint(to_float(stored))};
@@ -109,22 +110,22 @@ __device__ inline RawElement load_stored(const void* data, int64_t at) {
   }
 }
 
-// Calls f(zero of the type that load_stored() reads): one branch on the type for many elements.
+// Calls f(zero of the type that load_raw() reads): one branch on the type for many elements.
 template <class F>
-__device__ inline auto with_stored(DType dtype, const F& f) {
+__device__ inline auto dispatch_storage(DType dtype, const F& f) {
   if (dtype == DType::f64) return f(double{});
   if (dtype == DType::f32) return f(uint32_t{});
   return f(uint16_t{});
 }
 
 template <int Rank, class... Index>
-__device__ inline RawElement element(const In<Rank>& array, Index... index) {
+__device__ inline RawElement load_raw_element(const InputTensor<Rank>& array, Index... index) {
   static_assert(sizeof...(index) == Rank);
   const int64_t at = offset_of(array, index...);
-  return with_stored(array.dtype, [&](auto zero) { return load_stored<decltype(zero)>(array.data, at); });
+  return dispatch_storage(array.dtype, [&](auto zero) { return load_raw<decltype(zero)>(array.data, at); });
 }
 
-__device__ inline float value_of(RawElement raw, DType dtype) {
+__device__ inline float decode_element(RawElement raw, DType dtype) {
   const float half = to_float(__ushort_as_half(static_cast<unsigned short>(raw.bits)));
   const float other = __uint_as_float(raw.bits << (dtype == DType::bf16 ? 16 : 0));
   return dtype == DType::f16 ? half : other;
@@ -132,12 +133,12 @@ __device__ inline float value_of(RawElement raw, DType dtype) {
 
 // Loads one element of any type, for small tensors that are read once.
 template <int Rank, class... Index>
-__device__ inline float load_any(const In<Rank>& array, Index... index) {
-  return value_of(element(array, index...), array.dtype);
+__device__ inline float load_element(const InputTensor<Rank>& array, Index... index) {
+  return decode_element(load_raw_element(array, index...), array.dtype);
 }
 
 template <int Rank, class... Index>
-__device__ inline void store_any(const Out<Rank>& array, float value, Index... index) {
+__device__ inline void store_element(const OutputTensor<Rank>& array, float value, Index... index) {
   static_assert(sizeof...(index) == Rank);
   const int64_t at = offset_of(array, index...);
   switch (array.dtype) {
@@ -158,7 +159,7 @@ __device__ inline void store_any(const Out<Rank>& array, float value, Index... i
 
 // Whether every row of a tensor can be accessed in packs of n elements along its last dimension.
 template <template <int> class Array, int Rank>
-bool fits_packs(const Array<Rank>& array, int n, int64_t element_size) {
+bool is_pack_aligned(const Array<Rank>& array, int n, int64_t element_size) {
   if (array.data == nullptr) return true;
   bool fits =
       array.stride[Rank - 1] == 1 && reinterpret_cast<uintptr_t>(array.data) % (n * element_size) == 0;

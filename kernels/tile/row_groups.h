@@ -9,18 +9,18 @@ namespace girih::kernels {
 
 // The rows and columns of a thread in a matrix whose rows have `width` columns.
 template <int N, int Threads>
-struct RowGroups {
+struct LaneGroups {
   int lanes;       // lanes of a group
   int row, col;    // first row and column of the thread
   int rows, cols;  // distance to the next row and to the next N columns of the thread
 
-  __host__ __device__ static int lanes_of(int width) {
+  __host__ __device__ static int lanes_for_width(int width) {
     int lanes = 1;
     while (lanes < 32 && lanes * N < width) lanes *= 2;
     return lanes;
   }
-  __device__ explicit RowGroups(int width)
-      : lanes(lanes_of(width)),
+  __device__ explicit LaneGroups(int width)
+      : lanes(lanes_for_width(width)),
         row(static_cast<int>(threadIdx.x / static_cast<unsigned>(lanes))),
         col(static_cast<int>(threadIdx.x % static_cast<unsigned>(lanes)) * N),
         rows(static_cast<int>(Threads / static_cast<unsigned>(lanes))),
@@ -28,24 +28,24 @@ struct RowGroups {
 
   // Sums over the lanes of a group; every lane gets the sums.
   template <int K>
-  __device__ void add_up(float (&sums)[K]) const {
+  __device__ void reduce(float (&sums)[K]) const {
     for (int step = lanes / 2; step > 0; step /= 2) {
 #pragma unroll
       for (int j = 0; j < K; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
     }
   }
   // Sums over the groups of a warp.
-  __device__ void add_up(Pack<N>& sum) const {
+  __device__ void reduce(Pack<N>& sum) const {
     for (int step = lanes; step < 32; step *= 2) {
 #pragma unroll
       for (int i = 0; i < N; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
     }
   }
-  // The sum of one value of every warp; the values lie `apart` floats from each other.
-  __device__ static float sum_of_warps(const float* parts, int apart) {
+  // The sum of one value of every warp; the values lie `stride` floats from each other.
+  __device__ static float sum_over_warps(const float* parts, int stride) {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < Threads / 32; ++w) sum += parts[w * apart];
+    for (int w = 0; w < Threads / 32; ++w) sum += parts[w * stride];
     return sum;
   }
 };

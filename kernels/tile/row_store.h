@@ -39,7 +39,8 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    *reinterpret_cast<uint32_t*>(&lane_at(tile, col + i / 2 * 8, row + i % 2 * 8)) = transpose_pairs(a[i]);
+    *reinterpret_cast<uint32_t*>(&lane_element(tile, col + i / 2 * 8, row + i % 2 * 8)) =
+        transpose_pairs(a[i]);
   }
 #endif
 }
@@ -55,34 +56,35 @@ __device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
 // Rounds the warp's 16 rows, from row `row`, and stores them to global memory. A lane stores 8 of every 32
 // columns in one access.
 template <typename T, int N>
-__device__ inline void store_rows(const Sums<N>& sums, T* to, int64_t stride, int row, int rows, int cols) {
+__device__ inline void store_rows(const Accumulator<N>& sums, T* to, int64_t stride, int row, int rows,
+                                  int cols) {
   static_assert(N % 4 == 0, "");
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int r = row + lane_row() + 8 * i;
-    T* const of_row = to + r * stride;
+    T* const to_row = to + r * stride;
 #pragma unroll
     for (int n = 0; n < N; n += 4) {
       uint32_t pack[4];
 #pragma unroll
-      for (int m = 0; m < 4; ++m) pack[m] = pair_of<T>(sums.at[n + m][2 * i], sums.at[n + m][2 * i + 1]);
-      turn_quad(pack);
+      for (int m = 0; m < 4; ++m) pack[m] = pack_pair<T>(sums.at[n + m][2 * i], sums.at[n + m][2 * i + 1]);
+      transpose_quad(pack);
       const int col = 8 * n + 4 * lane_col();
       if (r >= rows || col >= cols) continue;
-      store_pack(of_row + col, pack);
+      store_pack(to_row + col, pack);
     }
   }
 }
 
 // Stores the first `rows` rows of a tile, `cols` elements of each (a multiple of 8), 16 bytes for each lane,
-// as warp `worker` of `Workers`. cp.async.bulk would need no registers, but a warp starts one row at a time.
-template <int Workers, class Tile>
+// as warp `warp` of `Warps`. cp.async.bulk would need no registers, but a warp starts one row at a time.
+template <int Warps, class Tile>
 __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
-                                  int cols, int worker) {
-  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kLoads = Tile::kRows / kStep / Workers,
+                                  int cols, int warp) {
+  constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks, kLoads = Tile::kRows / kStep / Warps,
                 kBatch = kLoads < 8 ? kLoads : 8;
   static_assert(kPacks <= 32 && kLoads % kBatch == 0);
-  const int first = worker * (Tile::kRows / Workers) + lane() / kPacks, col = lane() % kPacks * 8;
+  const int first = warp * (Tile::kRows / Warps) + lane() / kPacks, col = lane() % kPacks * 8;
   to += first * stride + col;
   int left = col < cols ? rows - first : 0;  // rows left from the lane's row
 #pragma unroll 1

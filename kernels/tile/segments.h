@@ -12,19 +12,20 @@ namespace girih::kernels {
 
 // Multiprocessors of an H100 or H200. A constant, so that the choice of kernels and segments depends on the
 // sizes of a call only, not on the device.
-constexpr int64_t kCard = 132;
+constexpr int64_t kMultiprocessors = 132;
 
 // Tokens of a segment, a multiple of `chunk`; 0 if the sequences are not cut. `blocks` is the number of
 // blocks without segments. With segments, most inputs are read twice and there are three launches instead of
-// one: this pays for at least `least` segments of at least 16 chunks, if all blocks still fit on the device
-// at once.
-inline int64_t segment_tokens(const Tokens& all, int64_t blocks, int64_t chunk, int64_t least = 3) {
-  constexpr int64_t kLeastChunks = 16;
+// one: this pays for at min_segments `min_segments` segments of at min_segments 16 chunks, if all blocks
+// still fit on the device at once.
+inline int64_t segment_tokens(const SequenceLayout& all, int64_t blocks, int64_t chunk,
+                              int64_t min_segments = 3) {
+  constexpr int64_t kMinChunks = 16;
   if (blocks == 0) return 0;
   const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // mean length of a sequence
   const int64_t chunks = divide_up(tokens, chunk);
-  const int64_t segments = std::min(kCard / blocks, chunks / kLeastChunks);
-  return segments < least ? 0 : divide_up(chunks, segments) * chunk;
+  const int64_t segments = std::min(kMultiprocessors / blocks, chunks / kMinChunks);
+  return segments < min_segments ? 0 : divide_up(chunks, segments) * chunk;
 }
 
 }  // namespace girih::kernels

@@ -6,18 +6,18 @@
 
 namespace girih::kernels {
 
-struct Tokens {
+struct SequenceLayout {
   int64_t batch;           // batch rows; 1 if packed
   int64_t tokens;          // T, tokens of a batch row
   int64_t sequences;       // N: batch rows, or packed sequences
-  const void* cu_seqlens;  // [N + 1], or with `rows` [batch, 2]; null: every row is a sequence
-  bool cu_seqlens_64;      // cu_seqlens is int64, else int32
-  bool rows;
+  const void* cu_seqlens;  // [N + 1], or with `has_bounds` [batch, 2]; null: every row is a sequence
+  bool is_int64;           // cu_seqlens is int64, else int32
+  bool has_bounds;
 };
 
 // Whether one row holds several sequences.
-__host__ __device__ inline bool is_packed(const Tokens& all) {
-  return all.cu_seqlens != nullptr && !all.rows;
+__host__ __device__ inline bool is_packed(const SequenceLayout& all) {
+  return all.cu_seqlens != nullptr && !all.has_bounds;
 }
 
 struct Sequence {
@@ -25,7 +25,7 @@ struct Sequence {
   int64_t batch;  // batch row of the tokens
   int64_t start;  // first token
   int64_t end;    // one past the last token
-  bool inside;    // false: the tokens belong to no sequence
+  bool is_owned;  // false: the tokens belong to no sequence
 };
 
 __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
@@ -33,15 +33,15 @@ __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
 }
 
 // Entry n of cu_seqlens, clamped to 0..tokens so that invalid contents stay in bounds.
-__device__ inline int64_t boundary(const Tokens& all, int64_t n) {
-  const int64_t value = all.cu_seqlens_64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
-                                          : static_cast<const int32_t*>(all.cu_seqlens)[n];
+__device__ inline int64_t boundary(const SequenceLayout& all, int64_t n) {
+  const int64_t value = all.is_int64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
+                                     : static_cast<const int32_t*>(all.cu_seqlens)[n];
   return clamp(value, 0, all.tokens);
 }
 
-__device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
+__device__ inline Sequence sequence_at(const SequenceLayout& all, int64_t index) {
   if (all.cu_seqlens == nullptr) return {index, index, 0, all.tokens, true};
-  if (all.rows) {
+  if (all.has_bounds) {
     const int64_t start = boundary(all, 2 * index);
     return {index, index, start, clamp(boundary(all, 2 * index + 1), start, all.tokens), true};
   }
@@ -51,9 +51,9 @@ __device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
 
 // The sequence of a token. start <= token < end holds for any contents of cu_seqlens, so that a loop over
 // sequences terminates and accesses between start and end lie in the tensor.
-__device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t token) {
+__device__ inline Sequence sequence_of(const SequenceLayout& all, int64_t batch, int64_t token) {
   if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
-  if (all.rows) {
+  if (all.has_bounds) {
     const Sequence row = sequence_at(all, batch);
     if (token < row.start) return {batch, batch, token, row.start, false};
     if (token >= row.end) return {batch, batch, token, all.tokens, false};
@@ -79,11 +79,11 @@ constexpr int kChunk = 64;  // tokens
 // Sequences cut into chunks of `size` tokens. Chunk numbers have a bound that depends on sizes only: the
 // chunks of sequence n of a packed row have the numbers from start / size + n, which leaves every sequence at
 // least as many numbers as it has chunks. Some numbers have no tokens.
-__host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
+__host__ __device__ inline int64_t token_range_count(const SequenceLayout& all, int64_t size) {
   return is_packed(all) ? all.tokens / size + all.sequences : all.batch * ((all.tokens + size - 1) / size);
 }
 
-struct Piece {
+struct TokenRange {
   Sequence sequence;
   int64_t index;  // of the chunk in its sequence
   int64_t start;  // first token
@@ -91,12 +91,13 @@ struct Piece {
 };
 
 // The number of the first chunk of a sequence.
-__device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequence, int64_t size) {
+__device__ inline int64_t first_token_range(const SequenceLayout& all, const Sequence& sequence,
+                                            int64_t size) {
   return is_packed(all) ? sequence.start / size + sequence.index
                         : sequence.index * ((all.tokens + size - 1) / size);
 }
 
-__device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size) {
+__device__ inline TokenRange token_range_at(const SequenceLayout& all, int64_t number, int64_t size) {
   Sequence sequence;
   if (!is_packed(all)) {
     // A 32-bit division costs a third of a 64-bit one, and chunk numbers are block indices.
@@ -114,7 +115,7 @@ __device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size
     }
     sequence = sequence_at(all, low);
   }
-  const int64_t index = number - first_piece(all, sequence, size);
+  const int64_t index = number - first_token_range(all, sequence, size);
   const int64_t start = sequence.start + index * size;
   const int64_t length = index < 0 ? 0 : clamp(sequence.end - start, 0, size);
   return {sequence, index, start, static_cast<int>(length)};

@@ -14,7 +14,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 // The same pointer to shared memory, computed once. Otherwise the compiler recomputes the address of a shared
 // array in every iteration of a loop, which in kernels with clusters reads a slow special register.
 template <typename T>
-__device__ inline T* by_address(T* shared) {
+__device__ inline T* pin_address(T* shared) {
   uint32_t address = shared_address(shared);
   asm volatile("" : "+r"(address));
   return static_cast<T*>(__cvta_shared_to_generic(address));
@@ -62,28 +62,28 @@ struct SharedTile {
 // A tile whose ldmatrix addresses are computed from two precomputed values, the address of the tile and the
 // offset of the lane. Without them the compiler recomputes both after every barrier.
 template <class Tile>
-struct PlacedTile : Tile {
-  uint32_t start, place;  // bytes; place: offset(0, 0, lane() & 15, (lane() >> 4) * 8)
+struct PrecomputedTile : Tile {
+  uint32_t base, lane_offset;  // bytes; lane_offset: offset(0, 0, lane() & 15, (lane() >> 4) * 8)
   __device__ uint32_t address(int row, int col, int, int) const {
     constexpr int kBytes = sizeof(typename Tile::Element);
-    return start + row * Tile::kCols * kBytes + (place ^ (col * kBytes));
+    return base + row * Tile::kCols * kBytes + (lane_offset ^ (col * kBytes));
   }
 };
 
 // Assigns consecutive ranges of shared memory to tiles and arrays.
-struct Layout {
+struct SharedAllocator {
   unsigned char* next;
 
-  __device__ explicit Layout(unsigned char* start) : next(start) {}
+  __device__ explicit SharedAllocator(unsigned char* start) : next(start) {}
 
   template <class Tile>
-  __device__ Layout& operator()(Tile& tile) {
+  __device__ SharedAllocator& operator()(Tile& tile) {
     tile.data = reinterpret_cast<typename Tile::Element*>(next);
     next += Tile::kBytes;
     return *this;
   }
   template <class Number>
-  __device__ Layout& operator()(Number*& array, int count) {
+  __device__ SharedAllocator& operator()(Number*& array, int count) {
     array = reinterpret_cast<Number*>(next);
     next += count * sizeof(Number);
     return *this;
@@ -159,7 +159,7 @@ __device__ inline void load_async(const Tile& tile, const typename Tile::Element
 
 // Synchronises `threads` threads (a multiple of 32) at named barrier `id`, 0..15; barrier 0 is
 // __syncthreads().
-__device__ inline void barrier_wait(int id, int threads) {
+__device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
@@ -167,9 +167,9 @@ __device__ inline void barrier_wait(int id, int threads) {
 // one warp has passed more barriers than another, racecheck reports a race between a write before a barrier
 // of the block and a read after it. With -DGIRIH_RACECHECK=ON all warps pass the same number of barriers.
 #ifdef GIRIH_RACECHECK
-constexpr bool kCountsBarriers = true;
+constexpr bool kHasEqualBarrierCounts = true;
 #else
-constexpr bool kCountsBarriers = false;
+constexpr bool kHasEqualBarrierCounts = false;
 #endif
 
 // Initialises an mbarrier in shared memory: `arrivals` arrivals complete a phase. A producer arrives without
@@ -186,14 +186,14 @@ __device__ inline void arrive(uint64_t* barrier) {
 }
 // One arrival of a whole warp, which releases the writes of all its lanes. Racecheck of compute-sanitizer
 // does not see that the lanes that do not arrive are ordered before the arrival: with -DGIRIH_RACECHECK=ON
-// all lanes arrive (except at the mbarriers of another block, cluster.h). once(warps): the number of arrivals
-// of `warps` warps.
+// all lanes arrive (except at the mbarriers of another block, cluster.h). arrival_count(warps): the number of
+// arrivals of `warps` warps.
 #ifdef GIRIH_RACECHECK
-__host__ __device__ constexpr int once(int warps) { return 32 * warps; }
+__host__ __device__ constexpr int arrival_count(int warps) { return 32 * warps; }
 #else
-__host__ __device__ constexpr int once(int warps) { return warps; }
+__host__ __device__ constexpr int arrival_count(int warps) { return warps; }
 #endif
-__device__ inline void arrive_once(uint64_t* barrier) {
+__device__ inline void arrive_warp(uint64_t* barrier) {
   __syncwarp();
 #if defined(GIRIH_RACECHECK)
   arrive(barrier);
@@ -239,16 +239,16 @@ __device__ inline void wait(uint64_t* barrier, unsigned parity) {
 }
 
 // The position in a ring of mbarriers: the index of the stage and the parity of its phase.
-struct Turn {
-  int place = 0;
-  unsigned parity = 0;
+struct PipelineState {
+  int stage = 0;
+  unsigned phase = 0;
 
   __device__ void next(int size) {
-    if (++place == size) place = 0, parity ^= 1;
+    if (++stage == size) stage = 0, phase ^= 1;
   }
-  __device__ void skip(int places, int size) {  // places <= size
-    place += places;
-    if (place >= size) place -= size, parity ^= 1;
+  __device__ void skip(int stages, int size) {  // stages <= size
+    stage += stages;
+    if (stage >= size) stage -= size, phase ^= 1;
   }
 };
 

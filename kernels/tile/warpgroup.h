@@ -1,14 +1,14 @@
 // Products of 64 rows by a warpgroup: four warps, the first with an index that is a multiple of 4. Warp w has
-// rows 16 w to 16 w + 15 in the layout of Sums<N> and Operand<K>. On sm_90a a product is a wgmma: the four
-// warps share one read of the right factor from shared memory, and a left factor in shared memory needs no
-// registers. On other architectures each warp uses mma.sync.
+// rows 16 w to 16 w + 15 in the layout of Accumulator<N> and AFragment<K>. On sm_90a a product is a wgmma:
+// the four warps share one read of the right factor from shared memory, and a left factor in shared memory
+// needs no registers. On other architectures each warp uses mma.sync.
 //
 // A product is asynchronous from its start to the wait for it:
 //
-//     fence_products(sums);       orders register accesses before the products
-//     start_product(sums, ...);
-//     commit_products();
-//     wait_products<0>(sums);
+//     wgmma_fence(sums);       orders register accesses before the products
+//     wgmma_start(sums, ...);
+//     wgmma_commit();
+//     wgmma_wait<0>(sums);
 #pragma once
 
 #include <type_traits>
@@ -52,15 +52,14 @@ struct BlockTile {
 // blocks: the column within a block of 64 is combined by xor, the block by addition.
 template <typename T, int Cols, int Rows, int K>
 __device__ inline void store_blocks(const BlockTile<T, Cols, Rows>& tile, int row, int col,
-                                    const Operand<K>& a) {
+                                    const AFragment<K>& a) {
 #if __CUDA_ARCH__ >= 900
   const uint32_t to = tile.address(row, 0, lane() & 15, (lane() >> 4) * 8);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     const int at = col + 16 * k;
-    put_matrices(
-        (to ^ static_cast<uint32_t>(at % 64 * 2)) + at / 64 * BlockTile<T, Cols, Rows>::Block::kBytes,
-        a.at[k]);
+    stmatrix((to ^ static_cast<uint32_t>(at % 64 * 2)) + at / 64 * BlockTile<T, Cols, Rows>::Block::kBytes,
+             a.at[k]);
   }
 #else
 #pragma unroll
@@ -69,20 +68,20 @@ __device__ inline void store_blocks(const BlockTile<T, Cols, Rows>& tile, int ro
 }
 
 // The index of the warp in its warpgroup.
-__device__ inline int group_warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }
+__device__ inline int warpgroup_warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The major dimension of a factor: whether the rows of a left factor (or columns of a right factor) are rows
 // or columns of the tile.
-enum class Lines { rows, columns };
+enum class Major { k, mn };
 
 // The wgmma descriptor of a tile at (row, col): start address, 1024 bytes between groups of 8 rows, 128-byte
-// swizzle, and for Lines::columns the distance to the next 64 columns. The offset is added last, so that a
+// swizzle, and for Major::mn the distance to the next 64 columns. The offset is added last, so that a
 // constant offset costs one addition for each product.
-template <Lines lines, typename T, int Cols, int Rows>
-__device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int row, int col) {
-  constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
+template <Major major, typename T, int Cols, int Rows>
+__device__ inline uint64_t make_descriptor(const BlockTile<T, Cols, Rows>& tile, int row, int col) {
+  constexpr uint64_t kNext = major == Major::k ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
   constexpr uint64_t kEight = 1024 / 16;
   const uint32_t start = (shared_address(tile.data) & 0x3ffff) >> 4;
   const uint32_t offset = (col / 64 * (Rows * 64) + row * 64 + col % 64) * 2 / 16;
@@ -91,7 +90,8 @@ __device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int 
 
 // The descriptor of 8 x 8 matrices of 128 bytes each, `offset` bytes from `matrices`. `along` and `across`
 // are the bytes between neighbouring matrices along the inner dimension of the product and across it.
-__device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsigned along, unsigned across) {
+__device__ inline uint64_t make_descriptor(uint32_t matrices, unsigned offset, unsigned along,
+                                           unsigned across) {
   return ((matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
           static_cast<uint64_t>(across / 16) << 32) +
          offset / 16;
@@ -119,19 +119,19 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   } else {                                                                                   \
     asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) by_32 : GIRIH_HALF("=f") : factors); \
   }
-#define GIRIH_TILES "l"(a), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
+#define GIRIH_TILES "l"(a), "l"(b), "n"(major_b == Major::mn ? 1 : 0), "n"(Sign)
 #define GIRIH_FROM_TILE(type)                                                                       \
   GIRIH_PRODUCT(type, "%32, %33, add, 1, %35, 0, %34;\n}\n", "%16, %17, add, 1, %19, 0, %18;\n}\n", \
                 GIRIH_TILES)
 #define GIRIH_LEFT \
-  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(of_b == Lines::columns ? 1 : 0), "n"(Sign)
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(major_b == Major::mn ? 1 : 0), "n"(Sign)
 #define GIRIH_FROM_REGISTERS(type)                                         \
   GIRIH_PRODUCT(type, "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n", \
                 "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n", GIRIH_LEFT)
 
 // Sign: 1 for b, -1 for -b.
-template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
-__device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
+template <typename T, Major major_b, int N = 64, bool Add = true, int Sign = 1>
+__device__ inline void wgmma_mma(float (*d)[4], uint64_t a, uint64_t b) {
   static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
     GIRIH_FROM_TILE("f16")
@@ -139,8 +139,8 @@ __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
     GIRIH_FROM_TILE("bf16")
   }
 }
-template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
-__device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
+template <typename T, Major major_b, int N = 64, bool Add = true, int Sign = 1>
+__device__ inline void wgmma_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(N == 64 || N == 32);
   if constexpr (std::is_same_v<T, __half>) {
     GIRIH_FROM_REGISTERS("f16")
@@ -166,21 +166,21 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 // Sets the number of registers of each thread of the warpgroup: warpgroups that need fewer release theirs to
 // the others.
 template <int Registers>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
 #endif
 }
 template <int Registers>
-__device__ inline void leave_registers() {
+__device__ inline void setmaxnreg_dec() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
 #endif
 }
 
 // Orders accesses of the thread to shared memory, and accesses that it has synchronised with, before later
-// wgmma reads and TMA copies (boxes.h).
-__device__ inline void fence_tiles() {
+// wgmma reads and TMA copies (tma.h).
+__device__ inline void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif
@@ -188,28 +188,28 @@ __device__ inline void fence_tiles() {
 
 // Forces the compiler to have the sums in their registers at this point.
 template <int N>
-__device__ inline void pin(Sums<N>& sums) {
+__device__ inline void pin_registers(Accumulator<N>& sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  each_sum<N>([&](int n, int i) { asm volatile("" : "+f"(sums.at[n][i])::"memory"); });
+  for_each_register<N>([&](int n, int i) { asm volatile("" : "+f"(sums.at[n][i])::"memory"); });
 #endif
 }
 
 // Returns `number` as a value that the compiler knows nothing about, so that values derived from it are
 // recomputed instead of being kept live across iterations. (The compiler kept the addresses of all products
 // of a reader, in local memory.)
-__device__ inline int worked_out_here(int number) {
+__device__ inline int opaque_value(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
 template <int... N>
-__device__ inline void fence_products(Sums<N>&... sums) {
-  (pin(sums), ...);
+__device__ inline void wgmma_fence(Accumulator<N>&... sums) {
+  (pin_registers(sums), ...);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #endif
 }
-__device__ inline void commit_products() {
+__device__ inline void wgmma_commit() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 #endif
@@ -217,57 +217,57 @@ __device__ inline void commit_products() {
 // Waits until at most the latest `Pending` groups are incomplete; `sums` are the results of the completed
 // groups.
 template <int Pending, int... N>
-__device__ inline void wait_products(Sums<N>&... sums) {
+__device__ inline void wgmma_wait(Accumulator<N>&... sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
 #endif
-  (pin(sums), ...);
+  (pin_registers(sums), ...);
 }
 
 // Fences, calls start(), which starts the products, commits, and waits.
 template <class Start, int... N>
-__device__ inline void run_products(const Start& start, Sums<N>&... sums) {
-  fence_products(sums...);
+__device__ inline void wgmma_run(const Start& start, Accumulator<N>&... sums) {
+  wgmma_fence(sums...);
   start();
-  commit_products();
-  wait_products<0>(sums...);
+  wgmma_commit();
+  wgmma_wait<0>(sums...);
 }
 
 // Keeps a left factor in its registers until this point, after the wait for its products. The products read
 // the registers asynchronously, and the compiler would reuse registers without a later use.
 template <int K>
-__device__ inline void keep(const Operand<K>& a) {
+__device__ inline void keep_registers(const AFragment<K>& a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  each_sum<K>([&](int k, int i) { asm volatile("" ::"r"(a.at[k][i]) : "memory"); });
+  for_each_register<K>([&](int k, int i) { asm volatile("" ::"r"(a.at[k][i]) : "memory"); });
 #endif
 }
 
 // to = a, or -a with `Sign` -1; `to` may be `a`.
 template <int Sign>
-__device__ inline void with_sign(uint32_t (&to)[4], const uint32_t (&a)[4]) {
+__device__ inline void copy_signed(uint32_t (&to)[4], const uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) to[i] = a[i] ^ (Sign < 0 ? 0x80008000u : 0u);
 }
 
 // sums += x y^T, or without `Add` sums = x y^T. x has 64 rows; y has 8N rows (64 or 32) from `row`.
 template <bool Add = true, typename T, int N, int Cols, int Rows>
-__device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
-                                                const BlockTile<T, Cols, Rows>& y, int row = 0) {
+__device__ inline void wgmma_start_transposed(Accumulator<N>& sums, const BlockTile<T, Cols>& x,
+                                              const BlockTile<T, Cols, Rows>& y, int row = 0) {
   static_assert(8 * N <= Rows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::rows, 8 * N, Add>(sums.at, descriptor<Lines::rows>(x, 0, 0),
-                                        descriptor<Lines::rows>(y, row, 0));
+  wgmma_mma<T, Major::k, 8 * N, Add>(sums.at, make_descriptor<Major::k>(x, 0, 0),
+                                     make_descriptor<Major::k>(y, row, 0));
 #pragma unroll
   for (int col = 16; col < Cols; col += 16) {
-    group_mma<T, Lines::rows, 8 * N>(sums.at, descriptor<Lines::rows>(x, 0, col),
-                                     descriptor<Lines::rows>(y, row, col));
+    wgmma_mma<T, Major::k, 8 * N>(sums.at, make_descriptor<Major::k>(x, 0, col),
+                                  make_descriptor<Major::k>(y, row, col));
   }
 #else
   if (!Add) fill(sums, 0.f);
 #pragma unroll 4
   for (int col = 0; col < Cols; col += 16) {
     uint32_t a[4];
-    load_block(a, x, 16 * group_warp(), col);
+    load_block(a, x, 16 * warpgroup_warp(), col);
     add_product_transposed<T>(sums, a, y, row, col);
   }
 #endif
@@ -276,22 +276,22 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T
 // sums += a y^T, with `Sign` -1 sums -= a y^T, or without `Add` sums = a y^T. y has 8N rows (64 or 32) and
 // 16K columns from `col`.
 template <typename T, bool Add = true, int Sign = 1, int N, int K, int Cols, int Rows>
-__device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>& a,
-                                                const BlockTile<T, Cols, Rows>& y, int col = 0) {
+__device__ inline void wgmma_start_transposed(Accumulator<N>& sums, const AFragment<K>& a,
+                                              const BlockTile<T, Cols, Rows>& y, int col = 0) {
   static_assert(8 * N <= Rows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::rows, 8 * N, Add, Sign>(sums.at, a.at[0], descriptor<Lines::rows>(y, 0, col));
+  wgmma_mma<T, Major::k, 8 * N, Add, Sign>(sums.at, a.at[0], make_descriptor<Major::k>(y, 0, col));
 #pragma unroll
   for (int k = 1; k < K; ++k) {
-    group_mma<T, Lines::rows, 8 * N, true, Sign>(sums.at, a.at[k],
-                                                 descriptor<Lines::rows>(y, 0, col + 16 * k));
+    wgmma_mma<T, Major::k, 8 * N, true, Sign>(sums.at, a.at[k],
+                                              make_descriptor<Major::k>(y, 0, col + 16 * k));
   }
 #else
   if (!Add) fill(sums, 0.f);
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     uint32_t left[4];
-    with_sign<Sign>(left, a.at[k]);
+    copy_signed<Sign>(left, a.at[k]);
     add_product_transposed<T>(sums, left, y, 0, col + 16 * k);
   }
 #endif
@@ -300,40 +300,40 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
 // sums += x[:, x_col..x_col+63] y[0..63, col..col+8N-1], or with `Sign` -1 sums -= ...; N is 4 or a multiple
 // of 8.
 template <typename T, int Sign = 1, int N, int XCols, int Cols>
-__device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,
-                                     const BlockTile<T, Cols>& y, int col = 0) {
+__device__ inline void wgmma_start(Accumulator<N>& sums, const BlockTile<T, XCols>& x, int x_col,
+                                   const BlockTile<T, Cols>& y, int col = 0) {
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns, N == 4 ? 32 : 64, true, Sign>(
-          sums.at + n, descriptor<Lines::rows>(x, 0, x_col + k),
-          descriptor<Lines::columns>(y, k, col + 8 * n));
+      wgmma_mma<T, Major::mn, N == 4 ? 32 : 64, true, Sign>(sums.at + n,
+                                                            make_descriptor<Major::k>(x, 0, x_col + k),
+                                                            make_descriptor<Major::mn>(y, k, col + 8 * n));
     }
 #else
     uint32_t a[4];
-    load_block(a, x, 16 * group_warp(), x_col + k);
-    with_sign<Sign>(a, a);
+    load_block(a, x, 16 * warpgroup_warp(), x_col + k);
+    copy_signed<Sign>(a, a);
     add_product<T>(sums, a, y, k, col);
 #endif
   }
 }
 // sums += a y[row..row+16K-1, col..col+8N-1], or with `Sign` -1 sums -= ...
 template <typename T, int Sign = 1, int K, int N, int Cols, int Rows>
-__device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols, Rows>& y,
-                                     int col = 0, int row = 0) {
+__device__ inline void wgmma_start(Accumulator<N>& sums, const AFragment<K>& a,
+                                   const BlockTile<T, Cols, Rows>& y, int col = 0, int row = 0) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #pragma unroll
     for (int n = 0; n < N; n += 8) {
-      group_mma<T, Lines::columns, N == 4 ? 32 : 64, true, Sign>(
-          sums.at + n, a.at[k], descriptor<Lines::columns>(y, row + 16 * k, col + 8 * n));
+      wgmma_mma<T, Major::mn, N == 4 ? 32 : 64, true, Sign>(
+          sums.at + n, a.at[k], make_descriptor<Major::mn>(y, row + 16 * k, col + 8 * n));
     }
 #else
     uint32_t left[4];
-    with_sign<Sign>(left, a.at[k]);
+    copy_signed<Sign>(left, a.at[k]);
     add_product<T>(sums, left, y, row + 16 * k, col);
 #endif
   }
@@ -341,10 +341,10 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
 
 // sums += a y[row..row+15, col..col+63]
 template <typename T, int Cols, int Rows>
-__device__ inline void start_product(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& y,
-                                     int col, int row) {
+__device__ inline void wgmma_start(Accumulator<8>& sums, const uint32_t (&a)[4],
+                                   const BlockTile<T, Cols, Rows>& y, int col, int row) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  group_mma<T, Lines::columns>(sums.at, a, descriptor<Lines::columns>(y, row, col));
+  wgmma_mma<T, Major::mn>(sums.at, a, make_descriptor<Major::mn>(y, row, col));
 #else
   add_product<T>(sums, a, y, row, col);
 #endif

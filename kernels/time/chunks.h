@@ -6,11 +6,11 @@
 
 namespace girih::kernels {
 
-constexpr int kMostChunk = 64;  // tokens
+constexpr int kMaxChunk = 64;  // tokens
 
 struct ChunkGrid {
-  Tokens tokens;
-  int size;                 // C, 1..kMostChunk
+  SequenceLayout tokens;
+  int size;                 // C, 1..kMaxChunk
   const int64_t* position;  // [N]: tokens of the first chunk that earlier calls have read; null: 0
 };
 
@@ -21,7 +21,7 @@ __host__ __device__ inline int64_t chunks_in_row(const ChunkGrid& grid) {
   return (grid.tokens.tokens + (grid.position == nullptr ? 1 : 2) * (grid.size - 1)) / grid.size;
 }
 __host__ __device__ inline int64_t chunk_count(const ChunkGrid& grid) {
-  const Tokens& all = grid.tokens;
+  const SequenceLayout& all = grid.tokens;
   if (!is_packed(all)) return all.batch * chunks_in_row(grid);
   return all.tokens / grid.size + (grid.position == nullptr ? 1 : 2) * all.sequences;
 }
@@ -29,31 +29,32 @@ __host__ __device__ inline int64_t chunk_count(const ChunkGrid& grid) {
 // A sequence and its chunks.
 struct ChunkedSequence {
   Sequence sequence;
-  int begun;       // tokens of the first chunk that earlier calls have read
-  int64_t chunks;  // chunks that the sequence touches
-  int64_t first;   // number of the first chunk
+  int prior_tokens;  // tokens of the first chunk that earlier calls have read
+  int64_t chunks;    // chunks that the sequence touches
+  int64_t first;     // number of the first chunk
 };
 
 __device__ inline ChunkedSequence chunked_sequence(const ChunkGrid& grid, int64_t index) {
   const Sequence sequence = sequence_at(grid.tokens, index);
-  const int begun =
+  const int prior_tokens =
       grid.position == nullptr ? 0 : static_cast<int>(clamp(grid.position[index], 0, grid.size - 1));
   const int64_t length = sequence.end - sequence.start;
   const int64_t first = is_packed(grid.tokens)
                             ? sequence.start / grid.size + (grid.position == nullptr ? 1 : 2) * index
                             : index * chunks_in_row(grid);
-  return {sequence, begun, length == 0 ? 0 : (begun + length + grid.size - 1) / grid.size, first};
+  return {sequence, prior_tokens, length == 0 ? 0 : (prior_tokens + length + grid.size - 1) / grid.size,
+          first};
 }
 
 struct Chunk {
-  int64_t start;  // first token
-  int length;     // tokens, 0..C
-  bool complete;  // has the last token of the chunk
+  int64_t start;     // first token
+  int length;        // tokens, 0..C
+  bool is_complete;  // has the last token of the chunk
 };
 
 // Chunk i of a sequence; a chunk without tokens for i >= of.chunks.
 __device__ inline Chunk chunk_of(const ChunkGrid& grid, const ChunkedSequence& of, int64_t i) {
-  const int64_t from = of.sequence.start - of.begun + i * grid.size, to = from + grid.size;
+  const int64_t from = of.sequence.start - of.prior_tokens + i * grid.size, to = from + grid.size;
   const int64_t start = from < of.sequence.start ? of.sequence.start : from;
   const int64_t end = to < of.sequence.end ? to : of.sequence.end;
   return {start, static_cast<int>(end > start ? end - start : 0), to <= of.sequence.end};

@@ -1,9 +1,9 @@
 #include <algorithm>
 
+#include "trellis/dq.cuh"
 #include "trellis/launch.h"
 #include "trellis/output.cuh"
 #include "trellis/reverse.cuh"
-#include "trellis/rows.cuh"
 #include "trellis/scan.cuh"
 
 namespace girih::kernels {
@@ -13,11 +13,10 @@ template <int Tile>
 int most_bytes() {
   using T = __nv_bfloat16;
   int most =
-      std::max(TrellisScanSpace<T, Tile>::kWeightedBytes, TrellisReverseSpace<T, Tile>::kWeightedBytes);
+      std::max(TrellisScanStorage<T, Tile>::kWeightedBytes, TrellisReverseStorage<T, Tile>::kWeightedBytes);
   for (const int chunk : {16, 32, 48, 64}) {
-    const auto block = ChunkBlock::of(chunk);
-    most =
-        std::max({most, chunk_bytes<T, Tile>(block, kOutputTiles), chunk_bytes<T, Tile>(block, kRowTiles)});
+    const auto block = ChunkBlockShape::of(chunk);
+    most = std::max({most, chunk_bytes<T, Tile>(block, kOutputTiles), chunk_bytes<T, Tile>(block, kDqTiles)});
   }
   return most;
 }

@@ -8,11 +8,11 @@ namespace girih::kernels {
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 template <typename T, int Tile>
-cudaError_t scan_reads(bool& reads);
+cudaError_t scan_has_output(bool& has_output);
 template <typename T, int Tile>
 cudaError_t launch_trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 template <typename T, int Tile>
-cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);
+cudaError_t launch_trellis_dq(const TrellisDq& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
 // Instances with a weight of phi.

@@ -9,27 +9,29 @@ namespace girih::kernels {
 
 // Sums of a row for products of J and of the Hessian with a vector x, where x' = slope x: (x', (y - mean) x',
 // (a - mean) x'); softmax: (p x, p^2 x, p a x). These are the lane's terms; x is 0 in padding slots.
-template <class Map, int N>
-__device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                     const Sums<N>& a, const Fit& f, int half) {
+template <class ActivationMap, int N>
+__device__ inline float3 compute_jacobian_sums(const ActivationMap& map, const Accumulator<N>& x,
+                                               const Accumulator<N>& y, const Accumulator<N>& slope,
+                                               const Accumulator<N>& a, const MapStats& f, int half) {
   float3 sum{0.f, 0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
+      const float by = ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
       const float own = __fmul_rn(by, x.at[n][i]);
       sum.x += own;
-      sum.y = fmaf(Map::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
-      sum.z = fmaf(Map::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
+      sum.y = fmaf(ActivationMap::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
+      sum.z = fmaf(ActivationMap::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
     }
   }
   return sum;
 }
 // With a weight and c = y - mean: (x', c x', (2 w^2 c / r - b + mean_a) x', w^2 x').
 template <int N>
-__device__ inline float4 weighted_products_of(const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                              const Sums<N>& b, const Weights<N>& w, const Fit& f, int half) {
+__device__ inline float4 compute_weighted_jacobian_sums(const Accumulator<N>& x, const Accumulator<N>& y,
+                                                        const Accumulator<N>& slope, const Accumulator<N>& b,
+                                                        const Weights<N>& w, const MapStats& f, int half) {
   float4 sum{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -46,7 +48,7 @@ __device__ inline float4 weighted_products_of(const Sums<N>& x, const Sums<N>& y
   return sum;
 }
 // Sums of both rows over the quad; a lane gets the sums of row lane_row() + 8 (lane() % 2).
-__device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
+__device__ inline float3 reduce_rows(const float3 (&rows)[2]) {
   const bool upper = lane() & 1;
   const auto sum = [&](float first, float second) {
     const float own = (upper ? second : first) + __shfl_xor_sync(~0u, upper ? first : second, 1);
@@ -55,22 +57,22 @@ __device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
   return {sum(rows[0].x, rows[1].x), sum(rows[0].y, rows[1].y), sum(rows[0].z, rows[1].z)};
 }
 // The inverse distribution: every lane gets the values of both rows.
-__device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
+__device__ inline void exchange_rows(float3 (&rows)[2], const float3& own) {
   const bool upper = lane() & 1;
   const float3 other = {__shfl_xor_sync(~0u, own.x, 1), __shfl_xor_sync(~0u, own.y, 1),
                         __shfl_xor_sync(~0u, own.z, 1)};
   rows[0] = upper ? other : own, rows[1] = upper ? own : other;
 }
 
-__device__ inline float4 sum_of_rows(const float4 (&rows)[2]) {
+__device__ inline float4 reduce_rows(const float4 (&rows)[2]) {
   const float3 parts[2] = {{rows[0].x, rows[0].y, rows[0].z}, {rows[1].x, rows[1].y, rows[1].z}};
   const float3 rest[2] = {{rows[0].w, 0.f, 0.f}, {rows[1].w, 0.f, 0.f}};
-  const float3 sum = sum_of_rows(parts);
-  return {sum.x, sum.y, sum.z, sum_of_rows(rest).x};
+  const float3 sum = reduce_rows(parts);
+  return {sum.x, sum.y, sum.z, reduce_rows(rest).x};
 }
-__device__ inline void both_rows(float4 (&rows)[2], const float4& own) {
+__device__ inline void exchange_rows(float4 (&rows)[2], const float4& own) {
   float3 parts[2];
-  both_rows(parts, {own.x, own.y, own.z});
+  exchange_rows(parts, {own.x, own.y, own.z});
   const float other = __shfl_xor_sync(~0u, own.w, 1);
   const bool upper = lane() & 1;
   rows[0] = {parts[0].x, parts[0].y, parts[0].z, upper ? other : own.w};
@@ -79,24 +81,26 @@ __device__ inline void both_rows(float4 (&rows)[2], const float4& own) {
 
 // Replaces the second derivative slope' by slope' t with t = grad E by y: the term of silu in the Hessian.
 template <int N>
-__device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& a, const Fit& f, int half) {
+__device__ inline void compute_curvature_term(Accumulator<N>& curvature, const Accumulator<N>& y,
+                                              const Accumulator<N>& a, const MapStats& f, int half) {
   const Residual residual(f);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) curve.at[n][i] *= residual(y.at[n][i], a.at[n][i]);
+    for (int i = 2 * half; i < 2 * half + 2; ++i) curvature.at[n][i] *= residual(y.at[n][i], a.at[n][i]);
   }
 }
 
 template <int N>
-__device__ inline void to_weighted_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& b,
-                                        const Weights<N>& w, const Fit& f, int half) {
+__device__ inline void compute_weighted_curvature_term(Accumulator<N>& curvature, const Accumulator<N>& y,
+                                                       const Accumulator<N>& b, const Weights<N>& w,
+                                                       const MapStats& f, int half) {
   const WeightedResidual residual(f);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      curve.at[n][i] *= residual(y.at[n][i], b.at[n][i], w.square_of(n, i));
+      curvature.at[n][i] *= residual(y.at[n][i], b.at[n][i], w.square_of(n, i));
     }
   }
 }
@@ -106,15 +110,15 @@ __device__ inline void to_weighted_bend(Sums<N>& curve, const Sums<N>& y, const 
 //     by y   h = ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
 //     by z   slope h + slope' t x
 // softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
-template <class Map, int N>
-__device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                          const Sums<N>& bend, const Sums<N>& a, const Fit& f, float3 sums,
-                                          int half) {
+template <class ActivationMap, int N>
+__device__ inline void apply_hessian(const ActivationMap& map, Accumulator<N>& x, const Accumulator<N>& y,
+                                     const Accumulator<N>& slope, const Accumulator<N>& curvature_term,
+                                     const Accumulator<N>& a, const MapStats& f, float3 sums, int half) {
   const float r = f.inverse, r2 = r * r;
-  const float alpha = sums.y * r * map.unit, omega = alpha - sums.z * map.unit;
+  const float alpha = sums.y * r * map.norm_factor, omega = alpha - sums.z * map.norm_factor;
   const float nu = 1.f - kMapEps * r2, along = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
   const float h1 = (1.f - f.beta) * r2, h2 = (along - alpha) * r2 * r, h3 = alpha * r2,
-              mean_x = sums.x * map.centre;
+              mean_x = sums.x * map.mean_factor;
   const float pw = f.beta - f.mean_a, px = sums.x, py = 2.f * sums.y - sums.z - px * f.beta;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -122,14 +126,14 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i], target = a.at[n][i];
       float result;
-      if constexpr (Map::softmax) {
+      if constexpr (ActivationMap::softmax) {
         const float p = softmax_of(map, f, at), w = p - target;
         result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
       } else {
-        // Rounded as in products_of(), so that the difference is 0 for a row of one slot.
+        // Rounded as in compute_jacobian_sums(), so that the difference is 0 for a row of one slot.
         const float d = slope.at[n][i], by_y = fmaf(h1, __fmul_rn(d, own) - mean_x,
                                                     fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
-        result = fmaf(bend.at[n][i], own, d * by_y);
+        result = fmaf(curvature_term.at[n][i], own, d * by_y);
       }
       x.at[n][i] = result;
     }
@@ -137,19 +141,23 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
 }
 
 // The same with a weight. Also computes w J x in `along`, and adds the sum over both rows of (2 w n - a) J x
-// to dw, by slot. `sums` come from weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha) /
-// r, s = n.e / N:
+// to dw, by slot. `sums` come from compute_weighted_jacobian_sums(). With g = grad E by y, j = J x = (P x' -
+// n alpha) / r, s = n.e / N:
 //     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
-template <class Map, int N>
-__device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>& along, float (&dw)[N][2],
-                                            const Sums<N>& y, const Sums<N>& slope, const Sums<N>& bend,
-                                            const Sums<N>& a, const Weights<N>& w, const Fit& f,
-                                            const float4& of_weight, const float4& sums, int half) {
+template <class ActivationMap, int N>
+__device__ inline void apply_weighted_hessian(const ActivationMap& map, Accumulator<N>& x,
+                                              Accumulator<N>& along, float (&dw)[N][2],
+                                              const Accumulator<N>& y, const Accumulator<N>& slope,
+                                              const Accumulator<N>& curvature_term, const Accumulator<N>& a,
+                                              const Weights<N>& w, const MapStats& f,
+                                              const float4& weighted_stats, const float4& sums, int half) {
   const WeightedResidual residual(f);
-  const float r = f.inverse, s = f.beta, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
-  const float ds = r * (fmaf(-mean_x, of_weight.x, sums.z) * map.unit - alpha * (s + of_weight.y));
+  const float r = f.inverse, s = f.beta, alpha = sums.y * r * map.norm_factor,
+              mean_x = sums.x * map.mean_factor;
+  const float ds =
+      r * (fmaf(-mean_x, weighted_stats.x, sums.z) * map.norm_factor - alpha * (s + weighted_stats.y));
   const float all = __fadd_rn(sums.w, -__fmul_rn(mean_x, w.square));
-  const float mean_de = map.centre * r * fmaf(-alpha, of_weight.x, all);
+  const float mean_de = map.mean_factor * r * fmaf(-alpha, weighted_stats.x, all);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -161,22 +169,22 @@ __device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>&
       const float by_y = r * (fmaf(square - s, j, -mean_de) - fmaf(image, ds, alpha * g));
       dw[n][i & 1] = fmaf(fmaf(2.f * weight, image, -a.at[n][i]), j, dw[n][i & 1]);
       along.at[n][i] = weight * j;
-      x.at[n][i] = fmaf(bend.at[n][i], own, d * by_y);
+      x.at[n][i] = fmaf(curvature_term.at[n][i], own, d * by_y);
     }
   }
 }
 
 // Replaces x by J x = (P x' - n (n.x') / N) / r; softmax: p * (x - p.x).
-template <class Map, int N>
-__device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
-                                           const Fit& f, float3 sums, int half) {
-  const float r = f.inverse, alpha = sums.y * r * map.unit, mean_x = sums.x * map.centre;
+template <class ActivationMap, int N>
+__device__ inline void apply_jacobian(const ActivationMap& map, Accumulator<N>& x, const Accumulator<N>& y,
+                                      const Accumulator<N>& slope, const MapStats& f, float3 sums, int half) {
+  const float r = f.inverse, alpha = sums.y * r * map.norm_factor, mean_x = sums.x * map.mean_factor;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
-      const float result = Map::softmax
+      const float result = ActivationMap::softmax
                                ? softmax_of(map, f, at) * (own - sums.x)
                                : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
       x.at[n][i] = result;
@@ -185,31 +193,32 @@ __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sum
 }
 
 // Replaces x by J^T x = slope * (P x - n (n.x) / N) / r; softmax: as J. The quad holds the whole row.
-template <class Map, int N>
-__device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const Sums<N>& y,
-                                             const Sums<N>& slope, const Fit& f, int half,
-                                             const Columns& columns) {
+template <class ActivationMap, int N>
+__device__ inline void apply_jacobian_transpose(const ActivationMap& map, Accumulator<N>& x,
+                                                const Accumulator<N>& y, const Accumulator<N>& slope,
+                                                const MapStats& f, int half, const MapSlots& map_slots) {
   float sum = 0.f, along = 0.f;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = Map::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
-      const float own = columns.has(n, i) ? x.at[n][i] : 0.f;
+      const float by = ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
+      const float own = map_slots.has(n, i) ? x.at[n][i] : 0.f;
       sum += own, along = fmaf(by, own, along);
     }
   }
   sum = sum_over_row(sum), along = sum_over_row(along);
-  const float r = f.inverse, alpha = along * r * map.unit;
+  const float r = f.inverse, alpha = along * r * map.norm_factor;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
-      const float result = Map::softmax
-                               ? softmax_of(map, f, at) * (own - along)
-                               : slope.at[n][i] * (own - sum * map.centre - (at - f.mean) * r * alpha) * r;
-      x.at[n][i] = columns.has(n, i) ? result : 0.f;
+      const float result =
+          ActivationMap::softmax
+              ? softmax_of(map, f, at) * (own - along)
+              : slope.at[n][i] * (own - sum * map.mean_factor - (at - f.mean) * r * alpha) * r;
+      x.at[n][i] = map_slots.has(n, i) ? result : 0.f;
     }
   }
 }

@@ -10,7 +10,7 @@
 // TTT's phi may have a weight w [M]: E(z) = |w * phi(z) - a|^2 / 2, and u = J^T (w * (w * phi - a)).
 #pragma once
 
-#include "pipe/roots.h"
+#include "pipe/rsqrt.h"
 #include "tile/tf32.h"
 #include "trellis/trellis.h"
 
@@ -19,42 +19,42 @@ namespace girih::kernels {
 constexpr float kMapEps = 1e-6f;
 
 // Exact: full fp32 accuracy of roots, and of e^x in softmax.
-template <bool Softmax, bool Exact = false>
-struct Map {
-  static constexpr bool softmax = Softmax, exact = Exact, weighted = false;
+template <bool Softmax, bool Fp32 = false>
+struct ActivationMap {
+  static constexpr bool softmax = Softmax, is_fp32 = Fp32, has_weight = false;
   static constexpr int kMoments = Softmax ? 4 : 3;  // sums of a row, see Moments
   bool silu, norm;
-  float centre;  // 1 / M if a mean is subtracted, else 0
-  float unit;    // 1 / N: N is M for layer norm and 1 for l2 norm; 0 without a norm
+  float mean_factor;  // 1 / M if a mean is subtracted, else 0
+  float norm_factor;  // 1 / N: N is M for layer norm and 1 for l2 norm; 0 without a norm
 
-  __device__ Map(TrellisMap map, int slots)
+  __device__ ActivationMap(TrellisMap map, int slots)
       : silu(map.silu),
         norm(map.norm == Norm::l2 || map.norm == Norm::layer),
-        centre(map.norm == Norm::layer ? 1.f / slots : 0.f),
-        unit(map.norm == Norm::layer ? 1.f / slots
-             : map.norm == Norm::l2  ? 1.f
-                                     : 0.f) {}
+        mean_factor(map.norm == Norm::layer ? 1.f / slots : 0.f),
+        norm_factor(map.norm == Norm::layer ? 1.f / slots
+                    : map.norm == Norm::l2  ? 1.f
+                                            : 0.f) {}
 };
 
 // A map with a silu and a norm, known at compile time.
-struct NormedSilu : Map<false> {
+struct SiluNormMap : ActivationMap<false> {
   static constexpr bool silu = true, norm = true;
-  using Map<false>::Map;
+  using ActivationMap<false>::ActivationMap;
 };
 
 // Any map but softmax, with a weight.
-struct WeightedMap : Map<false> {
-  static constexpr bool weighted = true;
-  using Map<false>::Map;
+struct WeightedActivationMap : ActivationMap<false> {
+  static constexpr bool has_weight = true;
+  using ActivationMap<false>::ActivationMap;
 };
 
 // Calls f(map). Softmax has its own type, because its sums differ.
-template <bool Exact = false, class F>
-__device__ inline void with_map(TrellisMap map, int slots, const F& f) {
+template <bool Fp32 = false, class F>
+__device__ inline void dispatch_map(TrellisMap map, int slots, const F& f) {
   if (map.norm == Norm::softmax) {
-    f(Map<true, Exact>(map, slots));
+    f(ActivationMap<true, Fp32>(map, slots));
   } else {
-    f(Map<false, Exact>(map, slots));
+    f(ActivationMap<false, Fp32>(map, slots));
   }
 }
 
@@ -80,35 +80,36 @@ __device__ inline float sigmoid<float>(float z) {
 
 // Replaces z by y = silu(z) and computes its slope and, if requested, its second derivative.
 template <typename T, int N>
-__device__ inline void activate_silu(Sums<N>& y, Sums<N>& slope, Sums<N>* curve) {
-  each_sum<N>([&](int n, int i) {
+__device__ inline void activate_silu(Accumulator<N>& y, Accumulator<N>& slope, Accumulator<N>* curvature) {
+  for_each_register<N>([&](int n, int i) {
     const float z = y.at[n][i], s = sigmoid<T>(z), rest = 1.f - s;
     y.at[n][i] = z * s;
     slope.at[n][i] = fmaf(y.at[n][i], rest, s);
     // s (1 - s) (2 + z (1 - 2 s))
-    if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
+    if (curvature != nullptr) curvature->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
   });
 }
 // The same for any map; without silu y, the slope and the second derivative are z, 1 and 0.
-template <typename T, class Map, int N>
-__device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums<N>* curve = nullptr) {
-  if constexpr (!Map::softmax) {
+template <typename T, class ActivationMap, int N>
+__device__ inline void activate(const ActivationMap& map, Accumulator<N>& y, Accumulator<N>& slope,
+                                Accumulator<N>* curvature = nullptr) {
+  if constexpr (!ActivationMap::softmax) {
     if (map.silu) {
-      activate_silu<T>(y, slope, curve);
+      activate_silu<T>(y, slope, curvature);
       return;
     }
   }
   fill(slope, 1.f);
-  if (curve != nullptr) fill(*curve, 0.f);
+  if (curvature != nullptr) fill(*curvature, 0.f);
 }
 
 // The slots of a row that the warp's Sums hold, and those that exist. y and a are 0 in padding slots, so
 // padding contributes to the sums of softmax only.
-struct Columns {
+struct MapSlots {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
   // Bit mask of the existing slots of a pair.
-  __device__ uint32_t bits(int n) const {
+  __device__ uint32_t pair_mask(int n) const {
     return (has(n, 0) ? 0xffffu : 0u) | (has(n, 1) ? 0xffff0000u : 0u);
   }
 };
@@ -120,21 +121,22 @@ using Moments = float4;
 
 // Component `which`.
 template <class M>
-__device__ inline auto& moment(M& of, int which) {
+__device__ inline auto& component(M& of, int which) {
   return which == 0 ? of.x : which == 1 ? of.y : which == 2 ? of.z : of.w;
 }
 
 // The largest y of a row over the quad. Finite even without slots, so that no difference is NaN.
 template <int N>
-__device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
-  float most = -1e30f;
-  each_pair<N>([&](int n, int i) { most = columns.has(n, i) ? fmaxf(most, y.at[n][2 * half + i]) : most; });
-  return max_over_row(most);
+__device__ inline float max_of_row(const Accumulator<N>& y, int half, const MapSlots& map_slots) {
+  float max_y = -1e30f;
+  for_each_register_pair<N>(
+      [&](int n, int i) { max_y = map_slots.has(n, i) ? fmaxf(max_y, y.at[n][2 * half + i]) : max_y; });
+  return max_over_row(max_y);
 }
 
 // Sums x (row lane_row()) and y (row lane_row() + 8) over the four lanes of a row, by a product with ones.
 // Each number is split into a tf32 high part and a tf32 remainder (relative error 2^-22).
-__device__ inline void add_over_rows(float& x, float& y) {
+__device__ inline void sum_over_quads(float& x, float& y) {
   const uint32_t one = 0x3f800000u, mask = 0xffffe000u;
   const uint32_t high[2] = {__float_as_uint(x) & mask, __float_as_uint(y) & mask};
   const float low[2] = {x - __uint_as_float(high[0]), y - __uint_as_float(high[1])};
@@ -144,17 +146,18 @@ __device__ inline void add_over_rows(float& x, float& y) {
 }
 
 // Moments of both rows of the quad over its slots, for all four lanes.
-template <class Map, int N>
-__device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sums<N>& y, const Sums<N>& a,
-                                       const Columns& columns) {
-  float most[2] = {0.f, 0.f}, sums[3][2];
+template <class ActivationMap, int N>
+__device__ inline void compute_moments(Moments (&rows)[2], const ActivationMap&, const Accumulator<N>& y,
+                                       const Accumulator<N>& a, const MapSlots& map_slots) {
+  float max_y[2] = {0.f, 0.f}, sums[3][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (Map::softmax) most[half] = largest_of(y, half, columns);
-    each_pair<N>([&](int n, int i) {
+    if constexpr (ActivationMap::softmax) max_y[half] = max_of_row(y, half, map_slots);
+    for_each_register_pair<N>([&](int n, int i) {
       const float of_a = a.at[n][2 * half + i];
       float x = y.at[n][2 * half + i];
-      if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most[half])) : 0.f;
+      if constexpr (ActivationMap::softmax)
+        x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y[half])) : 0.f;
       const bool begins = n == 0 && i == 0;
       sums[0][half] = begins ? x : sums[0][half] + x;
       sums[1][half] = begins ? x * x : fmaf(x, x, sums[1][half]);
@@ -162,72 +165,76 @@ __device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sum
     });
   }
 #pragma unroll
-  for (int i = 0; i < 3; ++i) add_over_rows(sums[i][0], sums[i][1]);
+  for (int i = 0; i < 3; ++i) sum_over_quads(sums[i][0], sums[i][1]);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    rows[half] = Map::softmax ? Moments{most[half], sums[0][half], sums[1][half], sums[2][half]}
-                              : Moments{sums[0][half], sums[1][half], sums[2][half], 0.f};
+    rows[half] = ActivationMap::softmax ? Moments{max_y[half], sums[0][half], sums[1][half], sums[2][half]}
+                                        : Moments{sums[0][half], sums[1][half], sums[2][half], 0.f};
   }
 }
 
 // Statistics of a row: mean and 1 / r of y with r = sqrt(variance + eps), beta = n.(phi - a) / N, and the
 // mean of a. Softmax: the largest y, 1 / sum of e, p.p, p.a.
-struct Fit {
+struct MapStats {
   float mean, inverse, beta, mean_a;
 };
 
 // Statistics from the mean, the sums of (y - mean)^2 and a (y - mean), and the sum of a. Without a norm, unit
 // is 0 and r is 1.
-template <class Map>
-__device__ inline Fit fit_about(const Map& map, float mean, float square, float with_a, float sum_a) {
-  const auto inverse_of = [](float x) { return Map::exact ? close_inverse_root(x) : inverse_root(x); };
-  const float variance = fmaxf(square * map.unit, 0.f),
+template <class ActivationMap>
+__device__ inline MapStats stats_about_mean(const ActivationMap& map, float mean, float square, float sum_ay,
+                                            float sum_a) {
+  const auto inverse_of = [](float x) { return ActivationMap::is_fp32 ? rsqrt_accurate(x) : rsqrt_fast(x); };
+  const float variance = fmaxf(square * map.norm_factor, 0.f),
               inverse = map.norm ? inverse_of(variance + kMapEps) : 1.f;
-  return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
+  return {mean, inverse, (variance * inverse - sum_ay * map.norm_factor) * inverse, sum_a * map.mean_factor};
 }
 
 // Statistics from the moments of the row's parts and the sum of its a.
-template <int Parts, class Map>
-__device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float sum_a) {
-  if constexpr (Map::softmax) {
-    float most = parts[0].x, e = 0.f, ee = 0.f, ae = 0.f;
+template <int Parts, class ActivationMap>
+__device__ inline MapStats compute_stats(const ActivationMap& map, const Moments (&parts)[Parts],
+                                         float sum_a) {
+  if constexpr (ActivationMap::softmax) {
+    float max_y = parts[0].x, e = 0.f, ee = 0.f, ae = 0.f;
 #pragma unroll
-    for (int w = 1; w < Parts; ++w) most = fmaxf(most, parts[w].x);
+    for (int w = 1; w < Parts; ++w) max_y = fmaxf(max_y, parts[w].x);
 #pragma unroll
     for (int w = 0; w < Parts; ++w) {
-      const float by = exp2_fast(kLog2E * (parts[w].x - most));
+      const float by = exp2_fast(kLog2E * (parts[w].x - max_y));
       e = fmaf(parts[w].y, by, e), ee = fmaf(parts[w].z, by * by, ee), ae = fmaf(parts[w].w, by, ae);
     }
     const float inverse = reciprocal(e);
-    return {most, inverse, ee * inverse * inverse, ae * inverse};
+    return {max_y, inverse, ee * inverse * inverse, ae * inverse};
   } else {
     float y = parts[0].x, yy = parts[0].y, ay = parts[0].z;
 #pragma unroll
     for (int w = 1; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
-    const float mean = y * map.centre;
-    return fit_about(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
+    const float mean = y * map.mean_factor;
+    return stats_about_mean(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
   }
 }
 
 // Statistics of a row that the quad holds completely, without the terms of a.
-template <class Map, int N>
-__device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const Columns& columns) {
-  float most = 0.f, sum = 0.f, square = 0.f;
-  if constexpr (Map::softmax) most = largest_of(y, half, columns);
-  each_pair<N>([&](int n, int i) {
+template <class ActivationMap, int N>
+__device__ inline MapStats compute_row_stats_of_quad(const ActivationMap& map, const Accumulator<N>& y,
+                                                     int half, const MapSlots& map_slots) {
+  float max_y = 0.f, sum = 0.f, square = 0.f;
+  if constexpr (ActivationMap::softmax) max_y = max_of_row(y, half, map_slots);
+  for_each_register_pair<N>([&](int n, int i) {
     float x = y.at[n][2 * half + i];
-    if constexpr (Map::softmax) x = columns.has(n, i) ? exp2_fast(kLog2E * (x - most)) : 0.f;
+    if constexpr (ActivationMap::softmax) x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y)) : 0.f;
     sum += x, square = fmaf(x, x, square);
   });
   sum = sum_over_row(sum), square = sum_over_row(square);
-  const Moments whole[1] = {{Map::softmax ? most : sum, Map::softmax ? sum : square, 0.f, 0.f}};
-  return fit(map, whole, 0.f);
+  const Moments whole[1] = {
+      {ActivationMap::softmax ? max_y : sum, ActivationMap::softmax ? sum : square, 0.f, 0.f}};
+  return compute_stats(map, whole, 0.f);
 }
 
 // Gradient of E with respect to y, for all maps but softmax: c (y - mean) - (a - mean of a) / r.
 struct Residual {
   float c, inverse, mean, mean_a;  // mean_a: the mean of a over r
-  __device__ explicit Residual(const Fit& f)
+  __device__ explicit Residual(const MapStats& f)
       : c(f.inverse * f.inverse * (1.f - f.beta)),
         inverse(f.inverse),
         mean(f.mean),
@@ -235,17 +242,18 @@ struct Residual {
   __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, fmaf(-inverse, a, mean_a)); }
 };
 
-template <class Map>
-__device__ inline float softmax_of(const Map&, const Fit& f, float y) {
-  if constexpr (Map::exact) return expf(y - f.mean) * f.inverse;
+template <class ActivationMap>
+__device__ inline float softmax_of(const ActivationMap&, const MapStats& f, float y) {
+  if constexpr (ActivationMap::is_fp32) return expf(y - f.mean) * f.inverse;
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
 // Replaces y by u for the row `half`; padding slots get finite values. 16-bit maps add the terms of both
 // means first: y comes from a rounded z, so this loses no accuracy.
-template <class Map, int N>
-__device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& slope, const Sums<N>& a,
-                                   const Fit& f, int half) {
+template <class ActivationMap, int N>
+__device__ inline void compute_residual(const ActivationMap& map, Accumulator<N>& y,
+                                        const Accumulator<N>& slope, const Accumulator<N>& a,
+                                        const MapStats& f, int half) {
   const Residual residual(f);
   const float means = fmaf(-residual.c, residual.mean, residual.mean_a);
   const float mean = f.beta - f.mean_a;  // p.(p - a) of softmax
@@ -253,10 +261,10 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      if constexpr (Map::softmax) {
+      if constexpr (ActivationMap::softmax) {
         const float p = softmax_of(map, f, y.at[n][i]);
         y.at[n][i] = p * (p - a.at[n][i] - mean);
-      } else if constexpr (Map::exact) {
+      } else if constexpr (ActivationMap::is_fp32) {
         y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
       } else {
         y.at[n][i] =
@@ -273,11 +281,11 @@ template <int N>
 struct Weights {
   float at[N][2], square;
 
-  __device__ Weights(const float* row, const Columns& columns) : square(0.f) {
-    each_pair<N>([&](int n, int i) {
-      at[n][i] = columns.has(n, i) ? row[columns.first + 8 * n + lane_col() + i] : 0.f;
+  __device__ Weights(const float* row, const MapSlots& map_slots) : square(0.f) {
+    for_each_register_pair<N>([&](int n, int i) {
+      at[n][i] = map_slots.has(n, i) ? row[map_slots.first + 8 * n + lane_col() + i] : 0.f;
     });
-    for (int m = lane(); m < columns.slots; m += 32) square = fmaf(row[m], row[m], square);
+    for (int m = lane(); m < map_slots.slots; m += 32) square = fmaf(row[m], row[m], square);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
   }
@@ -285,68 +293,70 @@ struct Weights {
   __device__ float square_of(int n, int i) const { return at[n][i & 1] * at[n][i & 1]; }
 };
 struct NoWeights {
-  __device__ NoWeights(const float*, const Columns&) {}
+  __device__ NoWeights(const float*, const MapSlots&) {}
 };
 
 // Replaces a by b = w a.
 template <int N>
-__device__ inline void weigh(Sums<N>& a, const Weights<N>& w) {
-  each_sum<N>([&](int n, int i) { a.at[n][i] *= w.of(n, i); });
+__device__ inline void multiply_by_weight(Accumulator<N>& a, const Weights<N>& w) {
+  for_each_register<N>([&](int n, int i) { a.at[n][i] *= w.of(n, i); });
 }
 template <int N>
-__device__ inline void weigh(Sums<N>&, const NoWeights&) {}
+__device__ inline void multiply_by_weight(Accumulator<N>&, const NoWeights&) {}
 
-// Sums over some slots of a row of w^2 y, w^2 y^2 and b. moments_of_rows() gets b as its a.
+// Sums over some slots of a row of w^2 y, w^2 y^2 and b. compute_moments() gets b as its a.
 template <int N>
-__device__ inline void weighed_moments_of_rows(Moments (&rows)[2], const Weights<N>& w, const Sums<N>& y,
-                                               const Sums<N>& b) {
+__device__ inline void compute_weighted_moments(Moments (&rows)[2], const Weights<N>& w,
+                                                const Accumulator<N>& y, const Accumulator<N>& b) {
   float sums[3][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sums[0][half] = sums[1][half] = sums[2][half] = 0.f;
-    each_pair<N>([&](int n, int i) {
+    for_each_register_pair<N>([&](int n, int i) {
       const float x = y.at[n][2 * half + i], by = __fmul_rn(w.square_of(n, i), x);
       sums[0][half] += by, sums[1][half] = fmaf(by, x, sums[1][half]), sums[2][half] += b.at[n][2 * half + i];
     });
   }
 #pragma unroll
-  for (int i = 0; i < 3; ++i) add_over_rows(sums[i][0], sums[i][1]);
+  for (int i = 0; i < 3; ++i) sum_over_quads(sums[i][0], sums[i][1]);
 #pragma unroll
   for (int half = 0; half < 2; ++half) rows[half] = {sums[0][half], sums[1][half], sums[2][half], 0.f};
 }
 
 // Further statistics of a row for backward: the sum of w^2 n, and the sum of w^2 n^2 / N.
-using WeightFit = float2;
+using WeightedMapStats = float2;
 
 // With n = (y - mean) / r and e = w^2 n - b: beta is n.e / N, and mean_a is the mean of -e. `square` is the
 // sum of w^2.
-template <class Map>
-__device__ inline Fit weighted_fit(const Map& map, const Moments& y, const Moments& weighed, float square,
-                                   WeightFit& of_weight) {
-  const float mean = y.x * map.centre;
-  const float variance = fmaxf(fmaf(-mean, y.x, y.y) * map.unit, 0.f);
-  const float inverse = map.norm ? inverse_root(variance + kMapEps) : 1.f;
+template <class ActivationMap>
+__device__ inline MapStats compute_weighted_stats(const ActivationMap& map, const Moments& y,
+                                                  const Moments& weighed, float square,
+                                                  WeightedMapStats& weighted_stats) {
+  const float mean = y.x * map.mean_factor;
+  const float variance = fmaxf(fmaf(-mean, y.x, y.y) * map.norm_factor, 0.f);
+  const float inverse = map.norm ? rsqrt_fast(variance + kMapEps) : 1.f;
   const float all = __fmul_rn(mean, square), wn = (weighed.x - all) * inverse;
   const float wnn = fmaxf(fmaf(-mean, weighed.x + (weighed.x - all), weighed.y), 0.f) * inverse * inverse;
   const float bn = fmaf(-mean, weighed.z, y.z) * inverse;
-  of_weight = {wn, wnn * map.unit};
-  return {mean, inverse, (wnn - bn) * map.unit, (weighed.z - wn) * map.centre};
+  weighted_stats = {wn, wnn * map.norm_factor};
+  return {mean, inverse, (wnn - bn) * map.norm_factor, (weighed.z - wn) * map.mean_factor};
 }
 
 // Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r.
 struct WeightedResidual {
   float inverse, beta, mean, mean_a;
-  __device__ explicit WeightedResidual(const Fit& f)
+  __device__ explicit WeightedResidual(const MapStats& f)
       : inverse(f.inverse), beta(f.beta), mean(f.mean), mean_a(f.mean_a) {}
   __device__ float operator()(float y, float b, float square) const {
     return inverse * fmaf((square - beta) * inverse, y - mean, mean_a - b);
   }
 };
 
-// Replaces y by u as to_residual() does.
+// Replaces y by u as compute_residual() does.
 template <int N>
-__device__ inline void to_weighted_residual(Sums<N>& y, const Sums<N>& slope, const Sums<N>& b,
-                                            const Weights<N>& w, const Fit& f, int half) {
+__device__ inline void compute_weighted_residual(Accumulator<N>& y, const Accumulator<N>& slope,
+                                                 const Accumulator<N>& b, const Weights<N>& w,
+                                                 const MapStats& f, int half) {
   const WeightedResidual residual(f);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -360,27 +370,30 @@ __device__ inline void to_weighted_residual(Sums<N>& y, const Sums<N>& slope, co
 // ----------------------------------------------------------------------------------------------------------
 
 // Replaces y by phi(z).
-template <class Map, int N>
-__device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int half, const Columns& columns) {
+template <class ActivationMap, int N>
+__device__ inline void apply_map(const ActivationMap& map, Accumulator<N>& y, const MapStats& f, int half,
+                                 const MapSlots& map_slots) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float image = Map::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
-      y.at[n][i] = columns.has(n, i) ? image : 0.f;
+      const float image =
+          ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
+      y.at[n][i] = map_slots.has(n, i) ? image : 0.f;
     }
   }
 }
 
 // Replaces y by f(y) for 16 complete rows.
 template <typename T, int N>
-__device__ inline void to_images(TrellisMap map, int slots, Sums<N>& y) {
-  const Columns columns{0, slots};
-  with_map(map, slots, [&](const auto& f) {
-    Sums<N> slope;
+__device__ inline void apply_map_to_rows(TrellisMap map, int slots, Accumulator<N>& y) {
+  const MapSlots map_slots{0, slots};
+  dispatch_map(map, slots, [&](const auto& f) {
+    Accumulator<N> slope;
     activate<T>(f, y, slope);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) to_image(f, y, fit_of(f, y, half, columns), half, columns);
+    for (int half = 0; half < 2; ++half)
+      apply_map(f, y, compute_row_stats_of_quad(f, y, half, map_slots), half, map_slots);
   });
 }
 

@@ -1,7 +1,7 @@
 // o of all chunks in parallel, from the memories before the chunks and u.
 #pragma once
 
-#include "trellis/chunk.cuh"
+#include "trellis/parallel_chunks.cuh"
 
 namespace girih::kernels {
 
@@ -10,40 +10,40 @@ enum OutputTile : int { kOutQ, kOutK, kOutV, kOutUk, kOutUv, kOutputTiles };
 template <typename T, int Tile>
 __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_constant__ TrellisOutput p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  using Reader = TrellisChunk<T, Tile>;
-  constexpr int N = Reader::N, K = Reader::K;
+  using Warp = TrellisChunkWarp<T, Tile>;
+  constexpr int N = Warp::N, K = Warp::K;
   const TrellisShape& shape = p.shape;
-  Reader reader(shape, shared);
+  Warp chunk_warp(shape, shared);
 
-  reader.load(kOutQ, p.q, shape.D);
-  reader.load(kOutK, p.x[0], shape.D);
-  reader.load(kOutUk, p.u[0], shape.M);
-  reader.load_memory(p.memories[0]);
-  reader.load_gates(p.gates, kOutputTiles);
+  chunk_warp.load(kOutQ, p.q, shape.D);
+  chunk_warp.load(kOutK, p.x[0], shape.D);
+  chunk_warp.load(kOutUk, p.u[0], shape.M);
+  chunk_warp.load_memory(p.memories[0]);
+  chunk_warp.load_gates(p.gates, kOutputTiles);
   commit_copies();
-  reader.load(kOutV, p.x[1], shape.V);
-  reader.load(kOutUv, p.u[1], shape.M);
+  chunk_warp.load(kOutV, p.x[1], shape.V);
+  chunk_warp.load(kOutUv, p.u[1], shape.M);
   commit_copies();
   wait_copies<1>();
   __syncthreads();
 
   // Y, r = f(Y)
-  Operand<K> w;
-  reader.left(w, kOutQ);
-  Sums<N> y;
-  reader.read(y, w, kOutK, kOutUk);
+  AFragment<K> w;
+  chunk_warp.load_a_fragment(w, kOutQ);
+  Accumulator<N> y;
+  chunk_warp.compute_read(y, w, kOutK, kOutUk);
   __syncthreads();
-  reader.load_memory(p.memories[1]);
+  chunk_warp.load_memory(p.memories[1]);
   commit_copies();
-  to_images<T>(shape.f, shape.slots, y);
-  Operand<K> r;
-  round_to<T>(r, y);
+  apply_map_to_rows<T>(shape.f, shape.slots, y);
+  AFragment<K> r;
+  round_to_a_fragment<T>(r, y);
   wait_copies<0>();
   __syncthreads();
 
   // O
-  reader.read_transposed(y, r, kOutUv, kOutV);
-  reader.store_out(p.o, shape.V, y, kOutQ);
+  chunk_warp.compute_transposed_read(y, r, kOutUv, kOutV);
+  chunk_warp.store_result(p.o, shape.V, y, kOutQ);
 }
 
 template <typename T, int Tile>

@@ -6,21 +6,22 @@
 #pragma once
 
 #include "pipe/row_source.h"
-#include "trellis/memory.cuh"
+#include "trellis/common.cuh"
 
 namespace girih::kernels {
 
 // L of the lane's rows, lane_row() and lane_row() + 8.
-struct Through {
-  float2 sum, lost;
-  __device__ explicit Through(const TokenGate* own)
-      : sum{own[lane_row()].through, own[lane_row() + 8].through},
-        lost{own[lane_row()].lost, own[lane_row() + 8].lost} {}
+struct TrellisLogDecays {
+  float2 sum, log_decay_error;
+  __device__ explicit TrellisLogDecays(const TokenGate* own)
+      : sum{own[lane_row()].log_decay, own[lane_row() + 8].log_decay},
+        log_decay_error{own[lane_row()].log_decay_error, own[lane_row() + 8].log_decay_error} {}
 };
 
 // s_ti *= -E_ti gamma_i, with t in the warp's tile and i in an earlier tile. `own`: i is in the same tile;
 // s_ti = 0 for i > t.
-__device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own) {
+__device__ inline void apply_token_decay(Accumulator<2>& s, const TrellisLogDecays& L,
+                                         const TokenGate* tokens, bool is_diagonal) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -29,18 +30,19 @@ __device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TokenGa
       const TokenGate of = tokens[col];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float between =
-            (half ? L.sum.y : L.sum.x) - of.through + ((half ? L.lost.y : L.lost.x) - of.lost);
+        const float log_decay_between =
+            (half ? L.sum.y : L.sum.x) - of.log_decay +
+            ((half ? L.log_decay_error.y : L.log_decay_error.x) - of.log_decay_error);
         float& x = s.at[n][2 * half + i];
-        x = !own || col <= lane_row() + 8 * half ? x * -of.gamma * exp2_fast(between) : 0.f;
+        x = !is_diagonal || col <= lane_row() + 8 * half ? x * -of.gamma * exp2_fast(log_decay_between) : 0.f;
       }
     }
   }
 }
 // s_it *= E_ti, with i in the warp's tile and t in a later tile of `count` tokens. `own`: t is in the same
 // tile; s_it = 0 for i > t.
-__device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own,
-                                   int count) {
+__device__ inline void apply_token_decay_transposed(Accumulator<2>& s, const TrellisLogDecays& L,
+                                                    const TokenGate* tokens, bool is_diagonal, int count) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -49,10 +51,12 @@ __device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate
       const TokenGate of = tokens[col];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float between =
-            of.through - (half ? L.sum.y : L.sum.x) + (of.lost - (half ? L.lost.y : L.lost.x));
+        const float log_decay_between =
+            of.log_decay - (half ? L.sum.y : L.sum.x) +
+            (of.log_decay_error - (half ? L.log_decay_error.y : L.log_decay_error.x));
         float& x = s.at[n][2 * half + i];
-        x = col < count && (!own || lane_row() + 8 * half <= col) ? x * exp2_fast(between) : 0.f;
+        x = col < count && (!is_diagonal || lane_row() + 8 * half <= col) ? x * exp2_fast(log_decay_between)
+                                                                          : 0.f;
       }
     }
   }
@@ -60,26 +64,27 @@ __device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate
 
 // sums += weigh(a x^T) y
 template <typename T, int N, int K, class Tile, class Weigh>
-__device__ inline void add_scored(Sums<N>& sums, const Operand<K>& a, const Tile& x, const Tile& y,
-                                  const Weigh& weigh) {
-  Sums<2> scores;
+__device__ inline void add_masked_product(Accumulator<N>& sums, const AFragment<K>& a, const Tile& x,
+                                          const Tile& y, const Weigh& apply_mask) {
+  Accumulator<2> scores;
   fill(scores, 0.f);
   add_product_transposed<T>(scores, a, x);
-  weigh(scores);
-  Operand<1> weighed;
-  round_to<T>(weighed, scores);
-  add_product<T>(sums, weighed, y);
+  apply_mask(scores);
+  AFragment<1> masked_scores;
+  round_to_a_fragment<T>(masked_scores, scores);
+  add_product<T>(sums, masked_scores, y);
 }
 
 // The terms of the chunk's tokens in a read, and the decay of the memory's term. For tile j <= `tile`, xs(j)
 // and ys(j) are the two vectors of the tokens and gates(j) their gates.
 template <typename T, int N, int K, class Xs, class Ys, class Gates>
-__device__ inline void finish_read(Sums<N>& y, const Operand<K>& w, int tile, const Xs& xs, const Ys& ys,
-                                   const Gates& gates) {
-  const Through L(gates(tile));
+__device__ inline void add_intra_chunk(Accumulator<N>& y, const AFragment<K>& w, int tile, const Xs& xs,
+                                       const Ys& ys, const Gates& gates) {
+  const TrellisLogDecays L(gates(tile));
   scale_rows(y, {exp2_fast(L.sum.x), exp2_fast(L.sum.y)});
   for (int j = 0; j <= tile; ++j) {
-    add_scored<T>(y, w, xs(j), ys(j), [&](Sums<2>& s) { weigh_earlier(s, L, gates(j), j == tile); });
+    add_masked_product<T>(y, w, xs(j), ys(j),
+                          [&](Accumulator<2>& s) { apply_token_decay(s, L, gates(j), j == tile); });
   }
 }
 

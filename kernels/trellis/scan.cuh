@@ -6,90 +6,94 @@
 #include "pipe/clusters.h"
 #include "tile/cluster.h"
 #include "tile/warpgroup.h"
-#include "trellis/scan_loaders.cuh"
-#include "trellis/scan_readers.cuh"
-#include "trellis/scan_short_chain.cuh"
+#include "trellis/scan_output_warps.cuh"
+#include "trellis/scan_producer_warps.cuh"
+#include "trellis/scan_short_state_warps.cuh"
 
 namespace girih::kernels {
 
 // Short: a chunk has at most one tile of 16 tokens.
 template <typename T, int Tile, class Phi, bool Short>
-__global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
+__global__ void __launch_bounds__(TrellisScanStorage<T, Tile>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
-  using Space = TrellisScanSpace<T, Tile>;
+  using Storage = TrellisScanStorage<T, Tile>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const Space space{by_address(shared)};
-  const TrellisPart part(p.shape, blockIdx.x);
-  const bool paired = has_pairs(p);
+  const Storage storage{pin_address(shared)};
+  const TrellisBlockCoord coord(p.shape, blockIdx.x);
+  const bool paired = has_cluster_pair(p);
   const int warp = warp_index();
   if (threadIdx.x == 0) {
-    space.init(p, part, Short ? 1 : Space::kReaders);
-    if (paired) publish_barriers();
-    if (part.head == 0 && part.memory == 0) {
-      const auto& sequence = part.of.sequence;
-      p.last_position[part.sequence] = (part.of.begun + sequence.end - sequence.start) % p.shape.grid.size;
+    storage.init(p, coord, Short ? 1 : Storage::kOutputWarps);
+    if (paired) fence_barrier_init();
+    if (coord.head == 0 && coord.memory == 0) {
+      const auto& sequence = coord.chunked.sequence;
+      p.last_position[coord.sequence] =
+          (coord.chunked.prior_tokens + sequence.end - sequence.start) % p.shape.grid.size;
     }
   }
   __syncthreads();
-  if (paired) cluster_wait();
+  if (paired) cluster_sync();
   // With a tile of 128 the state warps and output warps need the registers that producer warps and the store
   // warp do not use.
-  constexpr bool kWide = Tile > 64;
-  if (warp < Space::kChain) {
-    if (kWide) take_registers<168>();
-    using Chain = std::conditional_t<Short, TrellisShortChain<T, Tile, Phi>, TrellisScanChain<T, Tile, Phi>>;
-    Chain(p, part, space, warp).run();
-  } else if (warp < Space::kChain + Space::kReaders) {
-    if (kWide) take_registers<136>();
-    TrellisScanReader<T, Tile, Short, Phi::weighted>{p, part, space}.run(warp - Space::kChain);
+  constexpr bool kUseSetmaxnreg = Tile > 64;
+  if (warp < Storage::kStateWarps) {
+    if (kUseSetmaxnreg) setmaxnreg_inc<168>();
+    using StateWarp = std::conditional_t<Short, TrellisShortScanStateWarp<T, Tile, Phi>,
+                                         TrellisScanStateWarp<T, Tile, Phi>>;
+    StateWarp(p, coord, storage, warp).run();
+  } else if (warp < Storage::kStateWarps + Storage::kOutputWarps) {
+    if (kUseSetmaxnreg) setmaxnreg_inc<136>();
+    TrellisScanOutputWarp<T, Tile, Short, Phi::has_weight>{p, coord, storage}.run(warp -
+                                                                                  Storage::kStateWarps);
   } else {
-    if (kWide) leave_registers<40>();
-    const int loader = warp - Space::kChain - Space::kReaders;
-    if (loader < Space::kLoaders) {
-      TrellisScanLoader<T, Tile, Short>{p, part, space}.run(loader);
+    if (kUseSetmaxnreg) setmaxnreg_dec<40>();
+    const int producer = warp - Storage::kStateWarps - Storage::kOutputWarps;
+    if (producer < Storage::kProducerWarps) {
+      TrellisScanProducerWarp<T, Tile, Short>{p, coord, storage}.run(producer);
     } else {
-      store_scan(p, part, space);
+      store_memories(p, coord, storage);
     }
   }
   // The block's shared memory must stay valid until the other block of the cluster has finished its accesses.
-  if (paired) cluster_wait();
+  if (paired) cluster_sync();
 }
 
 template <auto Kernel, typename T, int Tile, int Bytes>
 cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
-  using Space = TrellisScanSpace<T, Tile>;
+  using Storage = TrellisScanStorage<T, Tile>;
   if (const cudaError_t error = allow_shared<Kernel>(Bytes); error != cudaSuccess) return error;
-  const int64_t blocks = parts_of(p.shape);
+  const int64_t blocks = memory_block_count(p.shape);
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), has_pairs(p) ? 2 : 1, Space::kThreads,
-                                 Bytes, stream);
+  return launch_clusters<Kernel>(p, static_cast<unsigned>(blocks), has_cluster_pair(p) ? 2 : 1,
+                                 Storage::kThreads, Bytes, stream);
 }
 
 template <typename T, int Tile>
-cudaError_t scan_reads(bool& reads) {
-  return has_clusters<trellis_scan_kernel<T, Tile, Map<false>, false>>(reads);
+cudaError_t scan_has_output(bool& has_output) {
+  return has_clusters<trellis_scan_kernel<T, Tile, ActivationMap<false>, false>>(has_output);
 }
 
 template <typename T, int Tile, class Phi, bool Short>
 cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
-  using Space = TrellisScanSpace<T, Tile>;
-  constexpr int kBytes = Phi::weighted ? Space::kWeightedBytes : Space::kBytes;
+  using Storage = TrellisScanStorage<T, Tile>;
+  constexpr int kBytes = Phi::has_weight ? Storage::kWeightedBytes : Storage::kBytes;
   return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile, kBytes>(p, stream);
 }
 template <typename T, int Tile>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {
   const TrellisMap& phi = p.shape.phi;
   const bool softmax = phi.norm == Norm::softmax;
-  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
+  if constexpr (TrellisScanStorage<T, Tile>::kHasLookahead) {
     if (p.shape.grid.size <= kTile) {
-      if (softmax) return launch_scan_of<T, Tile, Map<true>, true>(p, stream);
-      return phi.silu && phi.norm != Norm::none ? launch_scan_of<T, Tile, NormedSilu, true>(p, stream)
-                                                : launch_scan_of<T, Tile, Map<false>, true>(p, stream);
+      if (softmax) return launch_scan_of<T, Tile, ActivationMap<true>, true>(p, stream);
+      return phi.silu && phi.norm != Norm::none
+                 ? launch_scan_of<T, Tile, SiluNormMap, true>(p, stream)
+                 : launch_scan_of<T, Tile, ActivationMap<false>, true>(p, stream);
     }
   }
-  return softmax ? launch_scan_of<T, Tile, Map<true>, false>(p, stream)
-                 : launch_scan_of<T, Tile, Map<false>, false>(p, stream);
+  return softmax ? launch_scan_of<T, Tile, ActivationMap<true>, false>(p, stream)
+                 : launch_scan_of<T, Tile, ActivationMap<false>, false>(p, stream);
 }
 
 }  // namespace girih::kernels

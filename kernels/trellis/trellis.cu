@@ -12,8 +12,8 @@ namespace {
 template <class Launch>
 cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
   const int widest = std::max({shape.M, shape.D, shape.V});
-  return by_short_element(shape.dtype, [&](auto element) {
-    return by_width<64, kTrellisWidest>(widest, [&](auto tile) { return launch(element, tile); });
+  return dispatch_16bit(shape.dtype, [&](auto element) {
+    return dispatch_width<64, kTrellisMaxWidth>(widest, [&](auto tile) { return launch(element, tile); });
   });
 }
 
@@ -32,7 +32,7 @@ GIRIH_TRELLIS(TrellisReverse, reverse_unweighted, trellis_reverse)
 GIRIH_TRELLIS(TrellisReverse, reverse_weighted, weighted_reverse)
 }  // namespace
 GIRIH_TRELLIS(TrellisOutput, trellis_output, trellis_output)
-GIRIH_TRELLIS(TrellisRows, trellis_rows, trellis_rows)
+GIRIH_TRELLIS(TrellisDq, trellis_dq, trellis_dq)
 #undef GIRIH_TRELLIS
 
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream) {
@@ -42,13 +42,13 @@ cudaError_t trellis_reverse(const TrellisReverse& problem, cudaStream_t stream) 
   return problem.weight == nullptr ? reverse_unweighted(problem, stream) : reverse_weighted(problem, stream);
 }
 
-cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads) {
+cudaError_t trellis_scan_has_output(const TrellisShape& shape, bool& has_output) {
   if (shape.memories == 1) {
-    reads = true;
+    has_output = true;
     return cudaSuccess;
   }
   return by_instance(shape, [&](auto element, auto tile) {
-    return scan_reads<decltype(element), decltype(tile)::value>(reads);
+    return scan_has_output<decltype(element), decltype(tile)::value>(has_output);
   });
 }
 

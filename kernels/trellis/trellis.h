@@ -26,7 +26,7 @@
 
 namespace girih::kernels {
 
-constexpr int kTrellisWidest = 128;  // M, D and V
+constexpr int kTrellisMaxWidth = 128;  // M, D and V
 
 // phi and f: an optional silu, then a norm.
 enum class Norm : int { none, l2, layer, softmax };
@@ -51,18 +51,18 @@ struct TrellisShape {
 
 // Width of the square tile [slots, columns] that stores a memory in 16 bits, in the layout of SharedTile.
 // Padding is 0.
-__host__ __device__ inline int trellis_tile(const TrellisShape& shape) {
+__host__ __device__ inline int trellis_tile_width(const TrellisShape& shape) {
   return shape.M <= 64 && shape.D <= 64 && shape.V <= 64 ? 64 : 128;
 }
 
 // Of a token, in units of log2: L_t, the rounding error of L_t, L_C - L_t; and gamma_t.
 struct alignas(16) TokenGate {
-  float through, lost, after, gamma;
+  float log_decay, log_decay_error, log_decay_to_end, gamma;
 };
 struct TrellisGates {
   TrellisShape shape;
-  In<3> gamma, g;     // [B, T, H], g optional
-  TokenGate* tokens;  // [B, T, H]
+  InputTensor<3> gamma, g;  // [B, T, H], g optional
+  TokenGate* tokens;        // [B, T, H]
 };
 cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 
@@ -71,76 +71,76 @@ cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 struct TrellisScan {
   TrellisShape shape;
   const TokenGate* gates;  // [B, T, H]
-  In<4> x[2];              // [B, T, H, X]
-  In<4> a;                 // [B, T, H, M]
+  InputTensor<4> x[2];     // [B, T, H, X]
+  InputTensor<4> a;        // [B, T, H, M]
   // weight of phi, [H, M], optional; needs one memory and a phi without softmax
   const float* weight = nullptr;
   // A' of the chunk in which a sequence starts; absent without positions, then A' is `initial`
-  In<4> first[2];
-  In<4> initial[2];        // A before token 0
-  Out<4> last_first[2];    // A' of the chunk of the next token
-  Out<4> last[2];          // A after the last token
-  int64_t* last_position;  // [N]
-  In<4> q;                 // [B, T, H, D]
-  Out<4> o;                // [B, T, H, V or M]; absent if trellis_scan_reads() returns false
+  InputTensor<4> chunk_start[2];
+  InputTensor<4> initial[2];            // A before token 0
+  OutputTensor<4> last_chunk_start[2];  // A' of the chunk of the next token
+  OutputTensor<4> last[2];              // A after the last token
+  int64_t* last_position;               // [N]
+  InputTensor<4> q;                     // [B, T, H, D]
+  OutputTensor<4> o;  // [B, T, H, V or M]; absent if trellis_scan_has_output() returns false
   // Optional, for backward and trellis_output(): u and z, [B, T, H, M] in dtype; the Fit (maps.cuh) of z, [B,
-  // T, H, 4] in fp32, with a weight followed by its WeightFit, [B, T, H, 8]; A before every chunk,
+  // T, H, 4] in fp32, with a weight followed by its WeightedMapStats, [B, T, H, 8]; A before every chunk,
   // [chunk_count, H, tile, tile].
-  Out<4> u[2], z[2], fit[2];
+  OutputTensor<4> u[2], z[2], row_stats[2];
   void* memories[2];
 };
 cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 // Whether the scan computes o on the current device: with two memories this needs clusters.
-cudaError_t trellis_scan_reads(const TrellisShape& shape, bool& reads);
+cudaError_t trellis_scan_has_output(const TrellisShape& shape, bool& has_output);
 
 // Needs two memories.
 struct TrellisOutput {
   TrellisShape shape;
   const TokenGate* gates;
-  In<4> q;  // [B, T, H, D]
-  In<4> x[2], u[2];
+  InputTensor<4> q;  // [B, T, H, D]
+  InputTensor<4> x[2], u[2];
   const void* memories[2];
-  Out<4> o;  // [B, T, H, V]
+  OutputTensor<4> o;  // [B, T, H, V]
 };
 cudaError_t trellis_output(const TrellisOutput& problem, cudaStream_t stream);
 
 // A read is l_t^T A_t w_t: (l, w) = (dy, q) for keys and (r, do) for values. With one memory dr is do, and r
 // is not stored.
-struct TrellisRows {
+struct TrellisDq {
   TrellisShape shape;
   const TokenGate* gates;
-  In<4> q;
-  In<4> x[2], u[2];
+  InputTensor<4> q;
+  InputTensor<4> x[2], u[2];
   const void* memories[2];
-  In<4> dout;  // [B, T, H, V or M], dtype
-  Out<4> dq;
-  Out<4> l[2];  // [B, T, H, M], dtype
+  InputTensor<4> dout;  // [B, T, H, V or M], dtype
+  OutputTensor<4> dq;
+  OutputTensor<4> l[2];  // [B, T, H, M], dtype
 };
-cudaError_t trellis_rows(const TrellisRows& problem, cudaStream_t stream);
+cudaError_t trellis_dq(const TrellisDq& problem, cudaStream_t stream);
 
 struct TrellisReverse {
   TrellisShape shape;
   const TokenGate* gates;
-  In<4> x[2], w[2], l[2], z[2], u[2], fit[2];
-  In<4> a;
+  InputTensor<4> x[2], w[2], l[2], z[2], u[2], row_stats[2];
+  InputTensor<4> a;
   const float* weight = nullptr;  // as in TrellisScan
   float* dweight = nullptr;       // [N, H, M], one row for each sequence; present if there is a weight
-  In<4> first[2];
+  InputTensor<4> chunk_start[2];
   const void* memories[2];
-  In<4> dlast_first[2], dlast[2];  // fp32 [N, H, M, X]; absent: zero
-  Out<4> dfirst[2];                // fp32 [N, H, M, X], present if there are positions
-  Out<4> dinitial[2];              // fp32 [N, H, M, X]
-  Out<4> da[2];                    // [B, T, H, M], dtype, of each memory; da is the sum over the memories
-  Out<4> dx[2];                    // [B, T, H, X]
-  float* dgammas;                  // [memories, B, T, H]
-  float* dL;  // [memories, tiles of a chunk, B, T, H], optional: terms that gates.cu sums
+  InputTensor<4> dlast_chunk_start[2], dlast[2];  // fp32 [N, H, M, X]; absent: zero
+  OutputTensor<4> dchunk_start[2];                // fp32 [N, H, M, X], present if there are positions
+  OutputTensor<4> dinitial[2];                    // fp32 [N, H, M, X]
+  OutputTensor<4> da[2];  // [B, T, H, M], dtype, of each memory; da is the sum over the memories
+  OutputTensor<4> dx[2];  // [B, T, H, X]
+  float* dgammas;         // [memories, B, T, H]
+  float* dL;              // [memories, tiles of a chunk, B, T, H], optional: terms that gates.cu sums
 };
 cudaError_t trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
 
 struct TrellisGateGradients {
   TrellisShape shape;
   const float *dgammas, *dL;
-  Out<3> dgamma, dg;  // [B, T, H] fp32, dg optional
+  OutputTensor<3> dgamma, dg;  // [B, T, H] fp32, dg optional
 };
 cudaError_t trellis_gate_gradients(const TrellisGateGradients& problem, cudaStream_t stream);
 
@@ -154,12 +154,12 @@ struct TrellisStep {
   int memories = 2;  // 1: the memory of keys only; V is 0
   int D, V, M, chunk;
   TrellisMap phi, f;
-  In<3> q, k, v, a;            // [N, HQ, D], [N, H, D], [N, H, V], [N, H, M]
-  In<2> weight;                // weight of phi, [H, M], optional; needs one memory
-  In<2> gamma, g;              // [N, H], g optional
-  Out<4> first[2], memory[2];  // [N, H, M, X] fp32
-  int64_t* position;           // [N]
-  Out<3> o;                    // [N, HQ, V or M]
+  InputTensor<3> q, k, v, a;                  // [N, HQ, D], [N, H, D], [N, H, V], [N, H, M]
+  InputTensor<2> weight;                      // weight of phi, [H, M], optional; needs one memory
+  InputTensor<2> gamma, g;                    // [N, H], g optional
+  OutputTensor<4> chunk_start[2], memory[2];  // [N, H, M, X] fp32
+  int64_t* position;                          // [N]
+  OutputTensor<3> o;                          // [N, HQ, V or M]
 };
 cudaError_t trellis_step(const TrellisStep& problem, cudaStream_t stream);
 

@@ -7,7 +7,7 @@ namespace girih::kernels {
 
 template <typename T, int Tile>
 cudaError_t launch_weighted_reverse(const TrellisReverse& p, cudaStream_t stream) {
-  return launch_reverse_of<T, Tile, WeightedMap>(p, stream);
+  return launch_reverse_of<T, Tile, WeightedActivationMap>(p, stream);
 }
 
 }  // namespace girih::kernels

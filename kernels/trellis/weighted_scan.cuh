@@ -7,10 +7,10 @@ namespace girih::kernels {
 
 template <typename T, int Tile>
 cudaError_t launch_weighted_scan(const TrellisScan& p, cudaStream_t stream) {
-  if constexpr (TrellisScanSpace<T, Tile>::kLooksAhead) {
-    if (p.shape.grid.size <= kTile) return launch_scan_of<T, Tile, WeightedMap, true>(p, stream);
+  if constexpr (TrellisScanStorage<T, Tile>::kHasLookahead) {
+    if (p.shape.grid.size <= kTile) return launch_scan_of<T, Tile, WeightedActivationMap, true>(p, stream);
   }
-  return launch_scan_of<T, Tile, WeightedMap, false>(p, stream);
+  return launch_scan_of<T, Tile, WeightedActivationMap, false>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -153,7 +153,7 @@ def precision():
             "3xtf32 on the tensor cores: each number is split into two tf32 parts, and the product of the "
             "two low parts is left out; relative error 2^-22",
             "`delta_product`, and `cat_attention` up to 128 wide (`explain` calls the path of "
-            "`delta_product` `exact fp32`)",
+            "`delta_product` `fp32`)",
         ],
         ["fp32", "fp32, never tf32", "all other calls: kernels without tensor cores, or PyTorch's operators"],
         [

@@ -24,9 +24,10 @@ struct Counts {
   int recorded = 0, replayed = 0;
 };
 
-class Counting final : public nn::Recorder {
+class Counting final : public nn::GraphRecorder {
  public:
-  Counting(Counts& counts, std::unique_ptr<nn::Recorder> inner) : counts_(counts), inner_(std::move(inner)) {}
+  Counting(Counts& counts, std::unique_ptr<nn::GraphRecorder> inner)
+      : counts_(counts), inner_(std::move(inner)) {}
 
   std::function<void()> record(const std::function<void()>& work) override {
     ++counts_.recorded;
@@ -38,7 +39,7 @@ class Counting final : public nn::Recorder {
 
  private:
   Counts& counts_;
-  std::unique_ptr<nn::Recorder> inner_;
+  std::unique_ptr<nn::GraphRecorder> inner_;
 };
 
 class Warnings final : public c10::WarningHandler {
@@ -47,7 +48,7 @@ class Warnings final : public c10::WarningHandler {
   std::vector<std::string> words;
 };
 
-class Refusing final : public nn::Recorder {
+class Refusing final : public nn::GraphRecorder {
   std::function<void()> record(const std::function<void()>&) override {
     throw std::runtime_error("not here");
   }
@@ -57,7 +58,7 @@ class Refusing final : public nn::Recorder {
 std::vector<at::Device> devices() {
   std::vector<at::Device> all{at::kCPU};
   if (torch::cuda::is_available() &&
-      nn::recorder_for(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))))
+      nn::make_recorder(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))))
     all.emplace_back(at::kCUDA, 0);
   return all;
 }
@@ -118,7 +119,7 @@ TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
         auto model = model_on(device, config);
         const auto text = ids(batch, prompt + steps).to(device);
         Counts counts;
-        nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+        nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
         check_steps(model, decode, text, prompt);
         // Of each kind the first runs as ever: a token, and one that ends a chunk.
         const int kinds = has_cat(config) ? 2 : 1;
@@ -146,7 +147,7 @@ TEST_CASE("Steps after padded prompts are replayed, CAT's by how many chunks end
       const auto mask =
           at::arange(prompt, text.options()) >= at::tensor({0, 0, 0, 3}, text.options()).unsqueeze(1);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, prompt, mask);
       CHECK(counts.replayed == steps - (has_cat(config) ? int(kinds.size()) : 1));
     }
@@ -163,7 +164,7 @@ TEST_CASE("Keys stay where they are while there is room, and are recorded anew w
     auto model = model_on(device, config);
     const auto text = ids(2, prompt + steps).to(device);
     Counts counts;
-    nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+    nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
     const auto keys = [&] { return decode.state().parts[0].tensors[0]; };
     check_steps(model, decode, text.slice(1, 0, slots), prompt);
     CHECK(counts.replayed == slots - prompt - 1);
@@ -192,7 +193,7 @@ TEST_CASE("Headers of CAT get room too", "[decoding]") {
       auto model = model_on(device, config);
       const auto text = ids(2, 90).to(device);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::recorder_for(text)));
+      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, 7);
       CHECK(counts.recorded > 2);
       CHECK(counts.replayed > 70);
@@ -213,7 +214,7 @@ TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
         texts.push_back(ids(batch, 20).to(device));
         whole.push_back(model(texts.back()).first);
         decoders.push_back(std::make_unique<nn::Decoder>(
-            *model, std::make_unique<Counting>(counts, nn::recorder_for(texts.back()))));
+            *model, std::make_unique<Counting>(counts, nn::make_recorder(texts.back()))));
         (*decoders.back())(texts.back().slice(1, 0, 4));
       }
       for (int64_t t = 4; t < 20; ++t) {

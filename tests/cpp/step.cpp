@@ -22,7 +22,7 @@ constexpr int64_t kWidth = 64;
 // A GPU, and kernels for it.
 bool has_kernels() {
   return torch::cuda::is_available() &&
-         nn::recorder_for(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))) != nullptr;
+         nn::make_recorder(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))) != nullptr;
 }
 
 Tensor draw(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
@@ -204,7 +204,7 @@ TEST_CASE("The feed-forward layer is one of a sequence", "[step]") {
 TEST_CASE("A copy of a loaded embedding has values of its own", "[step]") {
   const at::NoGradGuard no_grad;
   const auto embedding = [] {
-    const nn::WithoutValues none;
+    const nn::SkipInitGuard none;
     return nn::embedding(5, 3);
   }();
   embedding->weight.fill_(1.0);
@@ -217,7 +217,7 @@ TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient",
   at::NoGradGuard no_grad;
   const auto there = [](at::Device device, at::IntArrayRef sizes, at::ScalarType dtype) {
     const auto x = at::zeros(sizes, at::device(device).dtype(dtype));
-    return nn::has_kernel(x, {{x.new_zeros({8, x.size(-1)})}});
+    return nn::has_skinny_gemm(x, {{x.new_zeros({8, x.size(-1)})}});
   };
   CHECK(!there(at::kCPU, {2, 1, 64}, at::kBFloat16));
   if (!has_kernels()) return;
@@ -234,21 +234,21 @@ TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient",
   CHECK(!there(at::kCUDA, {2, 1, 64}, at::kFloat));
   const auto x = at::zeros({2, 64}, at::device(at::kCUDA).dtype(at::kBFloat16)), w = x.new_zeros({8, 64});
   const auto f = at::zeros({8}, at::device(at::kCUDA)), wide = x.new_zeros({2 * 64 + 1});
-  CHECK(nn::has_kernel(x, std::vector<nn::Product>(8, {w})));
-  CHECK(!nn::has_kernel(x, std::vector<nn::Product>(9, {w})));
-  CHECK(nn::has_kernel(x, {{w, "decay", f, f}}, {"rms_norm", x[0]}));
-  CHECK(!nn::has_kernel(x, {{w, "decay", f.to(at::kDouble), f}}));
-  CHECK(!nn::has_kernel(x, {{w, "none", f}}));
-  CHECK(!nn::has_kernel(x, {{w.to(at::kFloat)}}));
-  CHECK(!nn::has_kernel(x, {{w.t().contiguous().t()}}));
-  CHECK(!nn::has_kernel(x, {{w}}, {"rms_norm", x[0].to(at::kFloat)}));
-  CHECK(!nn::has_kernel(wide.slice(0, 1).view({2, 64}), {{w}}));
-  CHECK(!nn::has_kernel(x, {{w}}, {}, x.new_zeros({8, 2}).t()));
+  CHECK(nn::has_skinny_gemm(x, std::vector<nn::Product>(8, {w})));
+  CHECK(!nn::has_skinny_gemm(x, std::vector<nn::Product>(9, {w})));
+  CHECK(nn::has_skinny_gemm(x, {{w, "decay", f, f}}, {"rms_norm", x[0]}));
+  CHECK(!nn::has_skinny_gemm(x, {{w, "decay", f.to(at::kDouble), f}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w, "none", f}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w.to(at::kFloat)}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w.t().contiguous().t()}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w}}, {"rms_norm", x[0].to(at::kFloat)}));
+  CHECK(!nn::has_skinny_gemm(wide.slice(0, 1).view({2, 64}), {{w}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w}}, {}, x.new_zeros({8, 2}).t()));
   at::autocast::set_autocast_enabled(at::kCUDA, true);
-  CHECK(!nn::has_kernel(x, {{w}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w}}));
   at::autocast::set_autocast_enabled(at::kCUDA, false);
   const at::AutoGradMode with_gradient(true);
-  CHECK(!nn::has_kernel(x, {{w}}));
+  CHECK(!nn::has_skinny_gemm(x, {{w}}));
 }
 
 TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
@@ -279,7 +279,7 @@ TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
           few.push_back({there(m), gate, on_device(here.back().bias), on_device(here.back().rate), scale});
         }
         const nn::RowInput before = {given.kind, there(given.other), given.eps};
-        REQUIRE(nn::has_kernel(there(x), few, before));
+        REQUIRE(nn::has_skinny_gemm(there(x), few, before));
         const auto exact = nn::products(x, wanted, given);
         const auto kernel = nn::products(there(x), few, before);
         const auto other = given.other.defined() ? given.other.to(dtype) : given.other;
@@ -314,7 +314,7 @@ TEST_CASE("A step by the kernel is as near as the layers' own in every mixer", "
       const auto there = x.to(at::kCUDA);
       state = block->forward(there.slice(1, 0, 5), {}, {}, /*use_cache=*/true).second;
       const auto last = there.slice(1, 5).contiguous();
-      REQUIRE(nn::has_kernel(last, {nn::product_of(block->mlp->gate_proj)}, block->mlp_norm->input()));
+      REQUIRE(nn::has_skinny_gemm(last, {nn::make_product(block->mlp->gate_proj)}, block->mlp_norm->input()));
       Tensor layers;
       {
         const at::AutoGradMode with_gradient(true);  // which has no kernel
@@ -344,7 +344,7 @@ TEST_CASE("Models in bf16 write on a GPU what they write in fp64", "[step]") {
       const auto exact = model(text).first;
       to_gpu(*model);
       const auto there = text.to(at::kCUDA);
-      nn::Decoder decode(*model, nn::recorder_for(there));
+      nn::Decoder decode(*model, nn::make_recorder(there));
       std::vector<Tensor> logits{decode(there.slice(1, 0, prompt)).clone()};
       for (auto t = prompt; t < prompt + steps; ++t)
         logits.push_back(decode(there.slice(1, t, t + 1)).clone());

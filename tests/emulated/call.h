@@ -23,12 +23,12 @@ Kind<Rank> as(const Array& array) {
   return result;
 }
 template <int Rank>
-girih::kernels::In<Rank> in(const Array& array) {
-  return as<girih::kernels::In, Rank>(array);
+girih::kernels::InputTensor<Rank> in(const Array& array) {
+  return as<girih::kernels::InputTensor, Rank>(array);
 }
 template <int Rank>
-girih::kernels::Out<Rank> out(const Array& array) {
-  return as<girih::kernels::Out, Rank>(array);
+girih::kernels::OutputTensor<Rank> out(const Array& array) {
+  return as<girih::kernels::OutputTensor, Rank>(array);
 }
 
 inline void must(cudaError_t error) {
@@ -61,11 +61,11 @@ class Rooms {
 
   // A row is as long as the last of the sizes.
   template <class... Size>
-  girih::kernels::Out<sizeof...(Size)> operator()(girih::kernels::DType dtype, Size... sizes) {
+  girih::kernels::OutputTensor<sizeof...(Size)> operator()(girih::kernels::DType dtype, Size... sizes) {
     constexpr int kRank = sizeof...(Size);
     const int64_t size[kRank] = {static_cast<int64_t>(sizes)...};
     const int64_t element = dtype == girih::kernels::DType::f32 ? 4 : 2;
-    girih::kernels::Out<kRank> array{nullptr, dtype, {}};
+    girih::kernels::OutputTensor<kRank> array{nullptr, dtype, {}};
     array.stride[kRank - 1] = 1;
     int64_t rows = 1;
     for (int d = kRank - 2; d >= 0; --d) {
@@ -93,8 +93,8 @@ class Rooms {
 
 // What one kernel has written as another reads it.
 template <int Rank>
-girih::kernels::In<Rank> written(const girih::kernels::Out<Rank>& array) {
-  girih::kernels::In<Rank> result{array.data, array.dtype, {}};
+girih::kernels::InputTensor<Rank> written(const girih::kernels::OutputTensor<Rank>& array) {
+  girih::kernels::InputTensor<Rank> result{array.data, array.dtype, {}};
   std::copy(array.stride, array.stride + Rank, result.stride);
   return result;
 }

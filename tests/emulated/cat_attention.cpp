@@ -6,8 +6,8 @@
 #include "cat_attention/query_gradients.cuh"
 #include "cat_attention/sm90/forward.cuh"
 #include "cat_attention/sm90/header_gradients.cuh"
-#include "cat_attention/sm90/join.cuh"
 #include "cat_attention/sm90/query_gradients.cuh"
+#include "cat_attention/sm90/sum_headers.cuh"
 
 using namespace girih::kernels;
 
@@ -42,7 +42,7 @@ void fill(Problem& p, const Call& c) {
 }
 
 template <typename Element, int Tile>
-constexpr bool kHasGroups = sizeof(Element) == 2 && Tile <= kCatGroupWidest;
+constexpr bool kHasGroups = sizeof(Element) == 2 && Tile <= kCatSm90MaxWidth;
 
 template <typename Element, int Tile>
 void run(const Call& c) {
@@ -51,20 +51,20 @@ void run(const Call& c) {
   forward.o = out<4>(c.o), forward.lse = out<3>(c.lse);
   bool taken = false;
   if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(try_cat_group_forward<Element, Tile>(forward, nullptr, taken));
+    if (c.groups) must(try_cat_forward_sm90<Element, Tile>(forward, nullptr, taken));
   }
-  if (taken != (c.groups && cat_fills_groups(forward.shape)))
+  if (taken != (c.groups && cat_fills_sm90_tiles(forward.shape)))
     emulated::fail("the kernels of warpgroups take another call, or not this one");
   if (!taken) must(launch_cat_forward<Element, Tile>(forward, nullptr));
 
   CatQueryGradients of_queries{};
   fill(of_queries, c);
   of_queries.o = in<4>(c.o), of_queries.lse = in<3>(c.lse), of_queries.dout = in<4>(c.dout);
-  of_queries.dq = out<4>(c.dq), of_queries.queries = static_cast<CatQuery*>(c.queries);
+  of_queries.dq = out<4>(c.dq), of_queries.queries = static_cast<CatQueryRecord*>(c.queries);
   of_queries.dk = out<4>(c.dk), of_queries.dv = out<4>(c.dv), of_queries.partials = c.partials;
   taken = false;
   if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(try_cat_group_query_gradients<Element, Tile>(of_queries, nullptr, taken));
+    if (c.groups) must(try_cat_query_gradients_sm90<Element, Tile>(of_queries, nullptr, taken));
   }
   if (!taken) must(launch_cat_query_gradients<Element, Tile>(of_queries, nullptr));
 
@@ -73,18 +73,18 @@ void run(const Call& c) {
   of_headers.dout = in<4>(c.dout), of_headers.queries = of_queries.queries;
   of_headers.partials = c.partials;
   if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(launch_cat_group_header_gradients<Element, Tile>(of_headers, nullptr));
+    if (c.groups) must(launch_cat_header_gradients_sm90<Element, Tile>(of_headers, nullptr));
   }
   if (!c.groups) must(launch_cat_header_gradients<Element, Tile>(of_headers, nullptr));
 
   CatOwnGradients own{};
   fill(own, c);
   own.dout = in<4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
-  own.groups = c.groups;
+  own.is_sm90 = c.groups;
   own.dk = out<4>(c.dk), own.dv = out<4>(c.dv);
   if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups && cat_joins(own.shape)) {
-      must(launch_cat_join<Element, Tile>(own, nullptr));
+    if (c.groups && cat_has_fused_own_gradients(own.shape)) {
+      must(launch_cat_sum_headers<Element, Tile>(own, nullptr));
       return;
     }
   }
@@ -95,10 +95,12 @@ template <int Tile>
 int64_t partials_of(const Call& c) {
   const CatShape shape = shape_of(c);
   if (c.groups)
-    return CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers() + cat_shares<Tile>(shape);
+    return CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>()).float_count() +
+           cat_shares_size<Tile>(shape);
   const bool wide = shape.dtype == DType::f32;
-  return CatHeaderList(shape, Tile, wide ? header_tiles<float, Tile>() : header_tiles<__half, Tile>())
-      .numbers();
+  return CatHeaderList(shape, Tile,
+                       wide ? header_list_sizes<float, Tile>() : header_list_sizes<__half, Tile>())
+      .float_count();
 }
 
 template <class F>
@@ -121,7 +123,7 @@ extern "C" void run(const Call* c) {
       run<__nv_bfloat16, kTile>(*c);
       return;
     }
-    if constexpr (kTile <= kCatWidestFloat) {
+    if constexpr (kTile <= kCatMaxWidthFp32) {
       if (c->q.dtype == static_cast<int>(DType::f32)) return run<float, kTile>(*c);
     }
     if constexpr (kTile == 64) {  // to compile more takes longer than all that is run

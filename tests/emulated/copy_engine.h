@@ -1,4 +1,4 @@
-// The copy engine (tile/boxes.h): boxes of tensors come in any order, and a barrier's phase waits for their
+// The copy engine (tile/tma.h): boxes of tensors come in any order, and a barrier's phase waits for their
 // bytes.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace emulated {
 
-struct Boxes {
+struct TensorMap {
   const void* data;
   int64_t stride[4], size[4];
   int rows;
@@ -20,17 +20,17 @@ inline void expect(uint64_t* barrier, int bytes, int arrivals) {
   expected[barrier] += bytes, of.left -= arrivals;
   if (of.left == 0 && expected[barrier] == 0) end_phase(of);
 }
-inline void arrive_expecting(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
-inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+inline void arrive_expect_tx(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
+inline void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
   if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("bytes are not aligned");
   deliveries.push_back([=] {
     std::memcpy(to, from, bytes), std::memcpy(fenced(to), from, bytes);
     expect(barrier, -bytes, 0);
   });
 }
-inline void send_box(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
+inline void tma_load(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
                      uint64_t* barrier) {
-  Boxes of;
+  TensorMap of;
   std::memcpy(&of, boxes, sizeof of);
   if (to % 1024 != 0) fail("a box is not aligned");
   deliveries.push_back([=] {

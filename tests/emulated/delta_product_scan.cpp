@@ -3,9 +3,9 @@
 
 namespace girih::kernels::delta_product {
 
-template cudaError_t launch_scan<__nv_bfloat16, 64>(const ScanPass&, cudaStream_t);
-template cudaError_t launch_scan<__nv_bfloat16, 128>(const ScanPass&, cudaStream_t);
-template cudaError_t launch_scan<__nv_bfloat16, 256>(const ScanPass&, cudaStream_t);
-template cudaError_t launch_scan<__half, 64>(const ScanPass&, cudaStream_t);
+template cudaError_t launch_scan<__nv_bfloat16, 64>(const ScanParams&, cudaStream_t);
+template cudaError_t launch_scan<__nv_bfloat16, 128>(const ScanParams&, cudaStream_t);
+template cudaError_t launch_scan<__nv_bfloat16, 256>(const ScanParams&, cudaStream_t);
+template cudaError_t launch_scan<__half, 64>(const ScanParams&, cudaStream_t);
 
 }  // namespace girih::kernels::delta_product

@@ -259,7 +259,7 @@ inline unsigned char* far(const void* here, int rank) {
   if (cluster[rank].running == 0) fail("a block reaches another that has ended");
   return cluster[rank].shared + (static_cast<const unsigned char*>(here) - current->block->shared);
 }
-inline void send(const void* from, int bytes, const uint64_t* barrier, int rank) {
+inline void copy_to_remote(const void* from, int bytes, const uint64_t* barrier, int rank) {
   if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a parcel is not aligned");
   parcels.push_back({far(from, rank), const_cast<unsigned char*>(static_cast<const unsigned char*>(from)),
                      bytes, reinterpret_cast<uint64_t*>(far(barrier, rank))});
@@ -397,11 +397,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 
 // Products of 16-bit elements by their place in the lanes' registers (tile/matrix.h), summed in fp64.
 template <class Unpaired>
-void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Unpaired& unpaired) {
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Unpaired& unpack_pair) {
   const uint32_t pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
   uint64_t words[6];
   for (int i = 0; i < 6; ++i) {
-    const float2 both = unpaired(pairs[i]);
+    const float2 both = unpack_pair(pairs[i]);
     std::memcpy(&words[i], &both, sizeof both);
   }
   const auto table = exchange(words, 6, __LINE__);
@@ -457,7 +457,7 @@ inline void multiply_f64(double (&d)[2], double a, double b) {
 
 // ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses. Each lane reads its row when it
 // comes: what another writes before that is there for sure only behind a __syncwarp().
-inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
+inline void ldmatrix(uint32_t (&to)[4], uint32_t address, bool transposed) {
   const auto* const at = reinterpret_cast<const unsigned char*>(uint64_t{address});
   uint64_t row_of_lane[2];
   std::memcpy(row_of_lane, current->of_products ? fenced(at) : at, sizeof row_of_lane);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "call.h"
-#include "exact/exact.h"
+#include "fp32/fp32.h"
 #include "gsa/gsa.h"
 #include "tile/segments.h"
 
@@ -29,12 +29,13 @@ struct Gated {
 // What a call runs on.
 struct Card {
   explicit Card(const Gated& c) {
-    emulated::shared_bytes = static_cast<int>(c.shared), kCard = c.card, emulated::early_products = true;
+    emulated::shared_bytes = static_cast<int>(c.shared), kMultiprocessors = c.card,
+    emulated::early_products = true;
   }
   ~Card() { emulated::shared_bytes = emulated::kSharedBytes, emulated::early_products = false; }
 };
 
-inline Tokens tokens_of(const Gated& c) {
+inline SequenceLayout tokens_of(const Gated& c) {
   return {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, c.rows != 0};
 }
 
@@ -52,21 +53,21 @@ inline GsaShape shape_of(const Gated& c) {
 
 // The states of all chunks, or their gradients.
 inline void* states_of(const Gated& c, Rooms& room) {
-  const int64_t numbers = piece_count(tokens_of(c), kChunk) * c.heads * (c.D + c.V) * c.M;
+  const int64_t numbers = token_range_count(tokens_of(c), kChunk) * c.heads * (c.D + c.V) * c.M;
   return room.bytes(numbers * (c.exact ? 4 : 2));
 }
 
 // What a memory gets: x_t s_t^T, in reverse read_t y_t^T.
 struct Written {
-  In<4> x, s;
+  InputTensor<4> x, s;
 };
-inline void scan(const Gated& c, bool reverse, const Written (&memory)[2], const bool* factored, void* states,
-                 Rooms& room) {
+inline void scan(const Gated& c, bool reverse, const Written (&memory)[2], const bool* is_factored,
+                 void* states, Rooms& room) {
   GatedScan p{};
   p.tokens = tokens_of(c), p.heads = static_cast<int>(c.heads);
   p.group = static_cast<int>(reverse ? c.query_heads / c.heads : 1);
   p.M = static_cast<int>(c.M), p.dtype = shape_of(c).dtype, p.reverse = reverse;
-  p.g = in<4>(c.g), p.factored = factored;
+  p.g = in<4>(c.g), p.is_factored = is_factored;
   for (int i = 0; i < 2; ++i) {
     const int width = static_cast<int>(i == 0 ? c.D : c.V);
     if (width == 0) continue;
@@ -80,7 +81,7 @@ inline void scan(const Gated& c, bool reverse, const Written (&memory)[2], const
 
 // The reads of the exact kernels through the states before the chunks, or in reverse after them.
 struct Reads {
-  ExactShape shape;
+  Fp32ReadShape shape;
 
   Reads(const Gated& c, const void* states, bool reverse) : shape{} {
     shape.tokens = tokens_of(c);
@@ -89,33 +90,34 @@ struct Reads {
     shape.states = static_cast<const float*>(states), shape.rows = static_cast<int>(c.D + c.V);
   }
   using Term = ValueRead::Term;
-  void value(const Out<4>& to, const Term& one, const Term& two = {}) const {
-    must(exact_value_read({shape, {one, two}, to}, nullptr));
+  void value(const OutputTensor<4>& to, const Term& one, const Term& two = {}) const {
+    must(fp32_value_read({shape, {one, two}, to}, nullptr));
   }
-  void key(const Out<4>& to, const In<4>& p, const In<4>& s, const In<4>& y, int64_t first_row,
-           int64_t width) const {
-    must(exact_key_read({shape, p, s, y, static_cast<int>(first_row), static_cast<int>(width), to}, nullptr));
+  void key(const OutputTensor<4>& to, const InputTensor<4>& p, const InputTensor<4>& s,
+           const InputTensor<4>& y, int64_t first_row, int64_t width) const {
+    must(fp32_key_read({shape, p, s, y, static_cast<int>(first_row), static_cast<int>(width), to}, nullptr));
   }
 };
 
 // dg of the exact kernels. s_of_g: s is 1 - e^g, and dg has what comes through it.
-inline void exact_gates(const Gated& c, const In<4>& w, const In<4>& s, const In<4>& ds, bool s_of_g,
-                        const void* states, const void* gradients) {
-  ExactGateGradient p{};
+inline void exact_gates(const Gated& c, const InputTensor<4>& w, const InputTensor<4>& s,
+                        const InputTensor<4>& ds, bool s_of_g, const void* states, const void* gradients) {
+  Fp32GateGradient p{};
   p.tokens = tokens_of(c), p.heads = static_cast<int>(c.heads);
   p.query_heads = static_cast<int>(c.query_heads), p.M = static_cast<int>(c.M);
   p.w = w, p.s = s, p.ds = ds;
   if (s_of_g) p.g = in<4>(c.g);
   p.states = static_cast<const float*>(states), p.gradients = static_cast<const float*>(gradients);
   p.width[0] = static_cast<int>(c.D), p.width[1] = static_cast<int>(c.V);
-  for (int i = 0; i < 2; ++i) p.final[i] = in<4>(c.last[i]), p.start[i] = in<4>(c.dinitial[i]);
+  for (int i = 0; i < 2; ++i)
+    p.final_state[i] = in<4>(c.last[i]), p.initial_gradient[i] = in<4>(c.dinitial[i]);
   p.dg = out<4>(c.dg);
-  must(exact_gate_gradient(p, nullptr));
+  must(fp32_gate_gradient(p, nullptr));
 }
 
 // What the rows of queries leave for the rows of keys.
-inline RowGradients left_by_rows(const Gated& c, Rooms& room) {
-  const int64_t chunks = piece_count(tokens_of(c), kChunk);
+inline GateGradientTerms left_by_rows(const Gated& c, Rooms& room) {
+  const int64_t chunks = token_range_count(tokens_of(c), kChunk);
   return {static_cast<bool*>(room.bytes(chunks * c.heads)),
           room(DType::f32, c.batch, c.tokens, c.query_heads, c.M)};
 }

@@ -32,7 +32,7 @@ void by_head(const Call& call) {
   shape.dtype = static_cast<DType>(c.q.dtype), shape.scale = static_cast<float>(c.scale);
   shape.g = in<3>(c.g);
 
-  const int64_t state_bytes = piece_count(shape.tokens, kHeadPair) * c.V * c.M * 2;
+  const int64_t state_bytes = token_range_count(shape.tokens, kHeadPair) * c.V * c.M * 2;
   void* const states = room.bytes(state_bytes * c.heads);
   void* const gradients = room.bytes(state_bytes * c.query_heads);
   const auto read = [&](HeadRead p) {
@@ -61,13 +61,13 @@ void by_head(const Call& call) {
   p.shape = shape;
   p.q = in<4>(c.q), p.k = in<4>(c.k), p.v = in<4>(c.v), p.dout = in<4>(c.dout);
   p.states = states, p.gradients = gradients;
-  p.initial = in<4>(c.initial[1]), p.start = in<4>(c.dinitial[1]);
+  p.initial = in<4>(c.initial[1]), p.dinitial = in<4>(c.dinitial[1]);
   p.dq = out<4>(c.dq), p.dk = out<4>(c.dk), p.dg = out<3>(c.dg);
   must(head_gradient_tile(shape.D, p.tile));
   if (p.dg.data != nullptr) {
     const int64_t each = c.query_heads * p.tiles() * 4;
     p.dg_parts = static_cast<float*>(room.bytes(c.batch * c.tokens * each));
-    p.across = static_cast<float*>(room.bytes(piece_count(shape.tokens, kChunk) * each));
+    p.partner_gate_terms = static_cast<float*>(room.bytes(token_range_count(shape.tokens, kChunk) * each));
   }
   must(head_gradients(p, nullptr));
 }
@@ -75,32 +75,32 @@ void by_head(const Call& call) {
 void by_channel(const Gated& c) {
   Rooms room;
   const GsaShape shape = shape_of(c);
-  const In<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), g = in<4>(c.g), dout = in<4>(c.dout);
+  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), g = in<4>(c.g), dout = in<4>(c.dout);
   void* const states = states_of(c, room);
   scan(c, false, {{}, {v, k}}, nullptr, states, room);
   must(gla_output({shape, q, k, v, g, states, out<4>(c.o)}, nullptr));
 
-  const Out<4> q_scan = room(shape.dtype, c.batch, c.tokens, c.query_heads, c.M);
-  const RowGradients left = left_by_rows(c, room);
-  must(gla_rows({shape, q, k, v, g, states, dout, out<4>(c.dq), left, q_scan}, nullptr));
+  const OutputTensor<4> q_scan = room(shape.dtype, c.batch, c.tokens, c.query_heads, c.M);
+  const GateGradientTerms left = left_by_rows(c, room);
+  must(gla_dq({shape, q, k, v, g, states, dout, out<4>(c.dq), left, q_scan}, nullptr));
 
   void* const gradients = states_of(c, room);
-  scan(c, true, {{}, {dout, written(q_scan)}}, left.factored, gradients, room);
+  scan(c, true, {{}, {dout, written(q_scan)}}, left.is_factored, gradients, room);
 
-  GatedColumns columns{};
+  GatedDkv columns{};
   columns.shape = shape, columns.s = k, columns.g = g, columns.w = written(left.w);
   columns.memory[1] = {
       v, dout, q, written(q_scan), in<4>(c.initial[1]), in<4>(c.dinitial[1]), out<4>(c.dv), shape.V};
   columns.y_scale = shape.scale, columns.states = states, columns.gradients = gradients;
   columns.ds = out<4>(c.dk), columns.dg = out<4>(c.dg);
-  must(gla_columns(columns, nullptr));
+  must(gla_dkv(columns, nullptr));
 }
 
 // q is scaled, s the keys in fp32.
 void by_exact_kernels(const Gated& c) {
   Rooms room;
   const int V = static_cast<int>(c.V);
-  const In<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), dout = in<4>(c.dout);
+  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), dout = in<4>(c.dout);
   void* const states = states_of(c, room);
   scan(c, false, {{}, {v, k}}, nullptr, states, room);
   const Reads reads(c, states, false);
@@ -113,7 +113,7 @@ void by_exact_kernels(const Gated& c) {
   writes.value(out<4>(c.dk), {v, dout, q, 0, V});
   writes.key(out<4>(c.dv), k, q, dout, 0, V);
 
-  const Out<4> w = room(DType::f32, c.batch, c.tokens, c.query_heads, c.M);
+  const OutputTensor<4> w = room(DType::f32, c.batch, c.tokens, c.query_heads, c.M);
   for (int64_t b = 0; b < c.batch; ++b) {
     for (int64_t t = 0; t < c.tokens; ++t) {
       for (int64_t h = 0; h < c.query_heads; ++h) {

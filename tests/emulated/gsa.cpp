@@ -21,21 +21,21 @@ namespace {
 void by_tensor_cores(const Gated& c) {
   Rooms room;
   const GsaShape shape = shape_of(c);
-  const In<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), g = in<4>(c.g),
-              dout = in<4>(c.dout);
+  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), g = in<4>(c.g),
+                       dout = in<4>(c.dout);
   void* const states = states_of(c, room);
   scan(c, false, {{k, s}, {v, s}}, nullptr, states, room);
   must(gsa_output({shape, q, k, v, s, g, states, out<4>(c.o)}, nullptr));
 
   const auto rows = [&] { return room(shape.dtype, c.batch, c.tokens, c.query_heads, c.M); };
-  const Out<4> p = rows(), dz = rows(), p_scan = rows(), dz_scan = rows();
-  const RowGradients left = left_by_rows(c, room);
-  must(gsa_rows({shape, q, k, v, s, g, states, dout, out<4>(c.dq), left, p, dz, p_scan, dz_scan}, nullptr));
+  const OutputTensor<4> p = rows(), dz = rows(), p_scan = rows(), dz_scan = rows();
+  const GateGradientTerms left = left_by_rows(c, room);
+  must(gsa_dq({shape, q, k, v, s, g, states, dout, out<4>(c.dq), left, p, dz, p_scan, dz_scan}, nullptr));
 
   void* const gradients = states_of(c, room);
-  scan(c, true, {{q, written(dz_scan)}, {dout, written(p_scan)}}, left.factored, gradients, room);
+  scan(c, true, {{q, written(dz_scan)}, {dout, written(p_scan)}}, left.is_factored, gradients, room);
 
-  GatedColumns columns{};
+  GatedDkv columns{};
   columns.shape = shape, columns.s = s, columns.g = g, columns.w = written(left.w);
   columns.memory[0] = {
       k, q, written(dz), written(dz_scan), in<4>(c.initial[0]), in<4>(c.dinitial[0]), out<4>(c.dk), shape.D};
@@ -43,7 +43,7 @@ void by_tensor_cores(const Gated& c) {
       v, dout, written(p), written(p_scan), in<4>(c.initial[1]), in<4>(c.dinitial[1]), out<4>(c.dv), shape.V};
   columns.y_scale = 1, columns.states = states, columns.gradients = gradients;
   columns.ds = out<4>(c.ds), columns.dg = out<4>(c.dg);
-  must(gsa_columns(columns, nullptr));
+  must(gsa_dkv(columns, nullptr));
 }
 
 void by_exact_kernels(const Call& call) {
@@ -58,7 +58,7 @@ void by_exact_kernels(const Call& call) {
                    nullptr));
   }
   const int D = static_cast<int>(c.D), V = static_cast<int>(c.V);
-  const In<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), dout = in<4>(c.dout);
+  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), dout = in<4>(c.dout);
   void* const states = states_of(c, room);
   scan(c, false, {{k, s}, {v, s}}, nullptr, states, room);
   const Reads reads(c, states, false);
@@ -67,20 +67,20 @@ void by_exact_kernels(const Call& call) {
   const int64_t rows = c.batch * c.tokens * c.query_heads;
   const auto dense = [&] {
     const int64_t by_token = c.query_heads * c.M;
-    return Out<4>{room.bytes(rows * c.M * 4), DType::f32, {c.tokens * by_token, by_token, c.M, 1}};
+    return OutputTensor<4>{room.bytes(rows * c.M * 4), DType::f32, {c.tokens * by_token, by_token, c.M, 1}};
   };
-  const auto feature = [&](const Out<4>& z, void* dp, void* w) {
-    must(exact_feature(
+  const auto feature = [&](const OutputTensor<4>& z, void* dp, void* w) {
+    must(fp32_feature(
         {rows, static_cast<int>(c.M), slots, static_cast<Feature>(c.feature), static_cast<float>(c.scale),
          static_cast<float*>(z.data), static_cast<float*>(dp), static_cast<float*>(w)},
         nullptr));
   };
-  const Out<4> only = dense();
+  const OutputTensor<4> only = dense();
   reads.value(only, {q, k, s, 0, D});
   feature(only, nullptr, nullptr);
   reads.key(out<4>(c.o), written(only), s, v, c.D, c.V);
 
-  const Out<4> p = dense(), dz = dense(), w = dense();
+  const OutputTensor<4> p = dense(), dz = dense(), w = dense();
   reads.value(p, {q, k, s, 0, D}), reads.value(dz, {dout, v, s, D, V});
   feature(p, dz.data, w.data);
   reads.key(out<4>(c.dq), written(dz), s, k, 0, c.D);

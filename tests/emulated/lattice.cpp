@@ -19,9 +19,9 @@ struct Call {
   int64_t* last_position;
   void* memories;
   float* ends;
-  Array o, dout, dq, dk, dv, dgamma, at_floor;
+  Array o, dout, dq, dk, dv, dgamma, ddecay_at_floor;
   void* gradients;
-  Array dstep, ddecay, dlast, dlast_step, dlast_decay, dmemory, dopen, dg;
+  Array dstep, ddecay, dlast, dlast_step, dlast_decay, dmemory, dend_decay, dg;
 };
 
 // lattice_backward.cpp
@@ -63,9 +63,9 @@ extern "C" void run(const Call* call) {
   scan.last_position = c.last_position, scan.memories = c.memories, scan.ends = c.ends;
   auto read = of<LatticeRead>(c);
   read.q = in<4>(c.q), read.start = start, read.memories = c.memories, read.o = out<4>(c.o);
-  must(lattice::forward_of<Element>(scan, read, nullptr));
+  must(lattice::launch_forward<Element>(scan, read, nullptr));
   bool is_short = false;
-  must(lattice::is_short(scan.shape, is_short));
+  must(lattice::uses_short_scan(scan.shape, is_short));
   const bool takes_short = c.shared == emulated::kSharedBytes && c.chunk <= 16 && c.D <= 64 && c.M <= 64;
   if (is_short != takes_short || is_short_in_reverse(scan.shape) != takes_short)
     emulated::fail("the kernels of short chunks take another call, or not this one");
@@ -73,15 +73,16 @@ extern "C" void run(const Call* call) {
     // Once more, as without backward: what is handed out is looked at after this.
     auto alone = scan;
     alone.memories = nullptr, alone.ends = nullptr;
-    must(lattice::forward_of<Element>(alone, read, nullptr));
+    must(lattice::launch_forward<Element>(alone, read, nullptr));
   }
 
-  auto reads = of<LatticeReads>(c);
+  auto reads = of<LatticeReadBackward>(c);
   reads.q = in<4>(c.q), reads.start = start, reads.memories = c.memories, reads.dout = in<4>(c.dout);
   reads.dq = out<4>(c.dq), reads.dk = out<4>(c.dk), reads.dv = out<4>(c.dv);
-  reads.dgamma = out<3>(c.dgamma), reads.at_floor = out<3>(c.at_floor), reads.gradients = c.gradients;
+  reads.dgamma = out<3>(c.dgamma), reads.ddecay_at_floor = out<3>(c.ddecay_at_floor),
+  reads.gradients = c.gradients;
   reads.dstep = out<4>(c.dstep), reads.ddecay = out<2>(c.ddecay);
-  must(lattice::reads_of<Element>(reads, nullptr));
+  must(lattice::launch_read_backward<Element>(reads, nullptr));
 
   auto reverse = of<LatticeReverse>(c);
   reverse.start = start, reverse.memories = c.memories, reverse.ends = c.ends;
@@ -89,13 +90,13 @@ extern "C" void run(const Call* call) {
   reverse.dlast = in<4>(c.dlast), reverse.dlast_step = in<4>(c.dlast_step);
   reverse.dlast_decay = in<2>(c.dlast_decay), reverse.gradients = c.gradients;
   reverse.dmemory = out<4>(c.dmemory), reverse.dstep = out<4>(c.dstep);
-  reverse.ddecay = out<2>(c.ddecay), reverse.dopen = out<2>(c.dopen);
+  reverse.ddecay = out<2>(c.ddecay), reverse.dend_decay = out<2>(c.dend_decay);
 
-  auto columns = of<LatticeColumns>(c);
+  auto columns = of<LatticeDkv>(c);
   columns.memories = c.memories, columns.gradients = c.gradients, columns.ends = c.ends;
-  columns.at_floor = in<3>(c.at_floor), columns.dopen = in<2>(c.dopen);
+  columns.ddecay_at_floor = in<3>(c.ddecay_at_floor), columns.dend_decay = in<2>(c.dend_decay);
   columns.dk = out<4>(c.dk), columns.dv = out<4>(c.dv);
   columns.dgamma = out<3>(c.dgamma), columns.dg = out<3>(c.dg);
-  must(lattice::reverse_of<Element>(reverse, columns, nullptr));
+  must(lattice::launch_reverse<Element>(reverse, columns, nullptr));
   emulated::shared_bytes = emulated::kSharedBytes;
 }

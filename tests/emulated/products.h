@@ -14,7 +14,7 @@ inline size_t to_stack_end(const void* from) {
 }
 // The compiler has these sums, as they are, in their registers.
 template <class Sums>
-void pin(const Sums& sums) {
+void pin_registers(const Sums& sums) {
   const char* const at = reinterpret_cast<const char*>(&sums);
   current->pinned[at].assign(at, at + sizeof sums);
 }
@@ -24,7 +24,7 @@ template <class... Sums>
   const char* const from = static_cast<const char*>(__builtin_frame_address(0));
   current->registers.assign(from, from + to_stack_end(from));
   current->is_fenced = true, current->started.clear();
-  (pin(sums), ...);
+  (pin_registers(sums), ...);
 }
 inline bool is_fenced(const void* registers, size_t bytes) {
   const size_t left = to_stack_end(registers), kept = current->registers.size();
@@ -63,7 +63,7 @@ inline void finish_products(int pending) {
   }
   current->of_products = false;
 }
-inline void commit_products() {
+inline void wgmma_commit() {
   current->products.push_back(nullptr);  // the end of a group
   // All of a warp alike.
   const unsigned turn = (current->exchanges + 31 * (current->thread / 32)) * 2654435761u;
@@ -73,13 +73,13 @@ inline void commit_products() {
   }
 }
 template <class... Sums>
-void wait_products(int pending, const Sums&... sums) {
+void wgmma_wait(int pending, const Sums&... sums) {
   const auto& products = current->products;
   const auto groups = std::count(products.begin(), products.end(), nullptr);
   for (int turns = 0; groups > pending && turns < 4; ++turns) yield();
   finish_products(pending);
   current->is_fenced = false;
-  (pin(sums), ...);
+  (pin_registers(sums), ...);
 }
 
 }  // namespace emulated

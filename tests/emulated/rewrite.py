@@ -8,167 +8,168 @@ from pathlib import Path
 KERNELS = Path(os.environ.get("GIRIH_KERNELS") or Path(__file__).resolve().parents[2] / "kernels")
 # What operators include, or link, beside their own, kernels/tile and kernels/pipe.
 ALSO = {
-    "gla": ("gsa", "exact"),
-    "gsa": ("exact",),
-    "trellis": ("gsa", "exact"),
+    "gla": ("gsa", "fp32"),
+    "gsa": ("fp32",),
+    "trellis": ("gsa", "fp32"),
 }
 HALVES = ("__half", "__nv_bfloat16")
 # What is compiled as in a build, for tests that call an operator's functions: every pattern's files at once.
-EXACT = tuple(f"exact/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
+FP32 = tuple(f"fp32/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
 UNITS = {
     "delta_product": (
-        *(f"delta_product/exact_{name}.cu" for name in ("rows", "scan", "gradients")),
-        "delta_product/vector_rows.cu",
-        *(f"instances/delta_product/vector_gradients_{type}.cu" for type in HALVES),
+        *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
+        "delta_product/channel_beta_rows.cu",
+        *(f"instances/delta_product/channel_beta_gradients_{type}.cu" for type in HALVES),
     ),
-    "few_rows": ("few_rows/few_rows.cu",),
+    "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),
     "gla": (
-        *(f"instances/{of}{type}.cu" for of in ("gla/*", "gsa/columns_") for type in HALVES),
-        *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *EXACT),
+        *(f"instances/{of}{type}.cu" for of in ("gla/*", "gsa/dkv_") for type in HALVES),
+        *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *FP32),
     ),
-    "lattice": tuple(f"lattice/{name}.cu" for name in ("exact_scan", "exact_gradients", "step")),
+    "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
     "gsa": (
         *(f"instances/gsa/*{type}.cu" for type in HALVES),
         *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
-        *(*EXACT, "exact/abc.cu", "exact/feature.cu"),
+        *(*FP32, "fp32/abc.cu", "fp32/feature.cu"),
     ),
     "linear_path": tuple(f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "gates")),
-    "model_rows": tuple(
-        f"model_rows/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
+    "elementwise": tuple(
+        f"elementwise/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
     ),
-    "row_gates": ("row_gates/row_gates.cu",),
+    "gate_activations": ("gate_activations/gate_activations.cu",),
     "trellis": (
-        *(f"trellis/{name}.cu" for name in ("exact_scan", "exact_rows", "exact_reverse", "exact_columns")),
+        *(f"trellis/{name}.cu" for name in ("fp32_scan", "fp32_read_map", "fp32_reverse", "fp32_dkv")),
         "trellis/step.cu",
-        *(f"exact/{name}.cu" for name in ("key_read", "value_read")),
+        *(f"fp32/{name}.cu" for name in ("key_read", "value_read")),
     ),
 }
 
 # The bodies of functions in kernels/tile, kernels/pipe and beside the kernels, by a part of their signature.
 BODIES = {
     "tile/matrix.h": {
-        "uint32_t pair_of<__nv_bfloat16>": """
+        "uint32_t pack_pair<__nv_bfloat16>": """
             return emulated_pair(__float2bfloat16_rn(low), __float2bfloat16_rn(high));""",
-        "uint32_t pair_of<__half>": "return emulated_pair(__float2half_rn(low), __float2half_rn(high));",
-        "float2 unpaired<__half>": """uint16_t bits[2] = {uint16_t(pair), uint16_t(pair >> 16)};
+        "uint32_t pack_pair<__half>": "return emulated_pair(__float2half_rn(low), __float2half_rn(high));",
+        "float2 unpack_pair<__half>": """uint16_t bits[2] = {uint16_t(pair), uint16_t(pair >> 16)};
             __half both[2]; memcpy(both, bits, 4); return {__half2float(both[0]), __half2float(both[1])};""",
-        "void load_matrices(": "emulated::load_matrices(to, address, false);",
-        "void load_matrices_transposed(": "emulated::load_matrices(to, address, true);",
+        "void ldmatrix(": "emulated::ldmatrix(to, address, false);",
+        "void ldmatrix_trans(": "emulated::ldmatrix(to, address, true);",
         "uint32_t transpose_pairs": """
             const uint32_t y = emulated::transpose_pairs(x); __syncwarp(); return y;""",
-        "void mma<__nv_bfloat16>": "emulated::multiply(d, a, b0, b1, unpaired<__nv_bfloat16>);",
-        "void mma<__half>": "emulated::multiply(d, a, b0, b1, unpaired<__half>);",
+        "void mma<__nv_bfloat16>": "emulated::multiply(d, a, b0, b1, unpack_pair<__nv_bfloat16>);",
+        "void mma<__half>": "emulated::multiply(d, a, b0, b1, unpack_pair<__half>);",
         "float exp2_fast": """
             const float y = std::exp2(x); return std::fpclassify(y) == FP_SUBNORMAL ? 0.f : y;""",
         "float reciprocal(": "return 1.f / x;",
     },
     "tile/shared.h": {
         "uint32_t shared_address": "return static_cast<uint32_t>(reinterpret_cast<uint64_t>(pointer));",
-        "T* by_address(": "return shared;",
+        "T* pin_address(": "return shared;",
         "void copy_async(": "emulated::start_copy(to, valid ? from : nullptr, 16);",
         "void copy_async_8(": "emulated::start_copy(to, valid ? from : nullptr, 8);",
         "void copy_async_4(": "emulated::start_copy(to, valid ? from : nullptr, 4);",
         "void commit_copies": "emulated::close_group();",
         "void wait_copies": "emulated::finish_groups(Pending);",
         "void prefetch(": "",
-        "void barrier_wait(": "emulated::wait_at(id, threads);",
+        "void named_barrier_sync(": "emulated::wait_at(id, threads);",
         "void init_barrier(": "emulated::phases(barrier) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};",
         "void arrive(": "emulated::arrive(barrier); emulated::yield();",
-        "void arrive_once(": "__syncwarp(); if (emulated::lane() == 0) emulated::arrive(barrier);",
+        "void arrive_warp(": "__syncwarp(); if (emulated::lane() == 0) emulated::arrive(barrier);",
         "void arrive_after_copies(": """
             emulated::close_group(); emulated::finish_groups(0); emulated::arrive(barrier);""",
         "void wait(": "emulated::wait_for(barrier, parity);",
     },
     "tile/cluster.h": {
         "int cluster_rank(": "return static_cast<int>(emulated::current->block->number % 2);",
-        "void cluster_wait(": """
+        "void cluster_sync(": """
             emulated::wait_at(emulated::cluster_barrier, emulated::cluster_size * emulated::threads);""",
-        "void publish_barriers(": "",
-        "uint32_t far_address(": """
+        "void fence_barrier_init(": "",
+        "uint32_t map_shared_address(": """
             return static_cast<uint32_t>(reinterpret_cast<uint64_t>(emulated::far(here, rank)));""",
-        "void arrive_far(": """
+        "void arrive_remote(": """
             __syncwarp();
             if (emulated::lane() == 0) emulated::arrive((uint64_t*)emulated::far(barrier, rank));""",
-        "void send(": "emulated::send(from, bytes, barrier, rank);",
+        "void copy_to_remote(": "emulated::copy_to_remote(from, bytes, barrier, rank);",
     },
-    "tile/boxes.h": {
-        "cudaError_t describe(": """
-            emulated::Boxes of{tensor.data, {}, {}, rows};
+    "tile/tma.h": {
+        "cudaError_t encode_tensor_map(": """
+            emulated::TensorMap of{tensor.data, {}, {}, rows};
             std::copy(tensor.stride, tensor.stride + 4, of.stride), std::copy(sizes, sizes + 4, of.size);
-            memcpy(&boxes, &of, sizeof of); return cudaSuccess;""",
-        "void arrive_expecting(": "emulated::arrive_expecting(barrier, bytes);",
-        "void copy_box(": "emulated::send_box(to, &boxes, at.col, at.row, at.head, at.batch, barrier);",
-        "void prefetch_box(": "",
-        "void copy_bytes(": "emulated::send_bytes(to, from, bytes, barrier);",
+            memcpy(&tensor_map, &of, sizeof of); return cudaSuccess;""",
+        "void arrive_expect_tx(": "emulated::arrive_expect_tx(barrier, bytes);",
+        "void tma_load(": """emulated::tma_load(
+            to, &tensor_map, coords.col, coords.row, coords.head, coords.batch, barrier);""",
+        "void tma_prefetch(": "",
+        "void bulk_load(": "emulated::bulk_load(to, from, bytes, barrier);",
     },
     "tile/row_store.h": {"void store_pack(": "memcpy(to, x, 16);"},
     "tile/pack.h": {},
-    "tile/places.h": {},
+    "tile/strided_elements.h": {},
     "tile/partials.h": {},
     "tile/warpgroup.h": {
-        "Sums<N>& sums, const BlockTile<T, Cols>& x,": """
+        "Accumulator<N>& sums, const BlockTile<T, Cols>& x,": """
             emulated::check_fence(sums, Add);
             emulated::start_products([&sums, x, y, row] {
               if (!Add) fill(sums, 0.f);
               for (int col = 0; col < Cols; col += 16) {
                 uint32_t a[4];
-                load_block(a, x, 16 * group_warp(), col);
+                load_block(a, x, 16 * warpgroup_warp(), col);
                 add_product_transposed<T>(sums, a, y, row, col);
               }
             });""",
-        "Sums<N>& sums, const Operand<K>& a,\n                                                const": """
+        "void wgmma_start_transposed(Accumulator<N>& sums, const AFragment<K>& a,": """
             emulated::check_fence(sums, Add), emulated::check_fence(a);
             emulated::start_products([&sums, &a, y, col] {
               if (!Add) fill(sums, 0.f);
               for (int k = 0; k < K; ++k) {
                 uint32_t left[4];
-                with_sign<Sign>(left, a.at[k]);
+                copy_signed<Sign>(left, a.at[k]);
                 add_product_transposed<T>(sums, left, y, 0, col + 16 * k);
               }
             });""",
-        "Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,": """
+        "Accumulator<N>& sums, const BlockTile<T, XCols>& x, int x_col,": """
             emulated::check_fence(sums, true);
             emulated::start_products([&sums, x, x_col, y, col] {
               for (int k = 0; k < 64; k += 16) {
                 uint32_t a[4];
-                load_block(a, x, 16 * group_warp(), x_col + k);
-                with_sign<Sign>(a, a);
+                load_block(a, x, 16 * warpgroup_warp(), x_col + k);
+                copy_signed<Sign>(a, a);
                 add_product<T>(sums, a, y, k, col);
               }
             });""",
-        "void start_product(Sums<N>& sums, const Operand<K>& a,": """
+        "void wgmma_start(Accumulator<N>& sums, const AFragment<K>& a,": """
             emulated::check_fence(sums, true), emulated::check_fence(a);
             emulated::start_products([&sums, &a, y, col, row] {
               for (int k = 0; k < K; ++k) {
                 uint32_t left[4];
-                with_sign<Sign>(left, a.at[k]);
+                copy_signed<Sign>(left, a.at[k]);
                 add_product<T>(sums, left, y, row + 16 * k, col);
               }
             });""",
-        "void fence_tiles(": "emulated::fence();",
-        "void commit_products(": "emulated::commit_products();",
-        "void wait_products(": "emulated::wait_products(Pending, sums...);",
-        "void fence_products(": "emulated::fence_registers(sums...);",
+        "void fence_async_proxy(": "emulated::fence();",
+        "void wgmma_commit(": "emulated::wgmma_commit();",
+        "void wgmma_wait(": "emulated::wgmma_wait(Pending, sums...);",
+        "void wgmma_fence(": "emulated::fence_registers(sums...);",
     },
     "tile/launch.h": {
         "cudaError_t allow_shared(": "return cudaSuccess;",
         "cudaError_t shared_limit(": "bytes = emulated::shared_bytes; return cudaSuccess;",
         "cudaError_t has_clusters(": "has = true; return cudaSuccess;",
         "cudaError_t has_warpgroups(": "has = true; return cudaSuccess;",
-        "cudaError_t has_boxes(": "has = true; return cudaSuccess;",
+        "cudaError_t has_tma(": "has = true; return cudaSuccess;",
     },
-    "pipe/card.h": {
+    "pipe/device.h": {
         "cudaError_t processor_count(": "count = emulated::processors; return cudaSuccess;",
     },
-    "pipe/memory.h": {},
-    "pipe/roots.h": {"float inverse_root(": "return 1.f / std::sqrt(x);"},
+    "pipe/state_store.h": {},
+    "pipe/rsqrt.h": {"float rsqrt_fast(": "return 1.f / std::sqrt(x);"},
     "pipe/clusters.h": {
         "cudaError_t launch_clusters(": """
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
     "tile/tf32.h": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
-    "delta_product/exact_makers.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
-    "few_rows/few_rows.cu": {"uint4 load_once(": "uint4 x; memcpy(&x, from, 16); return x;"},
+    "delta_product/fp32_producer_warps.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
+    "skinny_gemm/skinny_gemm.cu": {"uint4 load_streaming(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
     },
@@ -182,21 +183,26 @@ STARTED = """
     {1}<T>({0}, {2}, \\1);
   }});
 """
-ALIGNED = r"emulated::check_alignment({}, sizeof(Elements<T, N>)); \1"
+ALIGNED = r"emulated::check_alignment({}, sizeof(AlignedArray<T, N>)); \1"
 TEXTS = {
     "tile/pack.h": [
-        (r"(const auto raw = \*reinterpret_cast<const Elements<T, N>\*>\(from\);)", ALIGNED.format("from")),
-        (r"(\*reinterpret_cast<Elements<T, N>\*>\(to\) = raw;)", ALIGNED.format("to")),
+        (
+            r"(const auto raw = \*reinterpret_cast<const AlignedArray<T, N>\*>\(from\);)",
+            ALIGNED.format("from"),
+        ),
+        (r"(\*reinterpret_cast<AlignedArray<T, N>\*>\(to\) = raw;)", ALIGNED.format("to")),
     ],
     # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
-    "delta_product/scan_chain.cuh": [tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))],
-    "delta_product/reverse_chain.cuh": [
+    "delta_product/scan_state_warps.cuh": [
+        tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))
+    ],
+    "delta_product/reverse_state_warps.cuh": [
         tuple(x.format("g", "add_transposed_solution", "du") for x in (START, STARTED))
     ],
     # Sequences are cut where they are short already, and a test says how large the card is.
     "tile/segments.h": [
-        (r"constexpr int64_t kCard = 132;", "inline int64_t kCard = 132;"),
-        (r"kLeastChunks = 16;", "kLeastChunks = 2;"),
+        (r"constexpr int64_t kMultiprocessors = 132;", "inline int64_t kMultiprocessors = 132;"),
+        (r"kMinChunks = 16;", "kMinChunks = 2;"),
     ],
     "delta_product/prepare_loads.cuh": [
         (
@@ -207,11 +213,11 @@ TEXTS = {
     ],
 }
 # Files of which the part for sm_90 is taken.
-FOR_BOXES = (
-    "tile/boxes.h",
+FOR_TMA = (
+    "tile/tma.h",
     "tile/cluster.h",
     "cat_attention/sm90/space.cuh",
-    "delta_product/scan_output.cuh",
+    "delta_product/scan_fused.cuh",
 )
 BEFORE_PAIRS = "// Two neighbouring elements as one register"
 PAIR = """
@@ -242,7 +248,7 @@ def rewritten(file: str) -> str:
     for pattern, text in TEXTS.get(file, []):
         source, count = re.subn(pattern, text, source, flags=re.DOTALL)
         assert count == 1, f"{file} has no {pattern}"
-    if file in FOR_BOXES:
+    if file in FOR_TMA:
         source = re.sub("#if __CUDA_ARCH__ >= 900.*", "#if true", source)
     if file == "tile/matrix.h":
         source = source.replace(BEFORE_PAIRS, PAIR + BEFORE_PAIRS)
@@ -255,7 +261,9 @@ def rewritten(file: str) -> str:
         r"\1* const \2 = reinterpret_cast<\1*>(emulated::current->block->shared);",
         source,
     )
-    source = source.replace("Layout(shared)(", "Layout{shared}(")  # which g++ takes for a declaration
+    source = source.replace(
+        "SharedAllocator(shared)(", "SharedAllocator{shared}("
+    )  # which g++ takes for a declaration
     source = re.sub(
         r"^( +)__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[.*?\])+);",
         r"\1auto& \3 = emulated::shared_array<__COUNTER__, \2\4>();",
@@ -275,7 +283,7 @@ def rewritten(file: str) -> str:
         r"\bcuda(GetDevice|OccupancyMaxActiveBlocksPerMultiprocessor)\(", r"emulated::cuda\1(", source
     )
     source = source.replace("cudaGetLastError()", "cudaSuccess")
-    header = {"tile/boxes.h": "copy_engine.h", "tile/warpgroup.h": "products.h"}.get(file, "emulator.h")
+    header = {"tile/tma.h": "copy_engine.h", "tile/warpgroup.h": "products.h"}.get(file, "emulator.h")
     return source.replace("#pragma once\n", f'#pragma once\n#include "{header}"\n', 1)
 
 

@@ -39,7 +39,7 @@ Call = structure(
     (NUMBER, "heads query_heads D M objective"),
     (Array, "q k v gamma g memory step decay last last_step last_decay"),
     (POINTER, "last_position memories ends"),
-    (Array, "o dout dq dk dv dgamma at_floor"),
+    (Array, "o dout dq dk dv dgamma ddecay_at_floor"),
     (POINTER, "gradients"),
     (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dopen dg"),
 )
@@ -112,7 +112,7 @@ def run(
         "dv": rows(B, T, H, D),
     }
     tensors["dgamma"] = unwritten(B, T, H)
-    tensors |= {name: unwritten(B, T, H) if gated else None for name in ("at_floor", "dg")}
+    tensors |= {name: unwritten(B, T, H) if gated else None for name in ("ddecay_at_floor", "dg")}
 
     starts = [sum(lengths[:i]) for i in range(N)]
     cu_seqlens, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
@@ -175,7 +175,7 @@ def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, pack
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     tokens = slice(0, sum(lengths) if packed else T)
-    for name in ("o", "dq", "dk", "dv", "dgamma", *(["at_floor", "dg"] if gated else [])):
+    for name in ("o", "dq", "dk", "dv", "dgamma", *(["ddecay_at_floor", "dg"] if gated else [])):
         assert_kept(name, tensors[name], tokens)
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat([x[0] for x in finals])}
     want |= {f"d{n}": x if n in of_state else x[:, tokens] for n, x in zip(leaves, found, strict=True)}

@@ -1,8 +1,8 @@
 // Trellis' kernels on the emulator, for test_emulated_trellis.py, which fills a Call.
 #include "call.h"
+#include "trellis/dq.cuh"
 #include "trellis/gates.cu"
 #include "trellis/output.cuh"
-#include "trellis/rows.cuh"
 #include "trellis/weighted_reverse.cuh"
 #include "trellis/weighted_scan.cuh"
 
@@ -55,10 +55,10 @@ void forward(const Call& c) {
   if (!c.apart) scan.o = output.o;
   for (int m = 0; m < c.passes; ++m) {
     scan.x[m] = output.x[m] = in<4>(c.x[m]);
-    scan.first[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
-    scan.last_first[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
+    scan.chunk_start[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
+    scan.last_chunk_start[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
     scan.memories[m] = c.memories[m], output.memories[m] = c.memories[m];
-    scan.u[m] = out<4>(c.u[m]), scan.z[m] = out<4>(c.z[m]), scan.fit[m] = out<4>(c.fit[m]);
+    scan.u[m] = out<4>(c.u[m]), scan.z[m] = out<4>(c.z[m]), scan.row_stats[m] = out<4>(c.fit[m]);
     output.u[m] = in<4>(c.u[m]);
   }
   scan.weight = static_cast<const float*>(c.weight.data);
@@ -69,7 +69,7 @@ void forward(const Call& c) {
 
 template <int Tile>
 void backward(const Call& c) {
-  TrellisRows rows{};
+  TrellisDq rows{};
   TrellisReverse reverse{};
   rows.shape = reverse.shape = shape_of(c);
   rows.gates = reverse.gates = c.gates;
@@ -82,12 +82,13 @@ void backward(const Call& c) {
     rows.l[m] = out<4>(c.l[m]);
     reverse.w[m] = in<4>(m == 0 ? c.q : c.dout);
     reverse.l[m] = in<4>(c.l[m]);
-    reverse.z[m] = in<4>(c.z[m]), reverse.fit[m] = in<4>(c.fit[m]), reverse.first[m] = in<4>(c.first[m]);
-    reverse.dlast_first[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
-    reverse.dfirst[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
+    reverse.z[m] = in<4>(c.z[m]), reverse.row_stats[m] = in<4>(c.fit[m]),
+    reverse.chunk_start[m] = in<4>(c.first[m]);
+    reverse.dlast_chunk_start[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
+    reverse.dchunk_start[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
     reverse.da[m] = out<4>(c.da[m]), reverse.dx[m] = out<4>(c.dx[m]);
   }
-  must(launch_trellis_rows<Element, Tile>(rows, nullptr));
+  must(launch_trellis_dq<Element, Tile>(rows, nullptr));
   reverse.weight = static_cast<const float*>(c.weight.data);
   reverse.dweight = static_cast<float*>(c.dweight.data);
   must(reverse.weight == nullptr ? launch_trellis_reverse<Element, Tile>(reverse, nullptr)

@@ -21,7 +21,7 @@ extern "C" void run_step(const StepCall* call) {
   p.q = in<3>(c.q), p.k = in<3>(c.k), p.v = in<3>(c.v), p.a = in<3>(c.a);
   p.weight = in<2>(c.weight);
   p.gamma = in<2>(c.gamma), p.g = in<2>(c.g);
-  for (int m = 0; m < c.passes; ++m) p.first[m] = out<4>(c.first[m]), p.memory[m] = out<4>(c.memory[m]);
+  for (int m = 0; m < c.passes; ++m) p.chunk_start[m] = out<4>(c.first[m]), p.memory[m] = out<4>(c.memory[m]);
   p.position = c.position, p.o = out<3>(c.o);
   must(trellis_step(p, nullptr));
 }

@@ -58,7 +58,7 @@ def add_to(monkeypatch, file, text):
     [
         ("kernels/gsa/scan.cu", {"gsa", "gla", "trellis", "ttt"}),
         ("kernels/short_conv/step.cu", {"short_conv"}),
-        ("kernels/exact/abc.cu", {"gsa", "gla", "trellis", "ttt"}),
+        ("kernels/fp32/abc.cu", {"gsa", "gla", "trellis", "ttt"}),
         ("kernels/gsa/instances.txt", {"gsa", "gla", "trellis", "ttt"}),
         ("kernels/instance.cu.in", None),
         ("kernels/tile/tf32.h", {"cat_attention", "delta_product", "trellis", "ttt"}),
@@ -259,8 +259,8 @@ def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
     commands = []
     said = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
     monkeypatch.setattr(gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (0, said))
-    told = gpu.Runner(100, False, ["gsa", "row_gates"]).racecheck()
+    told = gpu.Runner(100, False, ["gsa", "gate_activations"]).racecheck()
     assert told["green"] and told["passed"] == 10
     of_calls, of_tests = commands
-    assert "--operators=gsa" in of_calls and "tests/kernels/test_row_gates_kernels.py" in of_tests
+    assert "--operators=gsa" in of_calls and "tests/kernels/test_gate_activations_kernels.py" in of_tests
     assert "tests/kernels/test_gsa_kernels.py" not in of_tests

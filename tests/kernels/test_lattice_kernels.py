@@ -89,8 +89,8 @@ def test_which_path_a_call_takes():
         return ops.explain("lattice", **inputs.data, **inputs.options, state=state, device="cuda").path
 
     assert path() == path(chunk=8, D=128, M=20) == path(dtype=torch.float16, chunk=64) == "tensor cores"
-    assert path(chunk=7) == path(dtype=torch.float32) == "exact fp32"
-    assert path(chunk=1, normalize=False) == path(chunk=1, shrinkage=0.1) == "exact fp32"
+    assert path(chunk=7) == path(dtype=torch.float32) == "fp32"
+    assert path(chunk=1, normalize=False) == path(chunk=1, shrinkage=0.1) == "fp32"
     assert path(M=129) == path(D=136, dtype=torch.float32) == path(dtype=torch.float64) == "aten"
 
 
@@ -364,7 +364,7 @@ def assert_exact(inputs, cu_seqlens=None, found=None):
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
-    assert ops.explain("lattice", **call).path == "exact fp32"
+    assert ops.explain("lattice", **call).path == "fp32"
     found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
     if SANITIZED:
         return

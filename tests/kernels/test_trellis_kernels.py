@@ -92,7 +92,7 @@ def test_which_path_a_call_takes():
         return ops.explain("trellis", **inputs.data, **inputs.options, state=state, device="cuda").path
 
     assert path() == path(chunk=1, D=128, V=20, M=1) == path(dtype=torch.float16, chunk=64) == "tensor cores"
-    assert path(M=129) == path(D=136) == path(V=256) == path(dtype=torch.float32, chunk=64) == "exact fp32"
+    assert path(M=129) == path(D=136) == path(V=256) == path(dtype=torch.float32, chunk=64) == "fp32"
     assert path(M=257) == path(dtype=torch.float64) == "aten"
 
 
@@ -359,7 +359,7 @@ def assert_exact(inputs, cu_seqlens=None, found=None):
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
-    assert ops.explain(inputs.op, **call).path == "exact fp32"
+    assert ops.explain(inputs.op, **call).path == "fp32"
     found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
     if SANITIZED:
         return

@@ -90,8 +90,8 @@ def test_which_path_a_call_takes():
 
     assert path() == path(chunk=1, D=128, M=1) == path(dtype=torch.float16, chunk=64) == "tensor cores"
     assert path(weighted=True) == path(phi="softmax") == "tensor cores"
-    assert path(M=129) == path(D=136) == path(dtype=torch.float32, weighted=True) == "exact fp32"
-    assert path(weighted=True, phi="softmax") == "exact fp32"
+    assert path(M=129) == path(D=136) == path(dtype=torch.float32, weighted=True) == "fp32"
+    assert path(weighted=True, phi="softmax") == "fp32"
     assert path(M=257) == path(dtype=torch.float64) == "aten"
 
 

@@ -17,7 +17,7 @@ import torch
 from conftest import needs_cuda
 from girih.models import MIXERS, GirihForCausalLM, graph
 from girih.nn import Attention
-from girih.nn.functional.step import ROWS
+from girih.nn.functional.step import MAX_ROWS
 from girih.nn.layers import attention
 from small_models import config_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +42,7 @@ def tensors(out):
     return [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Notes operators, and undoes what they wrote into tensors that were there before."""
 
     def __init__(self):
@@ -95,7 +95,7 @@ def graphs(monkeypatch, device):
         if device == "cuda":
             replay = on_device(call, stream)
         else:
-            recorder = Recorder()
+            recorder = GraphRecorder()
             try:
                 with recorder:
                     call()
@@ -687,7 +687,7 @@ def test_graphs_of_other_streams_and_of_many_texts(graphs, device):
 
 def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
     model = model_of("hybrid", device, hidden_size=128).bfloat16()
-    batch = ROWS + 1  # few_rows, which rounds less often, takes no more than ROWS
+    batch = MAX_ROWS + 1  # few_rows, which rounds less often, takes no more than MAX_ROWS
     with torch.no_grad():
         caches = [model(tokens(model, batch, 40), use_cache=True).past_key_values]
         caches.append(caches[0].checkpoint())

@@ -125,38 +125,38 @@ def test_another_thing_for_a_state_is_named(case):
 PATHS = [
     ("gsa-g", {}, torch.bfloat16, "tensor cores"),
     ("gsa-g", {"M": 128, "D": 512}, torch.float16, "tensor cores"),
-    ("gsa-g", {"M": 129}, torch.bfloat16, "exact fp32"),
-    ("gsa-g", {"D": 513}, torch.bfloat16, "exact fp32"),
-    ("gsa-g", {}, torch.float32, "exact fp32"),
-    ("gsa-abc", {}, torch.bfloat16, "exact fp32"),
+    ("gsa-g", {"M": 129}, torch.bfloat16, "fp32"),
+    ("gsa-g", {"D": 513}, torch.bfloat16, "fp32"),
+    ("gsa-g", {}, torch.float32, "fp32"),
+    ("gsa-abc", {}, torch.bfloat16, "fp32"),
     ("gsa-g", {}, torch.float64, "aten"),
     ("gla-plain", {"D": 256}, torch.bfloat16, "tensor cores"),
-    ("gla-g_head", {"D": 257}, torch.bfloat16, "exact fp32"),
+    ("gla-g_head", {"D": 257}, torch.bfloat16, "fp32"),
     ("gla-g_channel", {"D": 128}, torch.bfloat16, "tensor cores"),
-    ("gla-g_channel", {"D": 129}, torch.bfloat16, "exact fp32"),
+    ("gla-g_channel", {"D": 129}, torch.bfloat16, "fp32"),
     ("delta_product-n2", {"D": 256, "V": 256}, torch.bfloat16, "tensor cores"),
     ("delta_product-n2", {"V": 257}, torch.bfloat16, "aten"),
     ("delta_product-n3_vector", {"D": 128, "V": 128}, torch.bfloat16, "tensor cores"),
-    ("delta_product-n3_vector", {"D": 129, "V": 129}, torch.bfloat16, "exact fp32"),
-    ("delta_product-n2_vector_l2", {}, torch.bfloat16, "exact fp32"),
-    ("delta_product-gelu", {}, torch.bfloat16, "exact fp32"),
-    ("short_conv-w4", {}, torch.bfloat16, "exact fp32"),
+    ("delta_product-n3_vector", {"D": 129, "V": 129}, torch.bfloat16, "fp32"),
+    ("delta_product-n2_vector_l2", {}, torch.bfloat16, "fp32"),
+    ("delta_product-gelu", {}, torch.bfloat16, "fp32"),
+    ("short_conv-w4", {}, torch.bfloat16, "fp32"),
     ("gated_rms_norm-silu", {"X": 8193}, torch.bfloat16, "aten"),
     ("trellis-default", {}, torch.bfloat16, "tensor cores"),
-    ("trellis-default", {"M": 129}, torch.bfloat16, "exact fp32"),
-    ("trellis-default", {"V": 256}, torch.float32, "exact fp32"),
+    ("trellis-default", {"M": 129}, torch.bfloat16, "fp32"),
+    ("trellis-default", {"V": 256}, torch.float32, "fp32"),
     ("trellis-default", {"D": 257}, torch.float32, "aten"),
     ("trellis-default", {}, torch.float64, "aten"),
     ("ttt-default", {}, torch.bfloat16, "tensor cores"),
     ("ttt-weight", {}, torch.float16, "tensor cores"),
-    ("ttt-weight", {"M": 129}, torch.bfloat16, "exact fp32"),
-    ("ttt-softmax", {}, torch.bfloat16, "exact fp32"),
-    ("ttt-weight", {"D": 256}, torch.float32, "exact fp32"),
+    ("ttt-weight", {"M": 129}, torch.bfloat16, "fp32"),
+    ("ttt-softmax", {}, torch.bfloat16, "fp32"),
+    ("ttt-weight", {"D": 256}, torch.float32, "fp32"),
     ("ttt-default", {"M": 257}, torch.float32, "aten"),
     ("ttt-default", {}, torch.float64, "aten"),
-    ("lattice-decode_c4", {}, torch.bfloat16, "exact fp32"),
-    ("lattice-unnormalised", {}, torch.float16, "exact fp32"),
-    ("lattice-decode_c4", {"D": 128, "M": 128}, torch.float32, "exact fp32"),
+    ("lattice-decode_c4", {}, torch.bfloat16, "fp32"),
+    ("lattice-unnormalised", {}, torch.float16, "fp32"),
+    ("lattice-decode_c4", {"D": 128, "M": 128}, torch.float32, "fp32"),
     ("lattice-decode_c4", {"M": 129}, torch.float32, "aten"),
     ("cat_attention-c4", {}, torch.bfloat16, "tensor cores"),
     ("cat_attention-c4", {"D": 257}, torch.bfloat16, "aten"),
@@ -189,7 +189,7 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
     assert (kept > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
-        or (case.op in ("delta_product", "lattice", "trellis", "ttt") and path == "exact fp32")
+        or (case.op in ("delta_product", "lattice", "trellis", "ttt") and path == "fp32")
     )
 
 
@@ -198,7 +198,7 @@ def test_explain_tells_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
     told = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
-    assert told.path == "exact fp32"
+    assert told.path == "fp32"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -217,7 +217,7 @@ def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             paths.append(ops.explain("gsa", **arguments(wide), device="cuda").path)
-    assert paths == ["exact fp32", "tensor cores"]
+    assert paths == ["fp32", "tensor cores"]
 
 
 def test_explain_refuses_what_the_call_refuses():

@@ -170,7 +170,7 @@ class CatModelImpl : public LayerImpl {
  private:
   Tensor first_header(int64_t chunk) const;
   Tensor headers(const Tensor& chunks, const Tensor& first, const Tensor& index, const Tensor& where);
-  Tensor decode(Tensor x, const ChunkRows& rows, std::vector<State>& kept, const Tensor& cu_chunks = {});
+  Tensor decode(Tensor x, const ChunkRows& rows, std::vector<State>& cache, const Tensor& cu_chunks = {});
   Tensor rows_of(const Tensor& headers, const Tensor& chunks);
   Output step(const Tensor& ids, const State& state);
   std::vector<int64_t> lengths_;

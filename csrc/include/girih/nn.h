@@ -74,10 +74,10 @@ class Module : public torch::nn::Module {
 
  protected:
   void no_weight_decay(std::vector<Tensor> parameters) { undecayed_ = std::move(parameters); }
-  void keep_fp32(std::vector<Tensor> tensors) { fp32_ = std::move(tensors); }
+  void keep_fp32(std::vector<Tensor> tensors) { fp32_tensors_ = std::move(tensors); }
 
  private:
-  std::vector<Tensor> undecayed_, fp32_;
+  std::vector<Tensor> undecayed_, fp32_tensors_;
 };
 
 // The parameters of a model in two groups for an optimizer: memories, gate biases and norms have no weight
@@ -109,7 +109,7 @@ class Autocast {
 
  private:
   at::DeviceType device_;
-  at::ScalarType before_;
+  at::ScalarType previous_dtype_;
   bool was_enabled_;
 };
 
@@ -174,17 +174,17 @@ class LayerImpl : public Module {
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 
   // A layer of the form output(core(products of x)) returns its products here. A block then computes its norm
-  // and its residual sum with these products in decoding, and `run` is by_products too.
+  // and its residual sum with these products in decoding, and `run` is run_products too.
   virtual std::vector<Product> products() const { return {}; }
-  // The input of `output` before before_output, and the state.
+  // The input of `output` before output_prologue, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);
-  virtual RowInput before_output() const { return {}; }
+  virtual RowInput output_prologue() const { return {}; }
   virtual Product output() const { return {}; }
   // output(core(products of input(x))) + residual.
-  Output by_products(const Tensor& x, const Call& call, const RowInput& input = {},
-                     const Tensor& residual = {});
+  Output run_products(const Tensor& x, const Call& call, const RowInput& input = {},
+                      const Tensor& residual = {});
   // x + layer(input(x)).
-  Output run_onto(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const;
+  Output run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const;
 };
 using AnyLayer = std::shared_ptr<LayerImpl>;  // of a module holder such as GatedSlotAttention: ptr()
 
@@ -312,10 +312,10 @@ class GatedSlotAttentionImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
-  RowInput before_output() const override;
+  RowInput output_prologue() const override;
   Product output() const override;
 
  private:
@@ -394,10 +394,10 @@ class Mamba2Impl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
-  RowInput before_output() const override { return norm->input(); }
+  RowInput output_prologue() const override { return norm->input(); }
   Product output() const override;
 
  private:
@@ -429,10 +429,10 @@ class HGRN2Impl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
-  RowInput before_output() const override { return norm->input(); }
+  RowInput output_prologue() const override { return norm->input(); }
   Product output() const override;
 
  private:
@@ -471,13 +471,13 @@ class DeltaProductImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
 
  private:
-  Tensor per_step(const Tensor& x) const;
+  Tensor split_steps(const Tensor& x) const;
   std::vector<int64_t> heads_;
   int64_t key_dim_, value_dim_;
 };
@@ -518,7 +518,7 @@ class TrellisImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -554,7 +554,7 @@ class TTTLinearImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -598,7 +598,7 @@ class LatticeImpl : public RecurrentLayerImpl {
   torch::nn::Linear o_proj{nullptr};
 
  protected:
-  Output mix(const Tensor& x, const Call& call) final { return by_products(x, call); }
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
   std::vector<Product> products() const override;
   Output core(const std::vector<Tensor>& projected, const Call& call) override;
   Product output() const override;
@@ -636,8 +636,8 @@ class AttentionImpl : public LayerImpl {
   Product output() const override;
 
  private:
-  Tensor visible(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
-                 at::Device device) const;
+  Tensor make_mask(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
+                   at::Device device) const;
   // Throws if `state` is not a state of this layer for the sequences of x.
   void expect_state(const State& state, const Tensor& x) const;
   Output step(const Tensor& qkv, State state) const;
@@ -674,7 +674,7 @@ class ChunkAttentionImpl : public LayerImpl {
 
   // x [N, rows, hidden_size] -> y. kept: {k (rotated), v} [N, slots, heads, head_dim]: chunk - 1 slots for
   // the rows after the header of the current chunk, then one slot per header; empty at the start. A single
-  // row writes its slot in place. input, residual: as in by_products.
+  // row writes its slot in place. input, residual: as in run_products.
   Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
                 const RowInput& input = {}, const Tensor& residual = {});
   // Queries, keys and values of x [N, rows, hidden_size]; queries and keys are rotated.

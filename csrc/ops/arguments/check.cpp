@@ -16,33 +16,35 @@ bool is_floating(at::ScalarType type) {
 bool equal(const c10::SymInt& a, const c10::SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 
 // Whether the values can be read on the host without a synchronisation. Fake tensors have no storage.
-bool is_readable(const Tensor& tensor) {
+bool is_host_readable(const Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().device_type() == at::kCPU;
 }
 
 // Whether the tensor has symbolic sizes; such a tensor has no memory.
-bool is_traced(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
+bool has_symbolic_sizes(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
 
 // "1 to 64", "at least 1" or "a finite number".
 template <class Number>
-std::string range(Number least, Number most) {
-  const bool below = least > std::numeric_limits<Number>::lowest(),
-             above = most < std::numeric_limits<Number>::max();
-  if (below && above) return c10::str(least, " to ", most);
-  return below ? c10::str("at least ", least) : "a finite number";
+std::string format_range(Number least, Number most) {
+  const bool has_min = least > std::numeric_limits<Number>::lowest(),
+             has_max = most < std::numeric_limits<Number>::max();
+  if (has_min && has_max) return c10::str(least, " to ", most);
+  return has_min ? c10::str("at least ", least) : "a finite number";
 }
 
 // The bound of an integer option, saturated.
-int64_t whole(double bound) {
+int64_t to_integer_bound(double bound) {
   constexpr auto most = std::numeric_limits<int64_t>::max();
   return std::abs(bound) < 0x1p63 ? int64_t(bound) : bound > 0 ? most : -most - 1;
 }
 
 // The arguments of one call, and the sizes that are already known.
-class Call {
+class CallChecker {
  public:
-  Call(const Operator& op, std::initializer_list<Argument> arguments)
-      : sizes(op), op_(op), arguments_(arguments.begin()), owner_(op.letters.size(), -1) {
+  CallChecker(const Operator& op, std::initializer_list<Argument> arguments)
+      : sizes(op), op_(op), arguments_(arguments.begin()), size_owner_(op.letters.size(), -1) {
     TORCH_INTERNAL_ASSERT(arguments.size() == op.inputs() + op.options.size());
   }
 
@@ -55,12 +57,12 @@ class Call {
         GIRIH_CHECK(std::isfinite(*value.number()) && *value.number() >= option.least &&
                         *value.number() <= option.most,
                     op_.name, ": ", option.name, " is ", *value.number(), " but should be ",
-                    range(option.least, option.most));
+                    format_range(option.least, option.most));
       }
       if (!value.integer()) continue;
-      const auto least = whole(option.least), most = whole(option.most);
+      const auto least = to_integer_bound(option.least), most = to_integer_bound(option.most);
       GIRIH_CHECK(*value.integer() >= least && *value.integer() <= most, op_.name, ": ", option.name, " is ",
-                  *value.integer(), " but should be ", range(least, most));
+                  *value.integer(), " but should be ", format_range(least, most));
       const auto letter = std::ranges::find(op_.letters, option.name, &Operator::Letter::name);
       if (letter != op_.letters.end()) sizes.at(int(letter - op_.letters.begin())) = *value.integer();
     }
@@ -84,11 +86,11 @@ class Call {
 
   // Checks the values of integer tensors on the CPU. On a GPU a check would synchronise; there the kernels
   // clamp the values and access valid memory only.
-  void contents() const {
+  void check_values() const {
     for (size_t i = 0; i < op_.tensors.size(); ++i) {
-      if (op_.tensors[i].kind == Kind::position) position(int(i));
+      if (op_.tensors[i].kind == TensorKind::position) position(int(i));
     }
-    if (!op_.packing.empty()) bounds();
+    if (!op_.packing.empty()) check_bounds();
   }
 
   Sizes sizes;
@@ -107,52 +109,52 @@ class Call {
     GIRIH_CHECK(tensor.device() == first().device(), op_.name, ": ", argument.name, " is on ",
                 tensor.device(), " but should be on the device of ", first_name(), ", ", first().device());
     switch (argument.kind) {
-      case Kind::data:
+      case TensorKind::data:
         if (&tensor != &first()) {
           GIRIH_CHECK(type == first().scalar_type(), op_.name, ": ", argument.name, " is ", type,
                       " but should have the dtype of ", first_name(), ", ", first().scalar_type());
           break;
         }
         [[fallthrough]];
-      case Kind::floating:
+      case TensorKind::floating:
         GIRIH_CHECK(is_floating(type), op_.name, ": ", argument.name, " is ", type,
                     " but should be float32, float64, bfloat16 or float16");
         break;
-      case Kind::state:
+      case TensorKind::state:
         GIRIH_CHECK(type == accumulate_type(first()), op_.name, ": ", argument.name, " is ", type,
                     " but should be ", accumulate_type(first()), " when ", first_name(), " is ",
                     first().scalar_type());
         break;
-      case Kind::position:
+      case TensorKind::position:
         GIRIH_CHECK(type == at::kLong, op_.name, ": ", argument.name, " is ", type, " but should be int64");
     }
   }
 
   // The pattern with the number of dimensions of the tensor, or nullptr.
-  static const Pattern* pattern_of(const TensorArgument& argument, const Tensor& tensor) {
+  static const ShapePattern* pattern_of(const TensorArgument& argument, const Tensor& tensor) {
     for (const auto& pattern : argument.patterns) {
       const auto own = int64_t(pattern.dimensions.size());
-      if (pattern.leading ? tensor.dim() >= own : tensor.dim() == own) return &pattern;
+      if (pattern.has_ellipsis ? tensor.dim() >= own : tensor.dim() == own) return &pattern;
     }
     return nullptr;
   }
 
   // The sizes that a pattern requires. A letter without a size takes the size of `tensor`.
-  std::vector<c10::SymInt> expected(const Pattern& pattern, const Tensor& tensor) const {
+  std::vector<c10::SymInt> expected_sizes(const ShapePattern& pattern, const Tensor& tensor) const {
     std::vector<c10::SymInt> all;
     const auto own = int64_t(pattern.dimensions.size());
-    if (pattern.leading) {
-      const auto front = first().sym_sizes().slice(0, first().dim() - own);
-      all.assign(front.begin(), front.end());
+    if (pattern.has_ellipsis) {
+      const auto leading_sizes = first().sym_sizes().slice(0, first().dim() - own);
+      all.assign(leading_sizes.begin(), leading_sizes.end());
     }
     for (int64_t d = 0; d < own; ++d) {
       const auto& dimension = pattern.dimensions[d];
       if (dimension.letter < 0) {
-        all.emplace_back(dimension.plus);
+        all.emplace_back(dimension.offset);
       } else if (const auto& size = sizes.at(dimension.letter)) {
         auto value = *size;
-        if (dimension.times >= 0) value = value * *sizes.at(dimension.times);
-        all.push_back(dimension.plus != 0 ? value + dimension.plus : value);
+        if (dimension.factor_letter >= 0) value = value * *sizes.at(dimension.factor_letter);
+        all.push_back(dimension.offset != 0 ? value + dimension.offset : value);
       } else {
         all.push_back(tensor.sym_size(d - own));
       }
@@ -161,13 +163,13 @@ class Call {
   }
 
   // The tensor from which the size of a dimension was read, for messages.
-  std::string whose(const Pattern& pattern, int64_t d) const {
+  std::string size_origin(const ShapePattern& pattern, int64_t d) const {
     if (d < 0) return c10::str(", as in ", first_name(), " ", first().sym_sizes());
     if (d >= int64_t(pattern.dimensions.size()) || pattern.dimensions[d].letter < 0) return "";
     const auto letter = pattern.dimensions[d].letter;
-    if (owner_[letter] < 0) return "";
-    return c10::str(", ", op_.letters[letter].name, " as in ", op_.tensors[owner_[letter]].name, " ",
-                    arguments_[owner_[letter]].tensor()->sym_sizes());
+    if (size_owner_[letter] < 0) return "";
+    return c10::str(", ", op_.letters[letter].name, " as in ", op_.tensors[size_owner_[letter]].name, " ",
+                    arguments_[size_owner_[letter]].tensor()->sym_sizes());
   }
 
   void shape(int i, const Tensor& tensor) {
@@ -175,23 +177,24 @@ class Call {
     const auto* pattern = pattern_of(argument, tensor);
     GIRIH_CHECK(pattern != nullptr, op_.name, ": ", argument.name, " has shape ", tensor.sym_sizes(),
                 " but should be ", argument.shapes);
-    const auto want = expected(*pattern, tensor);
+    const auto expected_shape = expected_sizes(*pattern, tensor);
     const auto have = tensor.sym_sizes();
-    const auto other = std::mismatch(have.begin(), have.end(), want.begin(), want.end(), equal).first;
+    const auto other =
+        std::mismatch(have.begin(), have.end(), expected_shape.begin(), expected_shape.end(), equal).first;
     const auto own = int64_t(pattern->dimensions.size());
-    GIRIH_CHECK(other == have.end() && have.size() == want.size(), op_.name, ": ", argument.name,
-                " has shape ", have, " but should be ", argument.shapes, " = ", c10::SymIntArrayRef(want),
-                whose(*pattern, other - have.end() + own));
+    GIRIH_CHECK(other == have.end() && have.size() == expected_shape.size(), op_.name, ": ", argument.name,
+                " has shape ", have, " but should be ", argument.shapes, " = ",
+                c10::SymIntArrayRef(expected_shape), size_origin(*pattern, other - have.end() + own));
     for (int64_t d = 0; d < own; ++d) {
       const auto letter = pattern->dimensions[d].letter;
       if (letter < 0 || sizes.at(letter)) continue;
       const auto& limit = op_.letters[letter];
       const auto& size = sizes.at(letter) = tensor.sym_size(d - own);
-      owner_[letter] = i;
+      size_owner_[letter] = i;
       GIRIH_CHECK((limit.least == 0 || *size >= limit.least) &&
                       (limit.most == std::numeric_limits<int64_t>::max() || *size <= limit.most),
                   op_.name, ": ", argument.name, "'s ", limit.name, " is ", *size, " but should be ",
-                  range(limit.least, limit.most));
+                  format_range(limit.least, limit.most));
     }
   }
 
@@ -207,19 +210,19 @@ class Call {
       N = B;
       return;
     }
-    const bool rows = cu->dim() == 2 && name == "cu_seqlens";
+    const bool is_per_row = cu->dim() == 2 && name == "cu_seqlens";
     GIRIH_CHECK(cu->device() == this->first().device(), op_.name, ": ", name, " is on ", cu->device(),
                 " but should be on the device of ", first, ", ", this->first().device());
     GIRIH_CHECK(cu->scalar_type() == at::kLong || cu->scalar_type() == at::kInt, op_.name, ": ", name, " is ",
                 cu->scalar_type(), " but should be int32 or int64");
     const char* shapes = name == "cu_seqlens" ? "[N + 1] or [B, 2]" : "[N + 1]";
-    GIRIH_CHECK(rows ? equal(cu->sym_size(0), B) && equal(cu->sym_size(1), 2)
-                     : cu->dim() == 1 && cu->sym_size(0) >= 1,
+    GIRIH_CHECK(is_per_row ? equal(cu->sym_size(0), B) && equal(cu->sym_size(1), 2)
+                           : cu->dim() == 1 && cu->sym_size(0) >= 1,
                 op_.name, ": ", name, " has shape ", cu->sym_sizes(), " but should be ", shapes,
                 " where B = ", B);
-    GIRIH_CHECK(rows || equal(B, 1), op_.name, ": ", name,
+    GIRIH_CHECK(is_per_row || equal(B, 1), op_.name, ": ", name,
                 " packs sequences into one row, so B should be 1 but is ", B);
-    N = rows ? B : cu->sym_size(0) - 1;
+    N = is_per_row ? B : cu->sym_size(0) - 1;
   }
 
   // Positions are 0 to chunk - 1.
@@ -227,7 +230,7 @@ class Call {
     const auto* tensor = arguments_[i].tensor();
     const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
     const auto& length = arguments_[op_.inputs() + chunk].integer();
-    if (tensor == nullptr || !length || !is_readable(*tensor)) return;
+    if (tensor == nullptr || !length || !is_host_readable(*tensor)) return;
     const auto all = tensor->contiguous();
     for (int64_t n = 0; n < all.numel(); ++n) {
       const auto at = all.const_data_ptr<int64_t>()[n];
@@ -238,9 +241,9 @@ class Call {
 
   // cu does not decrease and is at most T (cu_seqlens) or the number of chunks (cu_chunks). Each row of [B,
   // 2] is checked on its own.
-  void bounds() const {
+  void check_bounds() const {
     const auto* cu = arguments_[op_.tensors.size()].tensor();
-    if (cu == nullptr || !is_readable(*cu) || !is_readable(first())) return;
+    if (cu == nullptr || !is_host_readable(*cu) || !is_host_readable(first())) return;
     auto most = sizes["T"].expect_int();
     if (op_.packing == "cu_chunks") {
       const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
@@ -248,10 +251,10 @@ class Call {
       most = (most + length - 1) / length;
     }
     const auto all = cu->to(at::kLong).contiguous();
-    const auto in_row = cu->dim() == 2 ? 2 : cu->numel();
+    const auto row_length = cu->dim() == 2 ? 2 : cu->numel();
     int64_t before = 0;
     for (int64_t i = 0; i < all.numel(); ++i) {
-      if (i % in_row == 0) before = 0;
+      if (i % row_length == 0) before = 0;
       const auto bound = all.const_data_ptr<int64_t>()[i];
       GIRIH_CHECK(bound >= before && bound <= most, op_.name, ": ", op_.packing, " holds ", bound, " after ",
                   before, " but should not decrease and should be 0 to ", most);
@@ -267,28 +270,28 @@ class Call {
     };
     if (!has("HQ")) return;
     const auto &HQ = sizes["HQ"], &H = sizes["H"];
-    const auto& of_memory = op_.tensors[owner_[op_.letter("H")]].name;
+    const auto& memory_name = op_.tensors[size_owner_[op_.letter("H")]].name;
     const bool shares = has("HK");
     GIRIH_CHECK(equal(HQ % H, 0) || (shares && equal(H % HQ, 0)), op_.name, ": ", first_name(), " has ", HQ,
-                " heads but should have a multiple ", shares ? "or a divisor " : "", "of ", of_memory, "'s ",
-                H);
+                " heads but should have a multiple ", shares ? "or a divisor " : "", "of ", memory_name,
+                "'s ", H);
     GIRIH_CHECK(!shares || equal(H % sizes["HK"], 0), op_.name, ": ",
-                op_.tensors[owner_[op_.letter("HK")]].name, " has ", sizes["HK"],
-                " heads but should have a divisor of ", of_memory, "'s ", H);
+                op_.tensors[size_owner_[op_.letter("HK")]].name, " has ", sizes["HK"],
+                " heads but should have a divisor of ", memory_name, "'s ", H);
   }
 
   const Operator& op_;
   const Argument* arguments_;
-  c10::SmallVector<int, 12> owner_;  // per letter: the tensor from which its size was read, or -1
+  c10::SmallVector<int, 12> size_owner_;  // per letter: the tensor from which its size was read, or -1
 };
 
 }  // namespace
 
 Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
-  Call call(op, arguments);
+  CallChecker call(op, arguments);
   call.options();
   call.tensors();
-  call.contents();
+  call.check_values();
   return std::move(call.sizes);
 }
 
@@ -306,7 +309,7 @@ void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> 
                 " is an expanded or negated view but is written in place: pass a copy");
     for (size_t j = 0; j < i; ++j) {
       const auto* other = states[j].tensor();
-      if (other == nullptr || is_traced(*state) || is_traced(*other)) continue;
+      if (other == nullptr || has_symbolic_sizes(*state) || has_symbolic_sizes(*other)) continue;
       const auto overlap = at::get_overlap_status(*state, *other);
       GIRIH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op.name,
                   "_step: ", argument.name, " shares memory with ", op.tensors[op.data + j].name,

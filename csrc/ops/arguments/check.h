@@ -17,7 +17,7 @@ namespace girih {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+inline bool is_defined(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // One argument of a call: a tensor or the value of an option. Refers to the argument, which must outlive it.
 class Argument {

@@ -36,8 +36,8 @@ inline int64_t stride_of(const Tensor& tensor, int64_t d) {
 
 // An undefined tensor becomes an array without data.
 template <int Rank>
-kernels::In<Rank> input(const Tensor& tensor) {
-  kernels::In<Rank> array;
+kernels::InputTensor<Rank> input(const Tensor& tensor) {
+  kernels::InputTensor<Rank> array;
   if (!tensor.defined()) return array;
   array.data = tensor.const_data_ptr();
   array.dtype = kernel_dtype(tensor);
@@ -46,13 +46,13 @@ kernels::In<Rank> input(const Tensor& tensor) {
 }
 
 template <int Rank>
-kernels::In<Rank> input(const OptionalTensor& tensor) {
+kernels::InputTensor<Rank> input(const OptionalTensor& tensor) {
   return input<Rank>(tensor.value_or(Tensor()));
 }
 
 template <int Rank>
-kernels::Out<Rank> output(const Tensor& tensor) {
-  kernels::Out<Rank> array;
+kernels::OutputTensor<Rank> output(const Tensor& tensor) {
+  kernels::OutputTensor<Rank> array;
   if (!tensor.defined()) return array;
   array.data = tensor.mutable_data_ptr();
   array.dtype = kernel_dtype(tensor);
@@ -61,7 +61,7 @@ kernels::Out<Rank> output(const Tensor& tensor) {
 }
 
 // cu_seqlens must be contiguous and outlive the launch.
-inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) {
+inline kernels::SequenceLayout kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) {
   if (!cu_seqlens.defined()) return {x.size(0), x.size(1), x.size(0), nullptr, false, false};
   const bool rows = cu_seqlens.dim() == 2;
   return {x.size(0),
@@ -74,7 +74,7 @@ inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) 
 
 // Allocates [B, rows, heads, width] for the kernels to write. With cu_seqlens it is zeroed, since tokens
 // outside of the sequences are not written.
-inline Tensor rows_for(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, int64_t heads, int64_t width,
+inline Tensor new_rows(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, int64_t heads, int64_t width,
                        at::ScalarType type) {
   const auto options = q.options().dtype(type);
   return cu_seqlens.defined() ? at::zeros({q.size(0), rows, heads, width}, options)
@@ -83,29 +83,29 @@ inline Tensor rows_for(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, 
 
 // Sums the heads of each group of `parts` [B, T, heads * group, padded width] to [B, T, heads, width], in the
 // dtype of `like`.
-inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
+inline Tensor sum_head_groups(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
   const auto group = parts.size(2) / heads;
   const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
-  return without_packs(all, width).to(like.scalar_type()).contiguous();
+  return crop_width(all, width).to(like.scalar_type()).contiguous();
 }
 
 // A state zero-padded to [N, H, rows, cols]; `transposed`: `state` is [N, H, cols, rows].
-inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t rows, int64_t cols) {
-  if (!given(state)) return Tensor();
+inline Tensor pad_state(const OptionalTensor& state, bool transposed, int64_t rows, int64_t cols) {
+  if (!is_defined(state)) return Tensor();
   const auto x = transposed ? state->mT() : *state;
   if (x.size(2) == rows && x.size(3) == cols) return x;
   return at::constant_pad_nd(x, {0, cols - x.size(3), 0, rows - x.size(2)});
 }
 
 // Removes the padding: [N, H, rows, cols], contiguous.
-inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
+inline Tensor crop_state(const Tensor& padded, int64_t rows, int64_t cols) {
   return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
 }
 
 // gradient() if the input is a tensor, else nullopt.
 template <class Gradient>
-OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
-  return given(input) ? OptionalTensor(gradient()) : std::nullopt;
+OptionalTensor if_defined(const OptionalTensor& input, const Gradient& gradient) {
+  return is_defined(input) ? OptionalTensor(gradient()) : std::nullopt;
 }
 
 inline void check_launch(std::string_view kernel, cudaError_t error) {

@@ -41,12 +41,12 @@ class Attention {
         v(split(v)),
         header_k(this->k.select(3, 0).contiguous()),
         header_v(this->v.select(3, 0).contiguous()) {
-    later_ = at::ones({C, C}, q.options().dtype(at::kBool)).triu(1);
-    if (!given(cu_chunks)) return;
+    is_later_ = at::ones({C, C}, q.options().dtype(at::kBool)).triu(1);
+    if (!is_defined(cu_chunks)) return;
     const auto cuts = cu_chunks->to(at::kLong).contiguous();
-    const auto after = at::searchsorted(cuts, at::arange(K, cuts.options()), false, /*right=*/true);
-    first_ = cuts.index_select(0, (after - 1).clamp_min(0));
-    outside = (after == 0) | (after == cuts.size(0));
+    const auto sequence_end = at::searchsorted(cuts, at::arange(K, cuts.options()), false, /*right=*/true);
+    first_chunk_ = cuts.index_select(0, (sequence_end - 1).clamp_min(0));
+    is_outside = (sequence_end == 0) | (sequence_end == cuts.size(0));
   }
 
   // [B, T, G H, X] -> [B, H, K, G C, X]; G = 1 for k and v
@@ -77,10 +77,10 @@ class Attention {
   }
 
   // Chunks c to c + n - 1 of [B, H, K, ...].
-  static Tensor take(const Tensor& x, int64_t c, int64_t n) { return x.narrow(2, c, n); }
+  static Tensor select_chunks(const Tensor& x, int64_t c, int64_t n) { return x.narrow(2, c, n); }
 
   // [B, H, n, G C, X] with [B, H, headers, Y] -> [B, H, n, G C, ...]: x y^T, or x y with `transposed` false.
-  static Tensor with_headers(const Tensor& x, const Tensor& y, bool transposed) {
+  static Tensor multiply_headers(const Tensor& x, const Tensor& y, bool transposed) {
     auto sizes = x.sizes().vec();
     sizes.back() = transposed ? y.size(2) : y.size(3);
     return x.flatten(2, 3).matmul(transposed ? y.mT() : y).view(sizes);
@@ -88,17 +88,17 @@ class Attention {
 
   // Scores of chunks c to c + n - 1; -inf at masked positions.
   Scores scores(int64_t c, int64_t n) const {
-    const double never = -std::numeric_limits<double>::infinity();
-    const auto rows = take(q, c, n), all = take(header_k, 0, c + n);
-    Scores s{rows.matmul(take(k, c, n).mT()), with_headers(rows, all, true)};
-    s.own.view({B, H, n, G, C, C}).masked_fill_(later_, never);
+    const double negative_infinity = -std::numeric_limits<double>::infinity();
+    const auto rows = select_chunks(q, c, n), all = select_chunks(header_k, 0, c + n);
+    Scores s{rows.matmul(select_chunks(k, c, n).mT()), multiply_headers(rows, all, true)};
+    s.own.view({B, H, n, G, C, C}).masked_fill_(is_later_, negative_infinity);
     // Headers before c are masked only if they belong to another sequence.
-    const auto from = first_.defined() ? 0 : c;
+    const auto from = first_chunk_.defined() ? 0 : c;
     const auto index = q.options().dtype(at::kLong);
     const auto header = at::arange(from, c + n, index);
     auto hidden = header >= at::arange(c, c + n, index).unsqueeze(1);
-    if (first_.defined()) hidden = hidden | (header < first_.narrow(0, c, n).unsqueeze(1));
-    s.headers.narrow(4, from, c + n - from).masked_fill_(hidden.unsqueeze(1), never);
+    if (first_chunk_.defined()) hidden = hidden | (header < first_chunk_.narrow(0, c, n).unsqueeze(1));
+    s.headers.narrow(4, from, c + n - from).masked_fill_(hidden.unsqueeze(1), negative_infinity);
     return s;
   }
 
@@ -107,11 +107,11 @@ class Attention {
   at::ScalarType type;
   Tensor q, k, v;             // [B, H, K, G C | C, D | V], q times scale
   Tensor header_k, header_v;  // [B, H, K, D | V]
-  Tensor outside;             // [K]: the chunk belongs to no sequence; defined if packed
+  Tensor is_outside;          // [K]: the chunk belongs to no sequence; defined if packed
 
  private:
-  Tensor later_;  // [C, C]: the key follows the query
-  Tensor first_;  // [K]: the first chunk of the sequence of the chunk; defined if packed
+  Tensor is_later_;     // [C, C]: the key follows the query
+  Tensor first_chunk_;  // [K]: the first chunk of the sequence of the chunk; defined if packed
 };
 
 }  // namespace
@@ -131,15 +131,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     const auto largest = at::maximum(s.own.amax(-1, true), s.headers.amax(-1, true));
     const auto own = s.own.sub_(largest).exp_(), headers = s.headers.sub_(largest).exp_();
     const auto sum = own.sum(-1, true) + headers.sum(-1, true);
-    const auto read =
-        own.matmul(x.take(x.v, c, n)).add_(x.with_headers(headers, x.take(x.header_v, 0, c + n), false));
-    x.take(o, c, n).copy_(read.div_(sum));
-    x.take(lse, c, n).copy_(sum.log().add_(largest));
+    const auto read = own.matmul(x.select_chunks(x.v, c, n))
+                          .add_(x.multiply_headers(headers, x.select_chunks(x.header_v, 0, c + n), false));
+    x.select_chunks(o, c, n).copy_(read.div_(sum));
+    x.select_chunks(lse, c, n).copy_(sum.log().add_(largest));
   });
-  if (x.outside.defined()) {
-    const auto outside = x.outside.view({x.K, 1, 1});
-    o.masked_fill_(outside, 0);
-    lse.masked_fill_(outside, std::numeric_limits<double>::infinity());  // p = 0
+  if (x.is_outside.defined()) {
+    const auto is_outside = x.is_outside.view({x.K, 1, 1});
+    o.masked_fill_(is_outside, 0);
+    lse.masked_fill_(is_outside, std::numeric_limits<double>::infinity());  // p = 0
   }
   return {x.join(o, q.scalar_type()), save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
 }
@@ -148,27 +148,30 @@ Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& 
                    const OptionalTensor& cu_chunks, const Tensor& lse, const Tensor&, int64_t chunk,
                    std::optional<double> scale) {
   Problem::check(q, k, v, cu_chunks, chunk, scale);
-  if (!given(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
+  if (!is_defined(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
   const Attention x(q, k, v, cu_chunks, chunk, scale);
   const auto grad = x.split(*grad_o), norms = x.split(lse.unsqueeze(-1));
   const auto dq = at::empty_like(x.q), dk = at::empty_like(x.k), dv = at::empty_like(x.v);
   const auto dheader_k = at::zeros_like(x.header_k), dheader_v = at::zeros_like(x.header_v);
   x.for_blocks([&](int64_t c, int64_t n) {
-    const auto header_k = x.take(x.header_k, 0, c + n), header_v = x.take(x.header_v, 0, c + n);
-    const auto rows = x.take(x.q, c, n), down = x.take(grad, c, n), norm = x.take(norms, c, n);
+    const auto header_k = x.select_chunks(x.header_k, 0, c + n),
+               header_v = x.select_chunks(x.header_v, 0, c + n);
+    const auto rows = x.select_chunks(x.q, c, n), dout = x.select_chunks(grad, c, n),
+               norm = x.select_chunks(norms, c, n);
     const auto s = x.scores(c, n);
     // p
     const auto own = s.own.sub_(norm).exp_(), headers = s.headers.sub_(norm).exp_();
-    x.take(dv, c, n).copy_(own.mT().matmul(down));
-    x.take(dheader_v, 0, c + n).add_(headers.flatten(2, 3).mT().matmul(down.flatten(2, 3)));
+    x.select_chunks(dv, c, n).copy_(own.mT().matmul(dout));
+    x.select_chunks(dheader_v, 0, c + n).add_(headers.flatten(2, 3).mT().matmul(dout.flatten(2, 3)));
     // da
-    const auto down_own = down.matmul(x.take(x.v, c, n).mT()),
-               down_headers = x.with_headers(down, header_v, true);
-    const auto mean = (own * down_own).sum(-1, true) + (headers * down_headers).sum(-1, true);
-    const auto d_own = down_own.sub_(mean).mul_(own), d_headers = down_headers.sub_(mean).mul_(headers);
-    x.take(dq, c, n).copy_(d_own.matmul(x.take(x.k, c, n)).add_(x.with_headers(d_headers, header_k, false)));
-    x.take(dk, c, n).copy_(d_own.mT().matmul(rows));
-    x.take(dheader_k, 0, c + n).add_(d_headers.flatten(2, 3).mT().matmul(rows.flatten(2, 3)));
+    const auto dp_own = dout.matmul(x.select_chunks(x.v, c, n).mT()),
+               dp_headers = x.multiply_headers(dout, header_v, true);
+    const auto mean = (own * dp_own).sum(-1, true) + (headers * dp_headers).sum(-1, true);
+    const auto d_own = dp_own.sub_(mean).mul_(own), d_headers = dp_headers.sub_(mean).mul_(headers);
+    x.select_chunks(dq, c, n).copy_(
+        d_own.matmul(x.select_chunks(x.k, c, n)).add_(x.multiply_headers(d_headers, header_k, false)));
+    x.select_chunks(dk, c, n).copy_(d_own.mT().matmul(rows));
+    x.select_chunks(dheader_k, 0, c + n).add_(d_headers.flatten(2, 3).mT().matmul(rows.flatten(2, 3)));
   });
   dk.select(3, 0).add_(dheader_k);
   dv.select(3, 0).add_(dheader_v);
@@ -182,8 +185,8 @@ TORCH_LIBRARY_IMPL(girih, CPU, m) {
 }
 #ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("cat_attention_forward", TORCH_FN(InFullPrecision<&forward>::call));
-  m.impl("cat_attention_backward", TORCH_FN(InFullPrecision<&backward>::call));
+  m.impl("cat_attention_forward", TORCH_FN(WithoutTF32<&forward>::call));
+  m.impl("cat_attention_backward", TORCH_FN(WithoutTF32<&backward>::call));
 }
 #endif
 

@@ -8,17 +8,17 @@
 namespace girih::cat_attention {
 namespace {
 
-static_assert(kWidest == kernels::kCatWidest && kWidestFloat == kernels::kCatWidestFloat);
+static_assert(kMaxWidth == kernels::kCatMaxWidth && kMaxFloatWidth == kernels::kCatMaxWidthFp32);
 
 // The path of the problem, restricted by the shared memory of the device.
-Path path_of(const Problem& problem, const Tensor& q) {
+Path choose_path(const Problem& problem, const Tensor& q) {
   const auto path = problem.path(q);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
   check_launch("cat_fits",
                kernels::cat_fits(static_cast<int>(problem.D.expect_int()),
                                  static_cast<int>(problem.V.expect_int()), kernel_dtype(q), fits));
-  return fits ? path : aten(kSmallCard);
+  return fits ? path : aten(kSharedMemoryTooSmall);
 }
 
 // The tensors of one call as the kernels read them: rows aligned to 16 bytes.
@@ -28,8 +28,8 @@ struct Arguments {
 
   Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& cu, int64_t chunk,
             std::optional<double> scale)
-      : q(in_packs(q_)), k(in_packs(k_)), v(in_packs(v_)) {
-    if (given(cu)) cu_chunks = cu->contiguous();
+      : q(align_rows(q_)), k(align_rows(k_)), v(align_rows(v_)) {
+    if (is_defined(cu)) cu_chunks = cu->contiguous();
     shape.chunks = kernel_tokens(q, cu_chunks);
     shape.rows = static_cast<int>(q.size(1)), shape.size = static_cast<int>(chunk);
     shape.chunks.tokens = (q.size(1) + chunk - 1) / chunk;
@@ -40,7 +40,7 @@ struct Arguments {
   }
 
   // Allocates [B, T, heads, width] for the kernels to write.
-  Tensor rows_of(const Tensor& x) const { return at::empty(x.sizes(), x.options()); }
+  Tensor empty_like_rows(const Tensor& x) const { return at::empty(x.sizes(), x.options()); }
 
   template <class Problem>
   void fill(Problem& p) const {
@@ -54,21 +54,21 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& q, const Tensor& k, const 
                                         std::optional<double> scale, bool save) {
   const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
   const c10::cuda::CUDAGuard device(q.device());
-  if (path_of(problem, q) == Path::Code::aten) {
-    at::NoTF32Guard exact;
+  if (choose_path(problem, q) == Path::Code::aten) {
+    at::NoTF32Guard no_tf32;
     return forward(q, k, v, cu_chunks, chunk, scale, save);
   }
   const Arguments args(q, k, v, cu_chunks, chunk, scale);
   const auto B = q.size(0), T = q.size(1), HQ = q.size(2);
   const auto o = at::empty({B, T, HQ, args.v.size(3)}, q.options());
-  const auto numbers = q.options().dtype(at::kFloat);
-  const auto lse = save ? at::empty({B, T, HQ}, numbers) : at::empty({0}, numbers);
+  const auto fp32_options = q.options().dtype(at::kFloat);
+  const auto lse = save ? at::empty({B, T, HQ}, fp32_options) : at::empty({0}, fp32_options);
   kernels::CatForward p;
   args.fill(p);
   p.o = output<4>(o);
   if (save) p.lse = output<3>(lse);
   check_launch("cat_forward", kernels::cat_forward(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, v.size(3)), lse};
+  return {crop_width(o, v.size(3)), lse};
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -76,49 +76,50 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const Tensor& q, const Ten
                         std::optional<double> scale) {
   const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
   const c10::cuda::CUDAGuard device(q.device());
-  if (!given(grad_o) || path_of(problem, q) == Path::Code::aten) {
-    at::NoTF32Guard exact;
+  if (!is_defined(grad_o) || choose_path(problem, q) == Path::Code::aten) {
+    at::NoTF32Guard no_tf32;
     return backward(grad_o, q, k, v, cu_chunks, lse, o, chunk, scale);
   }
   const auto B = q.size(0), T = q.size(1), HQ = q.size(2);
-  check_kept("cat_attention", "lse", lse, {B, T, HQ}, at::kFloat);
-  check_kept("cat_attention", "o", o, {B, T, HQ, v.size(3)}, q.scalar_type());
+  check_saved_tensor("cat_attention", "lse", lse, {B, T, HQ}, at::kFloat);
+  check_saved_tensor("cat_attention", "o", o, {B, T, HQ, v.size(3)}, q.scalar_type());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, cu_chunks, chunk, scale);
-  const auto dout = in_packs(grad_o->to(q.scalar_type())), out = in_packs(o);
-  const auto numbers = q.options().dtype(at::kFloat);
-  const auto queries = at::empty({B, HQ, T, int64_t(sizeof(kernels::CatQuery) / sizeof(float))}, numbers);
-  auto* const of_queries = static_cast<kernels::CatQuery*>(queries.mutable_data_ptr());
+  const auto dout = align_rows(grad_o->to(q.scalar_type())), out = align_rows(o);
+  const auto fp32_options = q.options().dtype(at::kFloat);
+  const auto queries =
+      at::empty({B, HQ, T, int64_t(sizeof(kernels::CatQueryRecord) / sizeof(float))}, fp32_options);
+  auto* const query_data = static_cast<kernels::CatQueryRecord*>(queries.mutable_data_ptr());
 
-  const auto partials = at::empty({kernels::cat_partials(args.shape)}, numbers);
-  const auto dq = args.rows_of(args.q), dk = args.rows_of(args.k), dv = args.rows_of(args.v);
+  const auto partials = at::empty({kernels::cat_partials_size(args.shape)}, fp32_options);
+  const auto dq = args.empty_like_rows(args.q), dk = args.empty_like_rows(args.k),
+             dv = args.empty_like_rows(args.v);
   kernels::CatQueryGradients rows;
   args.fill(rows);
   rows.o = input<4>(out), rows.dout = input<4>(dout), rows.lse = input<3>(lse);
-  rows.dq = output<4>(dq), rows.queries = of_queries;
+  rows.dq = output<4>(dq), rows.queries = query_data;
   rows.dk = output<4>(dk), rows.dv = output<4>(dv), rows.partials = partials.mutable_data_ptr<float>();
   check_launch("cat_query_gradients", kernels::cat_query_gradients(rows, stream));
 
   kernels::CatHeaderGradients headers;
   args.fill(headers);
-  headers.dout = input<4>(dout), headers.queries = of_queries;
+  headers.dout = input<4>(dout), headers.queries = query_data;
   headers.partials = rows.partials;
   check_launch("cat_header_gradients", kernels::cat_header_gradients(headers, stream));
 
   kernels::CatOwnGradients own;
   args.fill(own);
-  own.dout = input<4>(dout), own.queries = of_queries, own.partials = rows.partials;
+  own.dout = input<4>(dout), own.queries = query_data, own.partials = rows.partials;
   own.dk = output<4>(dk), own.dv = output<4>(dv);
   check_launch("cat_own_gradients", kernels::cat_own_gradients(own, stream));
-  return {without_packs(dq, q.size(3)), without_packs(dk, k.size(3)), without_packs(dv, v.size(3)),
-          std::nullopt};
+  return {crop_width(dq, q.size(3)), crop_width(dk, k.size(3)), crop_width(dv, v.size(3)), std::nullopt};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
                     int64_t chunk, std::optional<double> scale, std::string_view device, bool) {
   const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(path_of(problem, q), device);
+  return explain_path(choose_path(problem, q), device);
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 namespace girih::ops {
 
 Tensor cat_attention(const Tensor& q, const Tensor& k, const Tensor& v, const CatAttentionOptions& options) {
-  using Signature = Tensor(Required, Required, Required, Maybe, int64_t, Number);
-  static const auto op = find<Signature>("girih::cat_attention");
-  return op.call(q, k, v, none_if_absent(options.cu_chunks), options.chunk, options.scale);
+  using Signature = Tensor(TensorArg, TensorArg, TensorArg, OptionalTensorArg, int64_t, OptionalFloatArg);
+  static const auto op = find_operator<Signature>("girih::cat_attention");
+  return op.call(q, k, v, to_optional(options.cu_chunks), options.chunk, options.scale);
 }
 
 }  // namespace girih::ops

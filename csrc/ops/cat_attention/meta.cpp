@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
                     int64_t chunk, std::optional<double> scale, std::string_view device, bool) {
-  return explained(Problem::check(q, k, v, cu_chunks, chunk, scale).path(q), device);
+  return explain_path(Problem::check(q, k, v, cu_chunks, chunk, scale).path(q), device);
 }
 
 }  // namespace

@@ -3,31 +3,32 @@
 #pragma once
 
 #include "../arguments/path.h"
-#include "../chunks/saved_memories.h"
+#include "../chunks/touched_chunks.h"
 
 namespace girih::cat_attention {
 
-constexpr int64_t kWidest = 256, kWidestFloat = 128;   // D and V of the kernels: 16 bits, fp32
-constexpr int64_t kLongest = (1u << 31) - (1u << 16);  // largest T of the kernels
+constexpr int64_t kMaxWidth = 256, kMaxFloatWidth = 128;  // D and V of the kernels: 16 bits, fp32
+constexpr int64_t kMaxTokens = (1u << 31) - (1u << 16);   // largest T of the kernels
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V;
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
                        int64_t chunk, std::optional<double> scale) {
-    static const auto& op = describe("cat_attention");
+    static const auto& op = get_operator("cat_attention");
     const auto at = girih::check(op, {q, k, v, cu_chunks, chunk, scale});
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"]};
   }
 
   Path path(const Tensor& q) const {
-    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    static_assert(kWidest == 256 && kWidestFloat == 128);
+    if (q.scalar_type() == at::kDouble) return aten(kNoFloat64Kernels);
+    static_assert(kMaxWidth == 256 && kMaxFloatWidth == 128);
     const bool wide = q.scalar_type() == at::kFloat;
-    if (D > kWidest || V > kWidest) return aten("keys or values wider than 256");
-    if (wide && (D > kWidestFloat || V > kWidestFloat)) return aten("float32 keys or values wider than 128");
-    if (T > kLongest) return aten("more rows than 32-bit indices reach");
-    return wide ? tensor_cores(kSplitFloat32) : tensor_cores();
+    if (D > kMaxWidth || V > kMaxWidth) return aten("keys or values wider than 256");
+    if (wide && (D > kMaxFloatWidth || V > kMaxFloatWidth))
+      return aten("float32 keys or values wider than 128");
+    if (T > kMaxTokens) return aten("more rows than 32-bit indices reach");
+    return wide ? tensor_cores(k3xTF32) : tensor_cores();
   }
 };
 

@@ -4,14 +4,14 @@
 
 #include <memory>
 
+#include "checkpoint.h"
 #include "chunks.h"
-#include "recompute.h"
 
 namespace girih {
 
 // The rule of one operator on n consecutive chunks, built from its inputs [B, n, H, C, ...].
-struct Block {
-  virtual ~Block() = default;
+struct ChunkBlock {
+  virtual ~ChunkBlock() = default;
   // Returns the states after chunk c; called for c = 0..n-1 in order. Stores what `read` needs of the chunk.
   virtual Chunks::States step(int64_t c, const Chunks::States& states) = 0;
   // Returns the outputs of the n chunks, [B, n, HQ, C, ...]; `starts` are the states before each chunk, [B,
@@ -21,22 +21,23 @@ struct Block {
 
 // complete [B, n]: the last token of the chunk is one of these tokens; undefined if that holds for all
 // chunks.
-using MakeBlock = std::function<std::unique_ptr<Block>(const Tensors& inputs, const Tensor& complete)>;
+using MakeChunkBlock =
+    std::function<std::unique_ptr<ChunkBlock>(const Tensors& inputs, const Tensor& complete)>;
 
-class DefiningChunks {
+class ChunkDefiningScan {
  public:
-  DefiningChunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
-                 const OptionalTensor& position);
+  ChunkDefiningScan(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
+                    const OptionalTensor& position);
 
   // All chunks begin and end within these tokens, so that no state is inside a chunk.
-  bool whole() const { return whole_; }
+  bool has_whole_chunks() const { return has_whole_chunks_; }
 
   struct Run {
     Tensor o;  // [B, T, HQ, ...] in `dtype`; undefined without tokens
     Chunks::States finals;
   };
   // inputs [B, T, H, ...]; an undefined input is passed to the blocks as undefined.
-  Run run(const Tensors& inputs, const Chunks::States& initial, const MakeBlock& make,
+  Run run(const Tensors& inputs, const Chunks::States& initial, const MakeChunkBlock& make,
           at::ScalarType dtype) const;
 
   // [N]: the position after the last token, 0..C-1.
@@ -44,14 +45,14 @@ class DefiningChunks {
 
  private:
   int64_t C_, n_;  // tokens of a chunk, chunks of a block
-  bool whole_;
+  bool has_whole_chunks_;
   Chunks chunks_;
 };
 
 // [B, n, ...] -> n tensors [B, ...], each contiguous.
-inline Tensors per_chunk(const Tensor& x) { return x.transpose(0, 1).contiguous().unbind(0); }
+inline Tensors unbind_chunks(const Tensor& x) { return x.transpose(0, 1).contiguous().unbind(0); }
 
 // Selects by the flag [B] between rows of two tensors [B, ...].
-Tensor where_row(const Tensor& flag, const Tensor& state, const Tensor& otherwise);
+Tensor select_rows(const Tensor& flag, const Tensor& state, const Tensor& otherwise);
 
 }  // namespace girih

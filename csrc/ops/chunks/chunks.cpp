@@ -5,7 +5,7 @@ namespace girih {
 namespace {
 
 // Reshapes a flag [B] or [N] for broadcasting with its state.
-Tensor against(const Tensor& flag, const Tensor& state) {
+Tensor reshape_flag(const Tensor& flag, const Tensor& state) {
   std::vector<int64_t> sizes(state.dim(), 1);
   sizes[0] = flag.size(0);
   return flag.view(sizes);
@@ -15,9 +15,9 @@ Tensor against(const Tensor& flag, const Tensor& state) {
 
 Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
                const OptionalTensor& position, Cut cut)
-    : B_(B), T_(T), length_(C), packed_(given(cu_seqlens) && cu_seqlens->dim() == 1) {
-  const bool bounds = given(cu_seqlens) && !packed_;
-  table_ = packed_ || given(position) || (bounds && cut == Cut::at_start);
+    : B_(B), T_(T), chunk_length_(C), is_packed_(is_defined(cu_seqlens) && cu_seqlens->dim() == 1) {
+  const bool bounds = is_defined(cu_seqlens) && !is_packed_;
+  has_index_ = is_packed_ || is_defined(position) || (bounds && cut == Cut::at_start);
   const auto options = like.options().dtype(at::kLong).requires_grad(false);
   const auto rows = at::arange(C, options);
 
@@ -29,7 +29,7 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
     N_ = B;
     lo = within.slice(1, 0, 1);
     hi = at::maximum(within.slice(1, 1), lo);
-  } else if (packed_) {
+  } else if (is_packed_) {
     const auto cu = cu_seqlens->to(at::kLong).clamp(0, T);
     N_ = cu.size(0) - 1;
     lo = cu.slice(0, 0, N_).unsqueeze(0);
@@ -39,76 +39,77 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
     lo = at::zeros({B, 1}, options);
     hi = at::full({B, 1}, T, options);
   }
-  if (!table_) {
+  if (!has_index_) {
     count_ = (T + C - 1) / C;
     const auto token = at::arange(count_, options).unsqueeze(1) * C + rows;
     valid_ = (token >= lo.unsqueeze(2)) & (token < hi.unsqueeze(2));
-    if (bounds) covered_ = valid_.flatten(1).narrow(1, 0, T);
+    if (bounds) in_sequence_ = valid_.flatten(1).narrow(1, 0, T);
     return;
   }
-  const int64_t n = packed_ ? N_ : 1;
-  size_ = (hi - lo).view({N_});
-  position_ = given(position) ? position->clamp(0, C - 1) : at::zeros({N_}, options);
+  const int64_t n = is_packed_ ? N_ : 1;
+  sequence_length_ = (hi - lo).view({N_});
+  position_ = is_defined(position) ? position->clamp(0, C - 1) : at::zeros({N_}, options);
   const auto p = position_.view({B, n});
   count_ = T == 0 || n == 0 ? 0 : (T + 2 * n * (C - 1)) / C;
 
   const auto chunks = at::where(hi > lo, (p + hi - lo + C - 1).floor_divide(C), 0);
   const auto end = chunks.cumsum(1);
-  end_ = end.reshape({N_});
-  held_ = (hi > lo).view({N_});
+  chunk_end_ = end.reshape({N_});
+  has_tokens_ = (hi > lo).view({N_});
   if (count_ == 0) {
     sequence_ = at::zeros({B, 0}, options);
-    first_ = at::zeros({B, 0}, options.dtype(at::kBool));
+    is_first_ = at::zeros({B, 0}, options.dtype(at::kBool));
     valid_ = at::zeros({B, 0, C}, options.dtype(at::kBool));
-    covered_ = at::zeros({B, T}, options.dtype(at::kBool));
-    token_ = at::zeros({0}, options);
-    place_ = at::zeros({B * T}, options);
+    in_sequence_ = at::zeros({B, T}, options.dtype(at::kBool));
+    split_index_ = at::zeros({0}, options);
+    join_index_ = at::zeros({B * T}, options);
     return;
   }
   const auto c = at::arange(count_, options).expand({B, count_}).contiguous();
   sequence_ = at::searchsorted(end, c, /*out_int32=*/false, /*right=*/true).clamp_max(n - 1);
   const auto begin = (end - chunks).gather(1, sequence_);
-  first_ = c == begin;
+  is_first_ = c == begin;
   const auto lo_c = lo.gather(1, sequence_), hi_c = hi.gather(1, sequence_);
   const auto token = (lo_c + (c - begin) * C - p.gather(1, sequence_)).unsqueeze(2) + rows;
   valid_ =
       (token >= lo_c.unsqueeze(2)) & (token < hi_c.unsqueeze(2)) & (c < end.slice(1, n - 1)).unsqueeze(2);
   const auto row = at::arange(B, options) * T;
-  token_ = (token.clamp(0, T - 1) + row.view({B, 1, 1})).view({-1});
+  split_index_ = (token.clamp(0, T - 1) + row.view({B, 1, 1})).view({-1});
 
   // Inverse map: token t of sequence s is row p + t - lo, counted from the start of the first chunk of the
   // sequence.
   const auto t = at::arange(T, options).expand({B, T}).contiguous();
   const auto owner = at::searchsorted(hi, t, false, true).clamp_max(n - 1);
   const auto from = t - lo.gather(1, owner);
-  covered_ = (from >= 0) & (t < hi.gather(1, owner));
+  in_sequence_ = (from >= 0) & (t < hi.gather(1, owner));
   const auto place = (end - chunks).gather(1, owner) * C + p.gather(1, owner) + from;
-  place_ = (place.clamp(0, count_ * C - 1) + (at::arange(B, options) * (count_ * C)).unsqueeze(1)).view({-1});
+  join_index_ =
+      (place.clamp(0, count_ * C - 1) + (at::arange(B, options) * (count_ * C)).unsqueeze(1)).view({-1});
 }
 
 Tensor Chunks::split(const Tensor& x, at::ScalarType dtype, int64_t rows) const {
   const auto H = x.size(2);
   const auto rest = x.sizes().slice(3);
-  std::vector<int64_t> cut{B_, count_, length_ * rows, H};
+  std::vector<int64_t> cut{B_, count_, chunk_length_ * rows, H};
   cut.insert(cut.end(), rest.begin(), rest.end());
   Tensor y;
-  if (table_) {
+  if (has_index_) {
     std::vector<int64_t> tokens{B_ * T_, rows, H};
     tokens.insert(tokens.end(), rest.begin(), rest.end());
-    y = x.to(dtype).reshape(tokens).index_select(0, token_);
+    y = x.to(dtype).reshape(tokens).index_select(0, split_index_);
     std::vector<int64_t> mask(y.dim(), 1);
     mask[0] = y.size(0);
     y = at::where(valid_.reshape(mask), y, at::zeros({}, y.options())).view(cut);
   } else {
     y = x.to(dtype);
-    const auto missing = (count_ * length_ - T_) * rows;
-    if (missing > 0) {
+    const auto padding = (count_ * chunk_length_ - T_) * rows;
+    if (padding > 0) {
       std::vector<int64_t> pad(2 * (x.dim() - 1), 0);
-      pad.back() = missing;
+      pad.back() = padding;
       y = at::constant_pad_nd(y, pad, 0);
     }
     y = y.reshape(cut);
-    if (covered_.defined()) {
+    if (in_sequence_.defined()) {
       auto mask = valid_.unsqueeze(3).expand({-1, -1, -1, rows}).flatten(2);
       while (mask.dim() < y.dim()) mask = mask.unsqueeze(-1);
       y = at::where(mask, y, at::zeros({}, y.options()));
@@ -119,31 +120,33 @@ Tensor Chunks::split(const Tensor& x, at::ScalarType dtype, int64_t rows) const 
 
 Tensor Chunks::join(const Tensor& x, at::ScalarType dtype) const {
   const auto y = x.transpose(2, 3);  // [B, count, C, H, ...]
-  std::vector<int64_t> tokens{B_ * count_ * length_, y.size(3)}, out{B_, T_, y.size(3)};
+  std::vector<int64_t> tokens{B_ * count_ * chunk_length_, y.size(3)}, out{B_, T_, y.size(3)};
   for (const auto size : y.sizes().slice(4)) {
     tokens.push_back(size);
     out.push_back(size);
   }
   Tensor joined;
-  if (table_) {
+  if (has_index_) {
     if (count_ == 0) return at::zeros(out, y.options().dtype(dtype));
-    joined = y.reshape(tokens).index_select(0, place_).view(out);
+    joined = y.reshape(tokens).index_select(0, join_index_).view(out);
   } else {
-    auto whole = out;
-    whole[1] = count_ * length_;
-    joined = y.reshape(whole).narrow(1, 0, T_);
-    if (!covered_.defined()) return joined.to(dtype).contiguous();
+    auto padded = out;
+    padded[1] = count_ * chunk_length_;
+    joined = y.reshape(padded).narrow(1, 0, T_);
+    if (!in_sequence_.defined()) return joined.to(dtype).contiguous();
   }
   std::vector<int64_t> mask(out.size(), 1);
   mask[0] = B_, mask[1] = T_;
-  return at::where(covered_.reshape(mask), joined, at::zeros({}, joined.options())).to(dtype).contiguous();
+  return at::where(in_sequence_.reshape(mask), joined, at::zeros({}, joined.options()))
+      .to(dtype)
+      .contiguous();
 }
 
-Tensor Chunks::complete() const { return valid_.select(2, length_ - 1).contiguous(); }
+Tensor Chunks::complete() const { return valid_.select(2, chunk_length_ - 1).contiguous(); }
 
 Tensor Chunks::next_position() const {
-  if (table_) return (position_ + size_).remainder(length_);
-  return at::full({N_}, T_ % length_, valid_.options().dtype(at::kLong));
+  if (has_index_) return (position_ + sequence_length_).remainder(chunk_length_);
+  return at::full({N_}, T_ % chunk_length_, valid_.options().dtype(at::kLong));
 }
 
 Chunks::Scan Chunks::scan(const States& initial,
@@ -155,27 +158,27 @@ Chunks::Scan Chunks::scan(const States& initial,
   }
   // Gathers the initial state of the sequence of every chunk once. A select inside the loop would cost a
   // gradient of all N states in the backward of each chunk.
-  std::vector<States> entering, after(initial.size());
+  std::vector<States> initial_states, after(initial.size());
   States first, state = initial;
-  if (packed_) {
-    first = first_.unbind(1);
+  if (is_packed_) {
+    first = is_first_.unbind(1);
     for (auto& part : state) {
-      entering.push_back(part.index_select(0, sequence_.view({-1})).split(1));
-      part = entering.back()[0];
+      initial_states.push_back(part.index_select(0, sequence_.view({-1})).split(1));
+      part = initial_states.back()[0];
     }
   }
   for (int64_t c = 0; c < count_; ++c) {
     for (size_t i = 0; i < state.size(); ++i) {
-      if (packed_) state[i] = at::where(against(first[c], state[i]), entering[i][c], state[i]);
+      if (is_packed_) state[i] = at::where(reshape_flag(first[c], state[i]), initial_states[i][c], state[i]);
       result.before[i].push_back(state[i]);
     }
     state = step(c, state);
-    for (size_t i = 0; packed_ && i < state.size(); ++i) after[i].push_back(state[i]);
+    for (size_t i = 0; is_packed_ && i < state.size(); ++i) after[i].push_back(state[i]);
   }
   result.finals = state;
-  for (size_t i = 0; packed_ && i < state.size(); ++i) {
-    const auto last = at::cat(after[i], 0).index_select(0, (end_ - 1).clamp(0, count_ - 1));
-    result.finals[i] = at::where(against(held_, last), last, initial[i]);
+  for (size_t i = 0; is_packed_ && i < state.size(); ++i) {
+    const auto last = at::cat(after[i], 0).index_select(0, (chunk_end_ - 1).clamp(0, count_ - 1));
+    result.finals[i] = at::where(reshape_flag(has_tokens_, last), last, initial[i]);
   }
   return result;
 }

@@ -24,7 +24,7 @@ class Chunks {
   int64_t count() const {
     return count_;
   }  // chunks of a row; an upper bound if packed: the remaining chunks are empty
-  int64_t length() const { return length_; }  // C
+  int64_t length() const { return chunk_length_; }  // C
   int64_t sequences() const { return N_; }
 
   // [B, T * rows, H, ...] -> [B, count, H, C * rows, ...] in `dtype`, zero in rows without a token.
@@ -51,17 +51,18 @@ class Chunks {
   Tensor starts(const Scan& scan, size_t i) const;
 
  private:
-  int64_t B_, T_, N_, length_, count_;
-  bool table_ = false, packed_ = false;
+  int64_t B_, T_, N_, chunk_length_, count_;
+  bool has_index_ = false, is_packed_ = false;
   Tensor valid_;
-  Tensor covered_;  // [B, T]: the token belongs to a sequence; undefined if all tokens do
+  Tensor in_sequence_;  // [B, T]: the token belongs to a sequence; undefined if all tokens do
   // Defined if table_ is true:
-  Tensor token_;  // [B * count * C]: index of the token, in B * T
-  Tensor place_;  // [B * T]: index of the row, in B * count * C
+  Tensor split_index_;  // [B * count * C]: index of the token, in B * T
+  Tensor join_index_;   // [B * T]: index of the row, in B * count * C
   Tensor sequence_,
-      first_;          // [B, count]: sequence of the chunk; whether it is the first chunk of the sequence
-  Tensor end_, held_;  // [N]: chunks up to and including the sequence; whether the sequence has tokens
-  Tensor position_, size_;  // [N]: position of the first token; number of tokens
+      is_first_;  // [B, count]: sequence of the chunk; whether it is the first chunk of the sequence
+  Tensor chunk_end_,
+      has_tokens_;  // [N]: chunks up to and including the sequence; whether the sequence has tokens
+  Tensor position_, sequence_length_;  // [N]: position of the first token; number of tokens
 };
 
 }  // namespace girih

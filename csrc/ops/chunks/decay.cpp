@@ -13,7 +13,7 @@ Tensor decay_matrix(const Tensor& g) {
   return at::where(t >= i, sums, at::full({}, -INFINITY, g.options())).exp();
 }
 
-Tensor sum_after(const Tensor& g, int64_t dim) {
+Tensor exclusive_suffix_sum(const Tensor& g, int64_t dim) {
   const auto C = g.size(dim);
   if (C == 0) return g;
   // The suffix sum is exclusive: the gate of the row itself is shifted out.

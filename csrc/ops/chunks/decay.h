@@ -12,6 +12,6 @@ using at::Tensor;
 Tensor decay_matrix(const Tensor& g);
 
 // Along `dim`: the sum of the gates after each row, g_{t+1} + ... + g_C.
-Tensor sum_after(const Tensor& g, int64_t dim);
+Tensor exclusive_suffix_sum(const Tensor& g, int64_t dim);
 
 }  // namespace girih

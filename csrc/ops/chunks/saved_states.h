@@ -7,44 +7,45 @@
 
 namespace girih {
 
-constexpr int64_t kKeptChunk = 64;             // tokens of a chunk of gsa and gla
-constexpr int64_t kKeptPair = 2 * kKeptChunk;  // gla with a gate per head or without gates
+constexpr int64_t kChunkTokens = 64;                    // tokens of a chunk of gsa and gla
+constexpr int64_t kChunkPairTokens = 2 * kChunkTokens;  // gla with a gate per head or without gates
 
 // The largest sizes of the tensor-core kernels: columns of a state, rows of a memory.
-struct KernelSizes {
+struct KernelLimits {
   int64_t columns, rows;
 };
-constexpr KernelSizes kByChannel{128, 512};  // a gate per column
-constexpr KernelSizes kByHead{256, std::numeric_limits<int64_t>::max()};
+constexpr KernelLimits kChannelGateLimits{128, 512};  // a gate per column
+constexpr KernelLimits kHeadGateLimits{256, std::numeric_limits<int64_t>::max()};
 
 // The number of chunks of `tokens` tokens of all sequences; for packed sequences an upper bound.
-inline c10::SymInt kept_chunks(const Tensor& q, const c10::SymInt& sequences,
-                               const OptionalTensor& cu_seqlens, int64_t tokens) {
+inline c10::SymInt count_chunks(const Tensor& q, const c10::SymInt& sequences,
+                                const OptionalTensor& cu_seqlens, int64_t tokens) {
   const auto B = q.sym_size(0), T = q.sym_size(1);
   if (given(cu_seqlens) && cu_seqlens->dim() == 1) return T / tokens + sequences;
   return B * ((T + tokens - 1) / tokens);
 }
 
 // Rounds up to a multiple of 8.
-inline c10::SymInt kept_width(const c10::SymInt& width) { return (width + 7) / 8 * 8; }
+inline c10::SymInt padded_width(const c10::SymInt& width) { return (width + 7) / 8 * 8; }
 
 // [chunks, H, rows, columns]: the rows of all memories; widths are rounded up to multiples of 8.
-inline std::vector<c10::SymInt> kept_states(const Tensor& q, const c10::SymInt& sequences,
-                                            const c10::SymInt& heads,
-                                            std::initializer_list<c10::SymInt> memories,
-                                            const c10::SymInt& columns, const OptionalTensor& cu_seqlens,
-                                            int64_t tokens = kKeptChunk) {
+inline std::vector<c10::SymInt> saved_states_shape(const Tensor& q, const c10::SymInt& sequences,
+                                                   const c10::SymInt& heads,
+                                                   std::initializer_list<c10::SymInt> memories,
+                                                   const c10::SymInt& columns,
+                                                   const OptionalTensor& cu_seqlens,
+                                                   int64_t tokens = kChunkTokens) {
   c10::SymInt rows = 0;
-  for (const auto& width : memories) rows = rows + kept_width(width);
-  return {kept_chunks(q, sequences, cu_seqlens, tokens), heads, rows, kept_width(columns)};
+  for (const auto& width : memories) rows = rows + padded_width(width);
+  return {count_chunks(q, sequences, cu_seqlens, tokens), heads, rows, padded_width(columns)};
 }
 
 // Checks that `name` of a backward call has the shape and the dtype that forward saved.
-inline void check_kept(std::string_view op, std::string_view name, const Tensor& given,
-                       const std::vector<c10::SymInt>& kept, at::ScalarType type) {
-  GIRIH_CHECK(given.sym_sizes().equals(kept) && given.scalar_type() == type, op, "_backward: ", name,
+inline void check_saved_tensor(std::string_view op, std::string_view name, const Tensor& given,
+                               const std::vector<c10::SymInt>& expected, at::ScalarType type) {
+  GIRIH_CHECK(given.sym_sizes().equals(expected) && given.scalar_type() == type, op, "_backward: ", name,
               " has shape ", given.sym_sizes(), " and dtype ", given.scalar_type(), " but should have shape ",
-              c10::SymIntArrayRef(kept), " and dtype ", type, ", as ", op,
+              c10::SymIntArrayRef(expected), " and dtype ", type, ", as ", op,
               "_forward saves it with save=True");
 }
 

@@ -16,28 +16,30 @@ namespace {
 
 // The chunk length without between_chunks, which does not change the result. 64 rows are fastest at D = 128,
 // close to the fastest at D = 32, and save half of the states of 32 rows.
-int64_t exact_chunk(int64_t T, int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n)); }
+int64_t choose_chunk_length(int64_t T, int64_t n) {
+  return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n));
+}
 
 // x / |x| with eps inside the root, so that a zero row stays zero and has a gradient. Computed in float64:
 // the error of |k| is the same in every step that repeats a key, and with beta = 2 the steps are reflections
 // and the error grows with T.
-Tensor unit(const Tensor& x) {
+Tensor l2_normalise(const Tensor& x) {
   const auto y = x.to(at::kDouble);
   return (y * (y.square().sum(-1, true) + 1e-6).rsqrt()).to(x.scalar_type());
 }
 
 // One gate per token -> one gate per row: the gate of the first step of the token, 0 for its other steps.
-Tensor gate_rows(const Tensor& g, int64_t n) {
+Tensor expand_gates(const Tensor& g, int64_t n) {
   return at::constant_pad_nd(g.unsqueeze(-1), {0, n - 1}, 0).flatten(-2);
 }
 
 // The last of every n rows, at which the token is read.
-Tensor read_rows(const Tensor& x, int64_t n) {
+Tensor select_read_rows(const Tensor& x, int64_t n) {
   return x.unflatten(-2, {x.size(-2) / n, n}).select(-2, n - 1);
 }
 
 // [B, count, H, ...] -> one [B * H, ...] per chunk
-std::vector<Tensor> by_chunk(const Tensor& x) { return x.transpose(0, 1).flatten(1, 2).unbind(0); }
+std::vector<Tensor> unbind_chunks(const Tensor& x) { return x.transpose(0, 1).flatten(1, 2).unbind(0); }
 
 }  // namespace
 
@@ -48,30 +50,30 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto p = Problem::check(queries, keys, v_, beta_, g_, state_s, state_position, cu_seqlens, n, scale,
                                 l2norm_qk, chunk, between_chunks);
   const auto H = v_.size(2);
-  const auto q_ = for_each_head(queries, H), k_ = for_each_head(keys, H);
+  const auto q_ = repeat_heads(queries, H), k_ = repeat_heads(keys, H);
   const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = v_.size(3);
   const auto type = accumulate_type(q_);
-  const auto kept = p.saved(q_, beta_, g_, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
-  const auto new_kept = [&](const std::vector<c10::SymInt>& sizes, at::ScalarType of) {
+  const auto saved_shapes = p.saved(q_, beta_, g_, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
+  const auto new_saved = [&](const std::vector<c10::SymInt>& sizes, at::ScalarType of) {
     return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q_.options().dtype(of));
   };
-  const auto states = new_kept(kept.states, kept.states_type),
-             prepared = new_kept(kept.prepared, kept.prepared_type),
-             transitions = new_kept(kept.transitions, at::kFloat);
+  const auto states = new_saved(saved_shapes.states, saved_shapes.states_type),
+             prepared = new_saved(saved_shapes.prepared, saved_shapes.prepared_type),
+             transitions = new_saved(saved_shapes.transitions, at::kFloat);
   // With T = 1 a chunk is one row: the position of the token determines whether it completes the chunk of the
   // model.
-  const bool single = between_chunks && T == 1 && !given(cu_seqlens);
-  const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
-                      single ? std::nullopt : state_position,
+  const bool is_single_token = between_chunks && T == 1 && !is_defined(cu_seqlens);
+  const Chunks chunks(q_, B, T, is_single_token ? 1 : chunk.value_or(choose_chunk_length(T, n)), cu_seqlens,
+                      is_single_token ? std::nullopt : state_position,
                       between_chunks ? Chunks::Cut::at_start : Chunks::Cut::anywhere);
   const auto count = chunks.count(), C = chunks.length(), R = C * n;
   const auto S0 =
-      given(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
+      is_defined(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
   Tensor complete;  // [B, count]
   OptionalTensor position;
-  if (single) {
-    const auto read = given(state_position) ? state_position->clamp(0, *chunk - 1) + 1
-                                            : at::ones({B}, q_.options().dtype(at::kLong));
+  if (is_single_token) {
+    const auto read = is_defined(state_position) ? state_position->clamp(0, *chunk - 1) + 1
+                                                 : at::ones({B}, q_.options().dtype(at::kLong));
     complete = (read == *chunk).unsqueeze(1);
     position = read.remainder(*chunk);
   } else if (between_chunks) {
@@ -83,8 +85,8 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
 
   auto q = chunks.split(q_, type), k = chunks.split(k_, type, n);
   if (l2norm_qk) {
-    q = unit(q);
-    k = unit(k);
+    q = l2_normalise(q);
+    k = l2_normalise(k);
   }
   q = q.view({B, count, H, HQ / H, C, D}) * scale.value_or(1 / std::sqrt(double(D)));
   auto beta = chunks.split(beta_, type, n);
@@ -96,15 +98,15 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   //   b_in, q_in  with the factor e^{L_r}
   //   k_out       with the factor e^{L_C - L_r}
   Tensor decay = at::ones({R, R}, q.options()).tril(), b_in = b, q_in = q, k_out = k;
-  std::vector<Tensor> keep;
-  if (given(g_)) {
-    const auto g = gate_rows(chunks.split(*g_, type), n);
+  std::vector<Tensor> chunk_decay;
+  if (is_defined(g_)) {
+    const auto g = expand_gates(chunks.split(*g_, type), n);
     const auto in = g.cumsum(-1).exp().unsqueeze(-1);
     decay = decay_matrix(g);
     b_in = b * in;
-    q_in = q * read_rows(in, n).unsqueeze(3);
-    k_out = k * sum_after(g, -1).exp().unsqueeze(-1);
-    keep = by_chunk(in.narrow(-2, R - 1, 1));
+    q_in = q * select_read_rows(in, n).unsqueeze(3);
+    k_out = k * exclusive_suffix_sum(g, -1).exp().unsqueeze(-1);
+    chunk_decay = unbind_chunks(in.narrow(-2, R - 1, 1));
   }
 
   // T = I + tril((B K^T) * e^{L_r - L_r'}, -1)
@@ -113,25 +115,28 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto solved = at::linalg_solve_triangular(b.matmul(k_t) * decay, at::cat({w, b_in}, -1),
                                                   /*upper=*/false, /*left=*/true,
                                                   /*unitriangular=*/true);
-  const auto w_solved = by_chunk(solved.narrow(-1, 0, V)), b_solved = by_chunk(solved.narrow(-1, V, D));
+  const auto w_solved = unbind_chunks(solved.narrow(-1, 0, V)),
+             b_solved = unbind_chunks(solved.narrow(-1, V, D));
 
   // U = T^-1 (W - e^{L} B S)
   // S <- e^{L_C} S + (K * e^{L_C - L})^T U
   // S <- phi(S) if the chunk is complete
-  const auto k_rows = by_chunk(k_out.transpose(-1, -2));
-  const auto closes = between_chunks ? complete.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
+  const auto k_rows = unbind_chunks(k_out.transpose(-1, -2));
+  const auto is_complete =
+      between_chunks ? complete.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
   std::vector<Tensor> U;
   const auto scan = chunks.scan({S0}, [&](int64_t c, const Chunks::States& state) -> Chunks::States {
     const auto S = state[0].flatten(0, 1);
     U.push_back(at::baddbmm(w_solved[c], b_solved[c], S, 1, -1));
-    const auto next = at::baddbmm(keep.empty() ? S : keep[c] * S, k_rows[c], U[c]).view({B, H, D, V});
+    const auto next =
+        at::baddbmm(chunk_decay.empty() ? S : chunk_decay[c] * S, k_rows[c], U[c]).view({B, H, D, V});
     if (!between_chunks) return {next};
-    return {at::where(closes[c], *between_chunks == "gelu" ? at::gelu(next) : next.tanh(), next)};
+    return {at::where(is_complete[c], *between_chunks == "gelu" ? at::gelu(next) : next.tanh(), next)};
   });
 
   // O = e^{L} (Q S) + ((Q K^T) * e^{L_t - L_r'}, rows of tokens <= t) U
-  const auto scores =
-      q.flatten(3, 4).matmul(k_t).view({B, count, H, HQ / H, C, R}) * read_rows(decay, n).unsqueeze(-3);
+  const auto scores = q.flatten(3, 4).matmul(k_t).view({B, count, H, HQ / H, C, R}) *
+                      select_read_rows(decay, n).unsqueeze(-3);
   const auto o = q_in.flatten(3, 4).matmul(chunks.starts(scan, 0)) +
                  scores.flatten(3, 4).matmul(at::stack(U, 0).view({count, B, H, R, V}).transpose(0, 1));
   return {chunks.join(o.view({B, count, HQ, C, V}), q_.scalar_type()),
@@ -142,13 +147,9 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
           transitions};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) {
-  m.impl("delta_product_forward", TORCH_FN(InFullPrecision<&forward>::call));
-}
+TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("delta_product_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
 #ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("delta_product_forward", TORCH_FN(InFullPrecision<&forward>::call));
-}
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("delta_product_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
 #endif
 
 }  // namespace girih::delta_product

@@ -5,7 +5,7 @@ namespace girih::ops {
 namespace {
 
 // n from the rows of k if it is absent; 1 without tokens.
-int64_t steps_per_token(const Tensor& q, const Tensor& k, Integer n) {
+int64_t steps_per_token(const Tensor& q, const Tensor& k, OptionalIntArg n) {
   if (n) return *n;
   const auto tokens = q.dim() > 1 ? q.size(1) : 0, rows = k.dim() > 1 ? k.size(1) : 0;
   if (tokens == 0) return 1;
@@ -25,26 +25,27 @@ DeltaProductState DeltaProductState::start(int64_t batch, int64_t heads, int64_t
 std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& beta, const Tensor& g,
                                                    const DeltaProductOptions& options) {
-  using Signature =
-      std::tuple<Tensor, Tensor, OptionalTensor>(Required, Required, Required, Required, Maybe, Maybe, Maybe,
-                                                 Maybe, int64_t, Number, bool, Integer, MaybeWord);
-  static const auto op = find<Signature>("girih::delta_product");
-  auto [o, s, position] = op.call(q, k, v, beta, none_if_absent(g), none_if_absent(options.state.s),
-                                  none_if_absent(options.state.position), none_if_absent(options.cu_seqlens),
+  using Signature = std::tuple<Tensor, Tensor, OptionalTensor>(
+      TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
+      OptionalTensorArg, int64_t, OptionalFloatArg, bool, OptionalIntArg, OptionalStringArg);
+  static const auto op = find_operator<Signature>("girih::delta_product");
+  auto [o, s, position] = op.call(q, k, v, beta, to_optional(g), to_optional(options.state.s),
+                                  to_optional(options.state.position), to_optional(options.cu_seqlens),
                                   steps_per_token(q, k, options.n), options.scale, options.l2norm_qk,
-                                  options.chunk, view(options.between_chunks));
+                                  options.chunk, to_string_view(options.between_chunks));
   return {o, {s, position.value_or(Tensor())}};
 }
 
 Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                           const Tensor& g, const DeltaProductOptions& options) {
-  using Signature = Tensor(Required, Required, Required, Required, Maybe, Required, Maybe, int64_t, Number,
-                           bool, Integer, MaybeWord);
-  static const auto op = find<Signature>("girih::delta_product_step");
-  refuse_start("delta_product", options.state.s, options.cu_seqlens);
-  return op.call(q, k, v, beta, none_if_absent(g), options.state.s, none_if_absent(options.state.position),
+  using Signature =
+      Tensor(TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg, OptionalTensorArg,
+             int64_t, OptionalFloatArg, bool, OptionalIntArg, OptionalStringArg);
+  static const auto op = find_operator<Signature>("girih::delta_product_step");
+  check_step_state("delta_product", options.state.s, options.cu_seqlens);
+  return op.call(q, k, v, beta, to_optional(g), options.state.s, to_optional(options.state.position),
                  steps_per_token(q, k, options.n), options.scale, options.l2norm_qk, options.chunk,
-                 view(options.between_chunks));
+                 to_string_view(options.between_chunks));
 }
 
 }  // namespace girih::ops

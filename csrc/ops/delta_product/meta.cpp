@@ -13,15 +13,15 @@ Results forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      Between between_chunks, bool save) {
   const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
                                 chunk, between_chunks);
-  const auto kept = p.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
+  const auto saved_shapes = p.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
   OptionalTensor position;
   if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
   return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))),
           position,
-          at::empty_symint(kept.states, q.options().dtype(kept.states_type)),
-          at::empty_symint(kept.prepared, q.options().dtype(kept.prepared_type)),
-          at::empty_symint(kept.transitions, q.options().dtype(at::kFloat))};
+          at::empty_symint(saved_shapes.states, q.options().dtype(saved_shapes.states_type)),
+          at::empty_symint(saved_shapes.prepared, q.options().dtype(saved_shapes.prepared_type)),
+          at::empty_symint(saved_shapes.transitions, q.options().dtype(at::kFloat))};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
@@ -31,7 +31,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     Between between_chunks, std::string_view device, bool step) {
   const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
                                 chunk, between_chunks);
-  return explained(
+  return explain_path(
       step ? p.step_path(q, n, between_chunks) : p.path(q, beta, g, n, l2norm_qk, between_chunks), device);
 }
 

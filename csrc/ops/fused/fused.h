@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../arguments/check.h"
-#include "../chunks/recompute.h"
+#include "../chunks/checkpoint.h"
 
 namespace girih::fused {
 

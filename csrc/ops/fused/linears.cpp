@@ -10,13 +10,13 @@ namespace {
 
 constexpr int64_t kNarrow = 64;  // products of up to so many features are bound by launches
 
-using Group = std::vector<size_t>;  // indices of weights
+using WeightGroup = std::vector<size_t>;  // indices of weights
 
 // Groups of weights that form one product: all narrow weights, which are bound by launches, and each other
 // weight alone.
-std::vector<Group> grouped(at::TensorList weights) {
-  std::vector<Group> groups;
-  Group narrow;
+std::vector<WeightGroup> group_weights(at::TensorList weights) {
+  std::vector<WeightGroup> groups;
+  WeightGroup narrow;
   for (size_t i = 0; i < weights.size(); ++i) {
     if (weights[i].size(0) <= kNarrow) {
       narrow.push_back(i);
@@ -28,7 +28,7 @@ std::vector<Group> grouped(at::TensorList weights) {
   return groups;
 }
 
-std::vector<int64_t> features(at::TensorList weights, const Group& group) {
+std::vector<int64_t> features(at::TensorList weights, const WeightGroup& group) {
   std::vector<int64_t> sizes;
   for (const size_t i : group) sizes.push_back(weights[i].size(0));
   return sizes;
@@ -36,29 +36,30 @@ std::vector<int64_t> features(at::TensorList weights, const Group& group) {
 
 // Calls f(i, part of weight i) for the product of a group or for its weight gradient.
 template <class F>
-void for_parts(const Tensor& of_group, const Group& group, at::TensorList weights, int64_t dim, const F& f) {
-  if (group.size() == 1) return f(group[0], of_group);
-  const auto parts = of_group.split_with_sizes(features(weights, group), dim);
+void for_each_weight(const Tensor& group_tensor, const WeightGroup& group, at::TensorList weights,
+                     int64_t dim, const F& f) {
+  if (group.size() == 1) return f(group[0], group_tensor);
+  const auto parts = group_tensor.split_with_sizes(features(weights, group), dim);
   for (size_t n = 0; n < group.size(); ++n) f(group[n], parts[n]);
 }
 
-Tensor below(at::TensorList weights, const Group& group) {
+Tensor concat_weights(at::TensorList weights, const WeightGroup& group) {
   if (group.size() == 1) return weights[group[0]];
-  Tensors of_group;
-  for (const size_t i : group) of_group.push_back(weights[i]);
-  return at::cat(of_group);
+  Tensors group_tensor;
+  for (const size_t i : group) group_tensor.push_back(weights[i]);
+  return at::cat(group_tensor);
 }
 
 // The weights of each group in `dtype`, concatenated by rows. A single weight that already has this dtype is
 // not copied.
-Tensors copies(at::TensorList weights, const std::vector<Group>& groups, at::ScalarType dtype) {
-  Tensors made;
+Tensors cast_weights(at::TensorList weights, const std::vector<WeightGroup>& groups, at::ScalarType dtype) {
+  Tensors outputs;
   if (std::ranges::all_of(weights, [&](const Tensor& w) { return w.scalar_type() == dtype; })) {
-    for (const auto& group : groups) made.push_back(below(weights, group));
-    return made;
+    for (const auto& group : groups) outputs.push_back(concat_weights(weights, group));
+    return outputs;
   }
   Tensors ordered;
-  std::vector<int64_t> sizes, of_groups;
+  std::vector<int64_t> sizes, group_sizes;
   int64_t all = 0;
   for (const auto& group : groups) {
     const auto before = all;
@@ -67,96 +68,97 @@ Tensors copies(at::TensorList weights, const std::vector<Group>& groups, at::Sca
       sizes.push_back(weights[i].size(0));
       all += sizes.back();
     }
-    of_groups.push_back(all - before);
+    group_sizes.push_back(all - before);
   }
   const auto copy = at::empty({all, weights[0].size(1)}, weights[0].options().dtype(dtype));
   at::_foreach_copy_(copy.split_with_sizes(sizes), ordered);
-  return copy.split_with_sizes(of_groups);
+  return copy.split_with_sizes(group_sizes);
 }
 
 // Concatenates the gradients of a group to [..., sum of features]; zeros for undefined ones; undefined if all
 // are.
-Tensor beside(const variable_list& dys, const Group& group, at::TensorList weights) {
+Tensor concat_gradients(const variable_list& dys, const WeightGroup& group, at::TensorList weights) {
   if (group.size() == 1) return dys[group[0]];
-  const auto given = std::ranges::find_if(group, [&](size_t i) { return dys[i].defined(); });
-  if (given == group.end()) return {};
+  const auto first_defined = std::ranges::find_if(group, [&](size_t i) { return dys[i].defined(); });
+  if (first_defined == group.end()) return {};
   Tensors parts;
   for (const size_t i : group) {
-    parts.push_back(dys[i].defined()
-                        ? dys[i]
-                        : dys[*given].new_zeros_symint(sizes_of_width(dys[*given], weights[i].size(0))));
+    parts.push_back(dys[i].defined() ? dys[i]
+                                     : dys[*first_defined].new_zeros_symint(
+                                           with_last_size(dys[*first_defined], weights[i].size(0))));
   }
   return at::cat(parts, -1);
 }
 
 // Keys under which a node saves each weight (for second derivatives) and the version of the weight.
-std::string weight_at(size_t i) { return "weight " + std::to_string(i); }
-std::string version_at(size_t i) { return "version " + std::to_string(i); }
-int64_t version_of(const Tensor& x) { return x.is_inference() ? -1 : int64_t(x._version()); }
+std::string weight_key(size_t i) { return "weight " + std::to_string(i); }
+std::string version_key(size_t i) { return "version " + std::to_string(i); }
+int64_t tensor_version(const Tensor& x) { return x.is_inference() ? -1 : int64_t(x._version()); }
 
 struct Linears : Function<Linears> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights) {
-    const auto groups = grouped(weights);
-    auto kept = copies(weights, groups, x.scalar_type());
-    const auto rows = in_rows(x);
-    variable_list made(weights.size());
+    const auto groups = group_weights(weights);
+    auto saved = cast_weights(weights, groups, x.scalar_type());
+    const auto rows = flatten_rows(x);
+    variable_list outputs(weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {  // the dtypes are those of autocast already
-      const auto y = at::_unsafe_view_symint(rows.mm(kept[n].t()), sizes_of_width(x, kept[n].size(0)));
-      for_parts(y, groups[n], weights, -1, [&](size_t i, const Tensor& part) { made[i] = part; });
+      const auto y = at::_unsafe_view_symint(rows.mm(saved[n].t()), with_last_size(x, saved[n].size(0)));
+      for_each_weight(y, groups[n], weights, -1, [&](size_t i, const Tensor& part) { outputs[i] = part; });
     }
-    const bool of_weights = std::ranges::any_of(weights, [](const Tensor& w) { return w.requires_grad(); });
-    if (!x.requires_grad()) kept.assign(kept.size(), {});
-    kept.push_back(of_weights ? x : Tensor());
-    ctx->save_for_backward(std::move(kept));
+    const bool needs_dweights =
+        std::ranges::any_of(weights, [](const Tensor& w) { return w.requires_grad(); });
+    if (!x.requires_grad()) saved.assign(saved.size(), {});
+    saved.push_back(needs_dweights ? x : Tensor());
+    ctx->save_for_backward(std::move(saved));
     for (size_t i = 0; i < weights.size(); ++i) {  // one entry each: compiled autograd supports no lists
-      ctx->saved_data[weight_at(i)] = weights[i];
-      ctx->saved_data[version_at(i)] = version_of(weights[i]);
+      ctx->saved_data[weight_key(i)] = weights[i];
+      ctx->saved_data[version_key(i)] = tensor_version(weights[i]);
     }
     ctx->set_materialize_grads(false);
-    return made;
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
-    const auto kept = ctx->get_saved_variables();
+    const auto saved = ctx->get_saved_variables();
     Tensors weights;
-    bool written = false;
+    bool is_modified = false;
     for (size_t i = 0; i < dys.size(); ++i) {
-      weights.push_back(ctx->saved_data[weight_at(i)].toTensor());
-      written |= ctx->saved_data[version_at(i)].toInt() != version_of(weights[i]);
+      weights.push_back(ctx->saved_data[weight_key(i)].toTensor());
+      is_modified |= ctx->saved_data[version_key(i)].toInt() != tensor_version(weights[i]);
     }
-    const auto groups = grouped(weights);
-    const bool of_x = ctx->needs_input_grad(0);
+    const auto groups = group_weights(weights);
+    const bool needs_dx = ctx->needs_input_grad(0);
     // torch.compile fuses sums into their readers, and clones the target of in-place operators.
     const bool is_traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
-    TORCH_CHECK(!of_x || !once_more() || !written,
+    TORCH_CHECK(!needs_dx || !is_double_backward() || !is_modified,
                 "girih: linears: a weight has been modified by an inplace operation since the forward");
     Tensor dx, like;  // like: has the sizes of dx except for the last
     variable_list results(1 + weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {
       const auto& group = groups[n];
-      auto dy = beside(dys, group, weights);
+      auto dy = concat_gradients(dys, group, weights);
       if (!dy.defined()) continue;
       like = dy;
-      dy = in_rows(dy);
-      if (of_x && once_more()) {
-        const auto w = below(weights, group).to(dy.scalar_type());
+      dy = flatten_rows(dy);
+      if (needs_dx && is_double_backward()) {
+        const auto w = concat_weights(weights, group).to(dy.scalar_type());
         dx = dx.defined() ? at::addmm(dx, dy, w) : dy.mm(w);
-      } else if (of_x && dx.defined() && is_traced) {
-        dx = dx + dy.mm(kept[n]);
-      } else if (of_x && dx.defined()) {
+      } else if (needs_dx && dx.defined() && is_traced) {
+        dx = dx + dy.mm(saved[n]);
+      } else if (needs_dx && dx.defined()) {
         // Backward under autocast: dx has the dtype of autocast, and in-place operators are not cast.
-        dx.addmm_(dy.to(dx.scalar_type()), kept[n].to(dx.scalar_type()));
-      } else if (of_x) {
-        dx = dy.mm(kept[n]);
+        dx.addmm_(dy.to(dx.scalar_type()), saved[n].to(dx.scalar_type()));
+      } else if (needs_dx) {
+        dx = dy.mm(saved[n]);
       }
-      const auto wanted = [&](size_t i) { return ctx->needs_input_grad(1 + i); };
-      if (!std::ranges::any_of(group, wanted)) continue;
-      for_parts(matrix_product(dy.t(), in_rows(kept.back()), weights[group[0]].scalar_type()), group, weights,
-                0, [&](size_t i, const Tensor& part) {
-                  if (wanted(i) && dys[i].defined()) results[1 + i] = part;
-                });
+      const auto needs_gradient = [&](size_t i) { return ctx->needs_input_grad(1 + i); };
+      if (!std::ranges::any_of(group, needs_gradient)) continue;
+      for_each_weight(matrix_product(dy.t(), flatten_rows(saved.back()), weights[group[0]].scalar_type()),
+                      group, weights, 0, [&](size_t i, const Tensor& part) {
+                        if (needs_gradient(i) && dys[i].defined()) results[1 + i] = part;
+                      });
     }
-    if (dx.defined()) results[0] = dx.view_symint(sizes_of_width(like, weights[0].size(1)));
+    if (dx.defined()) results[0] = dx.view_symint(with_last_size(like, weights[0].size(1)));
     return results;
   }
 };

@@ -14,17 +14,17 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
                                         at::ScalarType wide) {
 #ifdef GIRIH_WITH_CUDA
   if (logits.is_cuda() && logits.scalar_type() != at::kDouble && logits.size(1) % kPack == 0) {
-    static const auto op = find<Tensor(Tensor&, const Tensor&, int64_t)>("girih::cross_entropy_");
+    static const auto op = find_operator<Tensor(Tensor&, const Tensor&, int64_t)>("girih::cross_entropy_");
     const auto loss = op.call(logits, labels.to(at::kLong).contiguous(), ignored).sum();
     return {loss, logits};
   }
 #endif
-  const auto counted = labels.ne(ignored);
-  const auto at = labels.to(at::kLong).masked_fill(counted.logical_not(), 0).unsqueeze(1);
+  const auto is_counted = labels.ne(ignored);
+  const auto at = labels.to(at::kLong).masked_fill(is_counted.logical_not(), 0).unsqueeze(1);
   auto log_p = logits.to(wide).log_softmax(-1);
-  const auto loss = -log_p.gather(1, at).squeeze(1).masked_fill(counted.logical_not(), 0).sum();
+  const auto loss = -log_p.gather(1, at).squeeze(1).masked_fill(is_counted.logical_not(), 0).sum();
   const auto d = log_p.exp_().scatter_add_(1, at, at::full_like(at, -1, log_p.options()));
-  return {loss, d.mul_(counted.unsqueeze(1)).to(logits.scalar_type())};
+  return {loss, d.mul_(is_counted.unsqueeze(1)).to(logits.scalar_type())};
 }
 
 // sums += a b in fp32 or fp64. On a GPU the product is not rounded; in fp16, whose range it may exceed, it is
@@ -32,8 +32,8 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
 void add_product(Tensor& sums, const Tensor& a, const Tensor& b) {
   const auto wide = sums.scalar_type();
   // A dispatch mode, such as the FLOP counter, may not support the arguments of addmm_out with a dtype.
-  const bool watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  if (a.is_cuda() && a.scalar_type() != wide && !watched) {
+  const bool has_dispatch_mode = c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (a.is_cuda() && a.scalar_type() != wide && !has_dispatch_mode) {
     at::addmm_out(sums, sums, a, b, wide);
   } else {
     sums.add_(a.scalar_type() == at::kHalf ? a.to(wide).mm(b.to(wide)) : a.mm(b).to(wide));
@@ -46,23 +46,23 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
     TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0, "girih: linear_cross_entropy: weight has shape ",
                 weight.sizes(), "; expected [classes, in] with at least one class");
     const auto rows = std::max<int64_t>(1, logits / weight.size(0) / kRows) * kRows;
-    const bool of_x = x.requires_grad(), of_weight = weight.requires_grad();
+    const bool needs_dx = x.requires_grad(), needs_dweight = weight.requires_grad();
     const auto wide = at::promote_types(x.scalar_type(), at::kFloat);
     auto loss = at::zeros({}, x.options().dtype(wide));
-    auto dx = of_x ? at::empty_like(x) : Tensor();
-    auto dweight = of_weight ? at::zeros(weight.sizes(), weight.options().dtype(wide)) : Tensor();
-    Tensor own;  // the weight in 16 bits, rounded once for all parts
+    auto dx = needs_dx ? at::empty_like(x) : Tensor();
+    auto dweight = needs_dweight ? at::zeros(weight.sizes(), weight.options().dtype(wide)) : Tensor();
+    Tensor weight_copy;  // the weight in 16 bits, rounded once for all parts
     for (int64_t i = 0; i < x.size(0); i += rows) {
       const auto part = x.slice(0, i, i + rows);
       const auto [sum, d] =
           cross_entropy(at::linear(part, weight), labels.slice(0, i, i + rows), ignored, wide);
       loss = loss + sum;
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-      if (of_x) {
-        if (!own.defined()) own = weight.to(d.scalar_type());
-        dx.slice(0, i, i + rows).copy_(d.mm(own));
+      if (needs_dx) {
+        if (!weight_copy.defined()) weight_copy = weight.to(d.scalar_type());
+        dx.slice(0, i, i + rows).copy_(d.mm(weight_copy));
       }
-      if (of_weight) add_product(dweight, d.t(), part.to(d.scalar_type()));
+      if (needs_dweight) add_product(dweight, d.t(), part.to(d.scalar_type()));
     }
     ctx->save_for_backward({dx, dweight, loss});
     ctx->saved_data["x"] = x.scalar_type();
@@ -71,16 +71,16 @@ struct LinearCrossEntropy : Function<LinearCrossEntropy> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    TORCH_CHECK(!once_more(), "girih: linear_cross_entropy: there is no second derivative; ",
+    TORCH_CHECK(!is_double_backward(), "girih: linear_cross_entropy: there is no second derivative; ",
                 "call backward without create_graph");
     const auto saved = ctx->get_saved_variables();
     // Multiplies in fp32 and rounds once: a sum over many tokens may exceed the range of 16 bits, and its
     // mean does not. A label out of range makes the loss nan, and then the gradients are nan too.
     const auto dloss = grads[0].where(saved[2].isnan().logical_not(), NAN);
-    const auto made = [&](const Tensor& d, const char* of) {
+    const auto scale = [&](const Tensor& d, const char* of) {
       return d.defined() ? (d.to(dloss.scalar_type()) * dloss).to(ctx->saved_data[of].toScalarType()) : d;
     };
-    return {made(saved[0], "x"), made(saved[1], "weight"), {}, {}, {}};
+    return {scale(saved[0], "x"), scale(saved[1], "weight"), {}, {}, {}};
   }
 };
 

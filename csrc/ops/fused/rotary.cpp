@@ -6,11 +6,13 @@
 namespace girih::fused {
 namespace {
 
-using Turn = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t, const Tensor&, const Tensor&);
-using TurnBack = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
+using RotarySignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t, const Tensor&,
+                                                           const Tensor&);
+using RotaryBackwardSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                       const Tensor&);
 
 // Rotates the pairs of dx back, by PyTorch.
-Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate) {
+Tensor rotate_back(const Tensor& dx, const Tensor& position, const Tensor& rate) {
   const auto angle = position.unsqueeze(-1) * rate;
   const auto cos = angle.cos().to(dx.scalar_type()).unsqueeze(-2),
              sin = angle.sin().to(dx.scalar_type()).unsqueeze(-2);
@@ -22,18 +24,18 @@ Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate)
 struct Rotary : Function<Rotary> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, int64_t query_heads,
                                const Tensor& position, const Tensor& rate) {
-    static const auto op = find<Turn>("girih::rotary");
+    static const auto op = find_operator<RotarySignature>("girih::rotary");
     ctx->save_for_backward({position, rate});
-    const auto [q, k, v] = run(op, x, query_heads, position, rate);
+    const auto [q, k, v] = call_below_autograd(op, x, query_heads, position, rate);
     return {q, k, v};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find<TurnBack>("girih::rotary_backward");
+    static const auto op = find_operator<RotaryBackwardSignature>("girih::rotary_backward");
     const auto saved = ctx->get_saved_variables();
     const auto &dq = grads[0], &dk = grads[1], &dv = grads[2], &position = saved[0], &rate = saved[1];
-    if (!once_more()) return {op.call(dq, dk, dv, position, rate), {}, {}, {}};
-    return {at::cat({turned_back(dq, position, rate), turned_back(dk, position, rate), dv}, 2), {}, {}, {}};
+    if (!is_double_backward()) return {op.call(dq, dk, dv, position, rate), {}, {}, {}};
+    return {at::cat({rotate_back(dq, position, rate), rotate_back(dk, position, rate), dv}, 2), {}, {}, {}};
   }
 };
 
@@ -41,8 +43,8 @@ struct Rotary : Function<Rotary> {
 
 std::tuple<Tensor, Tensor, Tensor> rotary(const Tensor& x, int64_t query_heads, const Tensor& position,
                                           const Tensor& rate) {
-  auto made = Rotary::apply(x, query_heads, position, rate);
-  return {std::move(made[0]), std::move(made[1]), std::move(made[2])};
+  auto outputs = Rotary::apply(x, query_heads, position, rate);
+  return {std::move(outputs[0]), std::move(outputs[1]), std::move(outputs[2])};
 }
 
 TORCH_LIBRARY_IMPL(girih, Autograd, m) { m.impl("rotary", &rotary); }

@@ -6,7 +6,8 @@
 namespace girih::fused {
 namespace {
 
-using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool);
+using BackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                             bool);
 
 bool has_kernel(const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(
@@ -18,23 +19,23 @@ bool has_kernel(const Tensor& gate, const Tensor& up) {
          gate.numel() % kPack == 0;
 }
 
-Tensor by_aten(const Tensor& gate, const Tensor& up) { return at::silu(gate) * up; }
+Tensor compute_with_aten(const Tensor& gate, const Tensor& up) { return at::silu(gate) * up; }
 
-Tensor product_of(const Tensor& gate, const Tensor& up) {
-  if (!has_kernel(gate, up)) return by_aten(gate, up);
-  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
-  return run(op, gate, up);
+Tensor compute_product(const Tensor& gate, const Tensor& up) {
+  if (!has_kernel(gate, up)) return compute_with_aten(gate, up);
+  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
+  return call_below_autograd(op, gate, up);
 }
 
-// The gradients of gate and up, and the product itself if `of_product`.
-std::tuple<Tensor, Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& gate, const Tensor& up,
-                                               bool of_product) {
-  if (!once_more() && has_kernel(gate, up)) {
-    static const auto op = find<Backward>("girih::silu_product_backward");
-    return op.call(dy, gate, up, of_product);
+// The gradients of gate and up, and the product itself if `needs_product`.
+std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Tensor& dy, const Tensor& gate, const Tensor& up,
+                                                     bool needs_product) {
+  if (!is_double_backward() && has_kernel(gate, up)) {
+    static const auto op = find_operator<BackwardSignature>("girih::silu_product_backward");
+    return op.call(dy, gate, up, needs_product);
   }
-  const auto product = of_product ? by_aten(gate, up) : Tensor();
-  if (!once_more()) return {at::silu_backward(dy * up, gate), at::silu(gate) * dy, product};
+  const auto product = needs_product ? compute_with_aten(gate, up) : Tensor();
+  if (!is_double_backward()) return {at::silu_backward(dy * up, gate), at::silu(gate) * dy, product};
   const auto s = gate.sigmoid();
   return {dy * up * s * (1 + gate * (1 - s)), dy * gate * s, product};
 }
@@ -42,12 +43,12 @@ std::tuple<Tensor, Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& g
 struct SiluProduct : Function<SiluProduct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
     ctx->save_for_backward({gate, up});
-    return product_of(gate, up);
+    return compute_product(gate, up);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto [dgate, dup, none] = derivatives(grads[0], saved[0], saved[1], false);
+    const auto [dgate, dup, none] = compute_gradients(grads[0], saved[0], saved[1], false);
     return {dgate, dup};
   }
 };
@@ -55,18 +56,19 @@ struct SiluProduct : Function<SiluProduct> {
 struct SiluProductLinear : Function<SiluProductLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up, const Tensor& weight) {
     ctx->save_for_backward({gate, up, weight});
-    return at::linear(product_of(gate, up), weight);
+    return at::linear(compute_product(gate, up), weight);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto &dy = grads[0], &gate = saved[0], &up = saved[1], &weight = saved[2];
-    const bool of_weight = ctx->needs_input_grad(2);
+    const bool needs_dweight = ctx->needs_input_grad(2);
     const auto dz = at::linear(dy, weight.to(dy.scalar_type()).t()).to(gate.scalar_type());
-    const auto [dgate, dup, z] = derivatives(dz, gate, up, of_weight);
+    const auto [dgate, dup, z] = compute_gradients(dz, gate, up, needs_dweight);
     Tensor dweight;
-    if (of_weight)
-      dweight = matrix_product(in_rows(dy).t(), in_rows(z.to(dy.scalar_type())), weight.scalar_type());
+    if (needs_dweight)
+      dweight =
+          matrix_product(flatten_rows(dy).t(), flatten_rows(z.to(dy.scalar_type())), weight.scalar_type());
     return {dgate, dup, dweight};
   }
 };

@@ -11,18 +11,18 @@ namespace girih {
 struct ChannelDecay {
   struct Level {
     int64_t h;
-    Tensor to_up;      // [..., C / 2h, h, X]   e^{sum of g from the boundary through each upper row}
-    Tensor after_low;  // [..., C / 2h, h, X]   e^{sum of g after each lower row up to the boundary}
+    Tensor upper_decay;  // [..., C / 2h, h, X]   e^{sum of g from the boundary through each upper row}
+    Tensor lower_decay;  // [..., C / 2h, h, X]   e^{sum of g after each lower row up to the boundary}
   };
   std::vector<Level> levels;
-  Tensor to;     // [..., C, X]   e^{L_t}
-  Tensor after;  // [..., C, X]   e^{L_C - L_t}
-  Tensor whole;  // [..., X]      e^{L_C}
+  Tensor to;           // [..., C, X]   e^{L_t}
+  Tensor after;        // [..., C, X]   e^{L_C - L_t}
+  Tensor chunk_decay;  // [..., X]      e^{L_C}
 
   explicit ChannelDecay(const Tensor& g);  // [..., C, X]
 };
 
-struct Scanned {
+struct ScanResult {
   Tensor o;      // [B, count, HQ, C, V]
   Tensor state;  // [N, H, D, V]
 };
@@ -31,19 +31,19 @@ struct Scanned {
 
 //   S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
 // g [B, count, H, C], or undefined: no decay.
-Scanned scan_head_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& g, const Tensor& S0);
+ScanResult scan_head_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const Tensor& g, const Tensor& S0);
 
 //   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t        decays of [B, count, H, C, D]
-Scanned scan_key_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const ChannelDecay& decay, const Tensor& S0);
+ScanResult scan_key_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const ChannelDecay& decay, const Tensor& S0);
 
 //   S_t = S_{t-1} Diag(e^{g_t}) + k_t v_t^T,    o_t = S_t^T q_t        decays of [B, count, H, C, V]
-Scanned scan_value_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
-                         const ChannelDecay& decay, const Tensor& S0);
+ScanResult scan_value_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
+                            const ChannelDecay& decay, const Tensor& S0);
 
 // The chunk length of an operator whose result does not depend on it: 64, or the smallest power of two that
 // is at least T.
-int64_t exact_chunk(int64_t T);
+int64_t choose_chunk_length(int64_t T);
 
 }  // namespace girih

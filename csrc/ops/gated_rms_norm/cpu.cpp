@@ -10,17 +10,17 @@
 namespace girih::gated_rms_norm {
 namespace {
 
-Tensor normalised(const Tensor& x, double eps) {
+Tensor normalise(const Tensor& x, double eps) {
   const auto wide = x.to(accumulate_type(x));
   return wide * wide.square().mean(-1, true).add_(eps).rsqrt_();
 }
 
-Tensor activated(const Tensor& gate, std::string_view activation) {
+Tensor activate(const Tensor& gate, std::string_view activation) {
   return activation == "silu" ? at::silu(gate) : activation == "gelu" ? at::gelu(gate) : gate.sigmoid();
 }
 
 // The gradient of the gate from dact, the gradient of act(gate).
-Tensor through_activation(const Tensor& dact, const Tensor& gate, std::string_view activation) {
+Tensor activation_backward(const Tensor& dact, const Tensor& gate, std::string_view activation) {
   return activation == "silu"   ? at::silu_backward(dact, gate)
          : activation == "gelu" ? at::gelu_backward(dact, gate)
                                 : at::sigmoid_backward(dact, gate.sigmoid());
@@ -32,8 +32,8 @@ Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate
                double eps, bool) {
   Problem::check(x, weight, gate, activation, eps);
   const auto type = accumulate_type(x);
-  auto y = normalised(x, eps).mul_(weight.to(type));
-  if (given(gate)) y.mul_(activated(gate->to(type), activation));
+  auto y = normalise(x, eps).mul_(weight.to(type));
+  if (is_defined(gate)) y.mul_(activate(gate->to(type), activation));
   return y.to(x.scalar_type()).contiguous();
 }
 
@@ -41,8 +41,8 @@ Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& 
                    const OptionalTensor& gate, std::string_view activation, double eps) {
   Problem::check(x, weight, gate, activation, eps);
   const auto zeros = [](const Tensor& like) { return at::zeros(like.sizes(), like.options()); };
-  if (!given(grad_y)) {
-    return {zeros(x), zeros(weight), given(gate) ? OptionalTensor(zeros(*gate)) : std::nullopt};
+  if (!is_defined(grad_y)) {
+    return {zeros(x), zeros(weight), is_defined(gate) ? OptionalTensor(zeros(*gate)) : std::nullopt};
   }
   const auto type = accumulate_type(x);
   const auto as = [](const Tensor& tensor, const Tensor& like) {
@@ -52,10 +52,10 @@ Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& 
   const auto r = wide.square().mean(-1, true).add_(eps).rsqrt_(), n = wide * r;
   OptionalTensor dgate;
   auto u = dy;
-  if (given(gate)) {
+  if (is_defined(gate)) {
     const auto g = gate->to(type);
-    dgate = as(through_activation(n * w * dy, g, activation), *gate);
-    u = activated(g, activation).mul_(dy);
+    dgate = as(activation_backward(n * w * dy, g, activation), *gate);
+    u = activate(g, activation).mul_(dy);
   }
   const auto dn = u * w;
   const auto dx = (dn - n * (dn * n).mean(-1, true)).mul_(r);

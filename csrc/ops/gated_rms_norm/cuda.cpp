@@ -8,12 +8,12 @@
 namespace girih::gated_rms_norm {
 namespace {
 
-static_assert(kWidest == kernels::kGatedRmsNormMaxDim);
+static_assert(kMaxWidth == kernels::kGatedRmsNormMaxDim);
 
 kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate, std::string_view activation,
                                     double eps) {
   using Activation = kernels::GateActivation;
-  const auto act = !given(gate)           ? Activation::none
+  const auto act = !is_defined(gate)      ? Activation::none
                    : activation == "silu" ? Activation::silu
                    : activation == "gelu" ? Activation::gelu
                                           : Activation::sigmoid;
@@ -22,20 +22,25 @@ kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate,
 }
 
 // Contiguous; undefined if the tensor is absent.
-Tensor dense(const OptionalTensor& tensor) { return given(tensor) ? tensor->contiguous() : Tensor(); }
-const void* data(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
+  return is_defined(tensor) ? tensor->contiguous() : Tensor();
+}
+const void* data_or_null(const Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
+}
 
 Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,
                     std::string_view activation, double eps, bool save) {
   Problem::check(x, weight, gate, activation, eps);
   if (Problem::path(x) == Path::Code::aten) return forward(x, weight, gate, activation, eps, save);
   const c10::cuda::CUDAGuard device(x.device());
-  const auto rows = dense(x), gates = dense(gate), y = at::empty(x.sizes(), x.options());
+  const auto rows = contiguous_or_undefined(x), gates = contiguous_or_undefined(gate),
+             y = at::empty(x.sizes(), x.options());
   kernels::GatedRmsNormForward p;
   p.shape = shape_of(x, gate, activation, eps);
-  p.x = data(rows);
+  p.x = data_or_null(rows);
   p.weight = input<1>(weight);
-  p.gate = data(gates);
+  p.gate = data_or_null(gates);
   p.y = y.mutable_data_ptr();
   check_launch("gated_rms_norm_forward",
                kernels::gated_rms_norm_forward(p, c10::cuda::getCurrentCUDAStream()));
@@ -45,19 +50,20 @@ Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor&
 Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& gate, std::string_view activation, double eps) {
   Problem::check(x, weight, gate, activation, eps);
-  if (Problem::path(x) == Path::Code::aten || !given(grad_y))
+  if (Problem::path(x) == Path::Code::aten || !is_defined(grad_y))
     return backward(grad_y, x, weight, gate, activation, eps);
   const c10::cuda::CUDAGuard device(x.device());
-  const auto rows = dense(x), gates = dense(gate), dy = dense(grad_y);
+  const auto rows = contiguous_or_undefined(x), gates = contiguous_or_undefined(gate),
+             dy = contiguous_or_undefined(grad_y);
   const auto dx = at::empty(x.sizes(), x.options()), dweight = at::empty(weight.sizes(), weight.options());
-  const auto dgate = if_given(gate, [&] { return at::empty(x.sizes(), x.options()); });
+  const auto dgate = if_defined(gate, [&] { return at::empty(x.sizes(), x.options()); });
   kernels::GatedRmsNormBackward p;
   p.shape = shape_of(x, gate, activation, eps);
   const auto partials = at::empty({kernels::gated_rms_norm_partials(p.shape)}, x.options().dtype(at::kFloat));
-  p.dy = data(dy);
-  p.x = data(rows);
+  p.dy = data_or_null(dy);
+  p.x = data_or_null(rows);
   p.weight = input<1>(weight);
-  p.gate = data(gates);
+  p.gate = data_or_null(gates);
   p.dx = dx.mutable_data_ptr();
   p.dweight = output<1>(dweight);
   p.dgate = dgate ? dgate->mutable_data_ptr() : nullptr;

@@ -5,9 +5,9 @@ namespace girih::ops {
 
 Tensor gated_rms_norm(const Tensor& x, const Tensor& weight, const Tensor& gate,
                       const GatedRMSNormOptions& options) {
-  using Signature = Tensor(Required, Required, Maybe, Word, double);
-  static const auto op = find<Signature>("girih::gated_rms_norm");
-  return op.call(x, weight, none_if_absent(gate), options.activation, options.eps);
+  using Signature = Tensor(TensorArg, TensorArg, OptionalTensorArg, StringArg, double);
+  static const auto op = find_operator<Signature>("girih::gated_rms_norm");
+  return op.call(x, weight, to_optional(gate), options.activation, options.eps);
 }
 
 }  // namespace girih::ops

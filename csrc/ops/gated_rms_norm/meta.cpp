@@ -14,7 +14,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate
 Explanation explain(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,
                     std::string_view activation, double eps, std::string_view device, bool) {
   Problem::check(x, weight, gate, activation, eps);
-  return explained(Problem::path(x), device);
+  return explain_path(Problem::path(x), device);
 }
 
 }  // namespace

@@ -10,19 +10,20 @@ GLAState GLAState::start(int64_t batch, int64_t heads, int64_t D, int64_t V,
 
 std::pair<Tensor, GLAState> gla(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                                 const GLAOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor>(Required, Required, Required, Maybe, Maybe, Maybe, Number);
-  static const auto op = find<Signature>("girih::gla");
-  auto [o, s] = op.call(q, k, v, none_if_absent(g), none_if_absent(options.state.s),
-                        none_if_absent(options.cu_seqlens), options.scale);
+  using Signature = std::tuple<Tensor, Tensor>(TensorArg, TensorArg, TensorArg, OptionalTensorArg,
+                                               OptionalTensorArg, OptionalTensorArg, OptionalFloatArg);
+  static const auto op = find_operator<Signature>("girih::gla");
+  auto [o, s] = op.call(q, k, v, to_optional(g), to_optional(options.state.s),
+                        to_optional(options.cu_seqlens), options.scale);
   return {o, {s}};
 }
 
 Tensor gla_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                 const GLAOptions& options) {
-  using Signature = Tensor(Required, Required, Required, Maybe, Required, Number);
-  static const auto op = find<Signature>("girih::gla_step");
-  refuse_start("gla", options.state.s, options.cu_seqlens);
-  return op.call(q, k, v, none_if_absent(g), options.state.s, options.scale);
+  using Signature = Tensor(TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg, OptionalFloatArg);
+  static const auto op = find_operator<Signature>("girih::gla_step");
+  check_step_state("gla", options.state.s, options.cu_seqlens);
+  return op.call(q, k, v, to_optional(g), options.state.s, options.scale);
 }
 
 }  // namespace girih::ops

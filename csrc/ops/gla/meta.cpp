@@ -19,7 +19,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
                     const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                     std::optional<double> scale, std::string_view device, bool step) {
   const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  return explained(step ? Problem::step_path(q) : p.path(q, g), device);
+  return explain_path(step ? Problem::step_path(q) : p.path(q, g), device);
 }
 
 }  // namespace

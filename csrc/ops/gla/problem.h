@@ -8,7 +8,7 @@
 namespace girih::gla {
 
 // Whether g has one gate per key channel (else one per head, or none).
-inline bool by_channel(const OptionalTensor& g) { return given(g) && g->dim() == 4; }
+inline bool has_channel_gates(const OptionalTensor& g) { return is_defined(g) && g->dim() == 4; }
 
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, N;
@@ -18,24 +18,26 @@ struct Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
                        std::optional<double> scale) {
-    static const auto& op = describe("gla");
+    static const auto& op = get_operator("gla");
     const auto at = girih::check(op, {q, k, v, g, state_s, cu_seqlens, scale});
     return {at["B"], at["T"], at["HQ"], at["H"], at["D"], at["V"], at["N"]};
   }
 
   Path path(const Tensor& q, const OptionalTensor& g) const {
-    static_assert(kByChannel.columns == 128 && kByChannel.rows == 512 && kByHead.columns == 256);
-    if (q.scalar_type() == at::kDouble) return aten(kFloat64);
-    if (q.scalar_type() == at::kFloat) return exact(kFloat32);
-    if (!by_channel(g)) {
-      return D > kByHead.columns ? exact("keys wider than 256 with a gate a head, or none") : tensor_cores();
+    static_assert(kChannelGateLimits.columns == 128 && kChannelGateLimits.rows == 512 &&
+                  kHeadGateLimits.columns == 256);
+    if (q.scalar_type() == at::kDouble) return aten(kNoFloat64Kernels);
+    if (q.scalar_type() == at::kFloat) return fp32(kFloat32Reason);
+    if (!has_channel_gates(g)) {
+      return D > kHeadGateLimits.columns ? fp32("keys wider than 256 with a gate a head, or none")
+                                         : tensor_cores();
     }
-    if (D > kByChannel.columns) return exact("keys wider than 128 with a gate a channel");
-    if (V > kByChannel.rows) return exact("values wider than 512 with a gate a channel");
+    if (D > kChannelGateLimits.columns) return fp32("keys wider than 128 with a gate a channel");
+    if (V > kChannelGateLimits.rows) return fp32("values wider than 512 with a gate a channel");
     return tensor_cores();
   }
   static Path step_path(const Tensor& q) {
-    return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
+    return q.scalar_type() == at::kDouble ? aten(kNoFloat64Kernels) : fp32(kMemoryBound);
   }
 
   // The shape of the states that the tensor-core kernels save, before every chunk or pair of chunks; {0} on
@@ -43,7 +45,8 @@ struct Problem {
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     if (!save || path(q, g) != Path::Code::tensor_cores) return {0};
-    return kept_states(q, N, H, {V}, D, cu_seqlens, by_channel(g) ? kKeptChunk : kKeptPair);
+    return saved_states_shape(q, N, H, {V}, D, cu_seqlens,
+                              has_channel_gates(g) ? kChunkTokens : kChunkPairTokens);
   }
 };
 

@@ -1,6 +1,6 @@
 // CUDA implementation of gsa. Tensor cores: 16-bit elements with gates and up to 128 slots. fp32 kernels: the
 // other calls. float64: the ATen form.
-#include "../gated/gated_exact.h"
+#include "../gated/gated_fp32.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
@@ -12,16 +12,16 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, OptionalTen
                              OptionalTensor, OptionalTensor, OptionalTensor>;
 
 // The path of the problem, restricted by the shared memory of the device and by the number of sequences.
-Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
+Path choose_path(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
   const auto path = problem.path(q, g);
-  if (problem.N == 0) return aten(kNoSequence);
+  if (problem.N == 0) return aten(kNoSequences);
   if (path != Path::Code::tensor_cores) return path;
   bool fits = false;
   check_launch("gsa_fits", kernels::gsa_fits(static_cast<int>(g->size(3)), fits));
-  return fits ? path : exact(kSmallCard);
+  return fits ? path : fp32(kSharedMemoryTooSmall);
 }
 
-kernels::Feature feature_of(std::string_view name) {
+kernels::Feature parse_feature(std::string_view name) {
   if (name == "none") return kernels::Feature::none;
   if (name == "silu") return kernels::Feature::silu;
   if (name == "relu") return kernels::Feature::relu;
@@ -30,21 +30,21 @@ kernels::Feature feature_of(std::string_view name) {
 }
 
 // Weights and gates of the slots; those of ABC (g is None) are computed from its logits.
-struct Slots {
+struct SlotGates {
   Tensor s, g;
   OptionalTensor z;
 };
 
-Slots slots_of(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g,
-               const OptionalTensor& state_z, const OptionalTensor& cu_seqlens) {
-  if (given(g)) return {given(s) ? *s : g->to(at::kFloat).expm1().neg_(), *g, std::nullopt};
+SlotGates compute_slot_gates(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g,
+                             const OptionalTensor& state_z, const OptionalTensor& cu_seqlens) {
+  if (is_defined(g)) return {is_defined(s) ? *s : g->to(at::kFloat).expm1().neg_(), *g, std::nullopt};
   const auto logits = s->to(at::kFloat);
-  const auto cu = given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
-  const auto rows = [&] { return given(cu_seqlens) ? at::zeros_like(logits) : at::empty_like(logits); };
+  const auto cu = is_defined(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
+  const auto rows = [&] { return is_defined(cu_seqlens) ? at::zeros_like(logits) : at::empty_like(logits); };
   kernels::AbcGates p;
   p.tokens = kernel_tokens(q, cu);
   p.heads = static_cast<int>(s->size(2)), p.M = static_cast<int>(s->size(3));
-  const Slots slots{rows(), rows(), at::empty({p.tokens.sequences, p.heads, p.M}, logits.options())};
+  const SlotGates slots{rows(), rows(), at::empty({p.tokens.sequences, p.heads, p.M}, logits.options())};
   p.logits = input<4>(logits), p.initial = input<3>(state_z);
   p.s = output<4>(slots.s), p.g = output<4>(slots.g), p.final = output<3>(*slots.z);
   const auto workspace =
@@ -55,15 +55,15 @@ Slots slots_of(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g
 }
 
 // The gradients of the logits of ABC and of its initial z.
-std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Slots& slots, const Tensor& ds,
-                                               const Tensor& dg, const OptionalTensor& grad_z,
-                                               const OptionalTensor& state_z) {
+std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const SlotGates& slots,
+                                               const Tensor& ds, const Tensor& dg,
+                                               const OptionalTensor& grad_z, const OptionalTensor& state_z) {
   kernels::AbcGradient p;
   p.tokens = a.shape.tokens;
   p.heads = a.shape.heads, p.M = static_cast<int>(a.M);
   const auto dlogits = a.rows(p.heads, p.M, at::kFloat);
   const auto start =
-      given(state_z) ? OptionalTensor(at::empty(state_z->sizes(), state_z->options())) : std::nullopt;
+      is_defined(state_z) ? OptionalTensor(at::empty(state_z->sizes(), state_z->options())) : std::nullopt;
   p.s = input<4>(slots.s), p.g = input<4>(slots.g), p.ds = input<4>(ds), p.dg = input<4>(dg);
   p.final = input<3>(grad_z), p.initial = input<3>(state_z);
   p.dlogits = output<4>(dlogits);
@@ -77,84 +77,86 @@ std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Sl
 
 // z [B, T, HQ, M] <- p = feature(z). If dp is defined: dp <- dz, and w <- the contribution of p to the
 // gradient of the gates.
-void exact_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
-  kernels::ExactFeature p{};
+void fp32_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
+  kernels::Fp32Feature p{};
   p.rows = z.size(0) * z.size(1) * z.size(2);
   p.M = a.shape.M, p.slots = a.shape.slots;
   p.feature = a.shape.feature;
   p.scale = a.shape.scale;
   p.z = z.mutable_data_ptr<float>();
   if (dp.defined()) p.dp = dp.mutable_data_ptr<float>(), p.w = w.mutable_data_ptr<float>();
-  check_launch("exact_feature", kernels::exact_feature(p, c10::cuda::getCurrentCUDAStream()));
+  check_launch("fp32_feature", kernels::fp32_feature(p, c10::cuda::getCurrentCUDAStream()));
 }
 
-Results forward_exact(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
-                      const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
-                      const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
-                      std::optional<double> scale, std::string_view feature, const Tensor& saved) {
-  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
-  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+Results forward_fp32(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
+                     const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
+                     const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                     std::optional<double> scale, std::string_view feature, const Tensor& saved) {
+  const auto slots = compute_slot_gates(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(KernelKind::fp32, q, k, v, slots.s, slots.g, cu_seqlens, scale,
+                         parse_feature(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
-                               padded_state(state_v, true, shape.V, shape.M), states);
-  const ExactReads reads(a, states, false);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, pad_state(state_k, false, shape.D, shape.M),
+                               pad_state(state_v, true, shape.V, shape.M), states);
+  const Fp32Reads reads(a, states, false);
   const auto p = reads.value({{a.q, a.k, a.s, 0}});
-  exact_feature(a, p, {}, {});
-  return {without_packs(reads.key(p, a.s, a.v, shape.D), a.V), cut(last.k, a.D, a.M),
-          cut(last.v.mT(), a.M, a.V), slots.z, saved};
+  fp32_feature(a, p, {}, {});
+  return {crop_width(reads.key(p, a.s, a.v, shape.D), a.V), crop_state(last.k, a.D, a.M),
+          crop_state(last.v.mT(), a.M, a.V), slots.z, saved};
 }
 
-Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& grad_k,
-                         const OptionalTensor& grad_v, const OptionalTensor& grad_z, const Tensor& q,
-                         const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
-                         const OptionalTensor& state_k, const OptionalTensor& state_v,
-                         const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
-                         std::optional<double> scale, std::string_view feature) {
-  const auto slots = slots_of(q, s, g, state_z, cu_seqlens);
-  const GatedArguments a(Kernels::exact, q, k, v, slots.s, slots.g, cu_seqlens, scale, feature_of(feature));
+Gradients backward_fp32(const OptionalTensor& grad_o, const OptionalTensor& grad_k,
+                        const OptionalTensor& grad_v, const OptionalTensor& grad_z, const Tensor& q,
+                        const Tensor& k, const Tensor& v, const OptionalTensor& s, const OptionalTensor& g,
+                        const OptionalTensor& state_k, const OptionalTensor& state_v,
+                        const OptionalTensor& state_z, const OptionalTensor& cu_seqlens,
+                        std::optional<double> scale, std::string_view feature) {
+  const auto slots = compute_slot_gates(q, s, g, state_z, cu_seqlens);
+  const GatedArguments a(KernelKind::fp32, q, k, v, slots.s, slots.g, cu_seqlens, scale,
+                         parse_feature(feature));
   const auto& shape = a.shape;
   const auto HQ = shape.query_heads;
-  const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
+  const auto dout = is_defined(grad_o) ? align_rows(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
 
   // Computes the states again: in fp32 they would be the largest saved tensor.
   const auto states = a.states();
-  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
-                               padded_state(state_v, true, shape.V, shape.M), states);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, pad_state(state_k, false, shape.D, shape.M),
+                               pad_state(state_v, true, shape.V, shape.M), states);
 
   // Gradients of query rows.
-  const ExactReads reads(a, states, false);
+  const Fp32Reads reads(a, states, false);
   const auto p = reads.value({{a.q, a.k, a.s, 0}}), dz = reads.value({{dout, a.v, a.s, shape.D}}),
              w = a.rows(HQ, shape.M, at::kFloat);
-  exact_feature(a, p, dz, w);
+  fp32_feature(a, p, dz, w);
   const auto dq = reads.key(dz, a.s, a.k, 0);
 
   // Gradients of key rows.
   const auto gradients = a.states();
-  const auto start = gated_scan(a, true, a.q, dz, dout, p, padded_state(grad_k, false, shape.D, shape.M),
-                                padded_state(grad_v, true, shape.V, shape.M), gradients);
-  const ExactReads writes(a, gradients, true);
+  const auto start = gated_scan(a, true, a.q, dz, dout, p, pad_state(grad_k, false, shape.D, shape.M),
+                                pad_state(grad_v, true, shape.V, shape.M), gradients);
+  const Fp32Reads writes(a, gradients, true);
   const auto dk = writes.key(a.s, dz, a.q, 0), dv = writes.key(a.s, p, dout, shape.D);
   const auto ds = writes.value({{a.k, a.q, dz, 0}, {a.v, dout, p, shape.D}});
-  const auto dg = exact_gate_gradient(a, w, a.s, ds, !given(s), states, gradients, last, start);
+  const auto dg = fp32_gate_gradient(a, w, a.s, ds, !is_defined(s), states, gradients, last, start);
 
-  OptionalTensor given_s, given_g, given_z;
-  if (given(g)) {
-    if (given(s)) given_s = without_packs(ds, a.M).to(s->scalar_type());
-    given_g = without_packs(dg, a.M).to(g->scalar_type());
+  OptionalTensor grad_in_s, grad_in_g, grad_in_z;
+  if (is_defined(g)) {
+    if (is_defined(s)) grad_in_s = crop_width(ds, a.M).to(s->scalar_type());
+    grad_in_g = crop_width(dg, a.M).to(g->scalar_type());
   } else {
     const auto [dlogits, dz0] = abc_gradient(a, slots, ds, dg, grad_z, state_z);
-    given_s = dlogits.to(s->scalar_type());
-    given_z = dz0;
+    grad_in_s = dlogits.to(s->scalar_type());
+    grad_in_z = dz0;
   }
-  return {without_packs(dq, a.D),
-          without_packs(dk, a.D),
-          without_packs(dv, a.V),
-          given_s,
-          given_g,
-          if_given(state_k, [&] { return cut(start.k, a.D, a.M); }),
-          if_given(state_v, [&] { return cut(start.v.mT(), a.M, a.V); }),
-          given_z,
+  return {crop_width(dq, a.D),
+          crop_width(dk, a.D),
+          crop_width(dv, a.V),
+          grad_in_s,
+          grad_in_g,
+          if_defined(state_k, [&] { return crop_state(start.k, a.D, a.M); }),
+          if_defined(state_v, [&] { return crop_state(start.v.mT(), a.M, a.V); }),
+          grad_in_z,
           std::nullopt};
 }
 
@@ -164,19 +166,19 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      std::optional<double> scale, std::string_view feature, bool save) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, g);
+  const auto path = choose_path(problem, q, g);
   if (path == Path::Code::aten)
     return forward(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, save);
-  if (path == Path::Code::exact) {
+  if (path == Path::Code::fp32) {
     const auto saved =
         at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
-    return forward_exact(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, saved);
+    return forward_fp32(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature, saved);
   }
-  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
+  const GatedArguments a(KernelKind::tensor, q, k, v, s, *g, cu_seqlens, scale, parse_feature(feature));
   const auto& shape = a.shape;
   const auto states = a.states();
-  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
-                               padded_state(state_v, true, shape.V, shape.M), states);
+  const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, pad_state(state_k, false, shape.D, shape.M),
+                               pad_state(state_v, true, shape.V, shape.M), states);
   const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
   kernels::GsaOutput p;
   p.shape = shape;
@@ -184,7 +186,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   p.states = states.const_data_ptr();
   p.o = output<4>(o);
   check_launch("gsa_output", kernels::gsa_output(p, c10::cuda::getCurrentCUDAStream()));
-  return {without_packs(o, a.V), cut(last.k, a.D, a.M), cut(last.v.mT(), a.M, a.V), std::nullopt,
+  return {crop_width(o, a.V), crop_state(last.k, a.D, a.M), crop_state(last.v.mT(), a.M, a.V), std::nullopt,
           save ? states : at::empty({0}, q.options())};
 }
 
@@ -196,53 +198,54 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
                         std::optional<double> scale, std::string_view feature) {
   const auto problem = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, g);
+  const auto path = choose_path(problem, q, g);
   if (path == Path::Code::aten) {
     // Autograd of the ATen form, as on devices without a kernel.
-    return run_without_kernel<&backward_cuda>("gsa_backward", grad_o, grad_k, grad_v, grad_z, q, k, v, s, g,
+    return redispatch_to_aten<&backward_cuda>("gsa_backward", grad_o, grad_k, grad_v, grad_z, q, k, v, s, g,
                                               state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
-  if (path == Path::Code::exact) {
-    return backward_exact(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z,
-                          cu_seqlens, scale, feature);
+  if (path == Path::Code::fp32) {
+    return backward_fp32(grad_o, grad_k, grad_v, grad_z, q, k, v, s, g, state_k, state_v, state_z, cu_seqlens,
+                         scale, feature);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
 
-  const GatedArguments a(Kernels::tensor, q, k, v, s, *g, cu_seqlens, scale, feature_of(feature));
+  const GatedArguments a(KernelKind::tensor, q, k, v, s, *g, cu_seqlens, scale, parse_feature(feature));
   const auto& shape = a.shape;
-  check_kept("gsa", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
+  check_saved_tensor("gsa", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
   const auto HQ = shape.query_heads;
   const auto type = q.scalar_type();
-  const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
+  const auto dout = is_defined(grad_o) ? align_rows(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
 
   const auto dq = a.rows(HQ, shape.D, type), p = a.rows(HQ, shape.M, type), dz = a.rows(HQ, shape.M, type),
              p_scan = a.rows(HQ, shape.M, type), dz_scan = a.rows(HQ, shape.M, type);
-  const RowsLeft left(a);
-  kernels::GsaRows rows;
+  const RowGradientBuffers gate_terms(a);
+  kernels::GsaDq rows;
   rows.shape = shape;
   rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.s = input<4>(a.s);
   rows.g = input<4>(a.g);
   rows.states = states.const_data_ptr();
   rows.dout = input<4>(dout);
-  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz), rows.left = left.arrays();
+  rows.dq = output<4>(dq), rows.p = output<4>(p), rows.dz = output<4>(dz),
+  rows.gate_terms = gate_terms.arrays();
   rows.p_scan = output<4>(p_scan), rows.dz_scan = output<4>(dz_scan);
-  check_launch("gsa_rows", kernels::gsa_rows(rows, stream));
+  check_launch("gsa_rows", kernels::gsa_dq(rows, stream));
 
   const auto gradients = a.states();
   const auto start =
-      gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
-                 padded_state(grad_v, true, shape.V, shape.M), gradients, left.how());
+      gated_scan(a, true, a.q, dz_scan, dout, p_scan, pad_state(grad_k, false, shape.D, shape.M),
+                 pad_state(grad_v, true, shape.V, shape.M), gradients, gate_terms.factored_data());
 
   // Several query heads of one memory write partial gradients in fp32, which are summed later.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);
   const auto ds = a.s.defined() ? a.rows(HQ, shape.M, part) : Tensor();
-  const auto initial_k = padded_state(state_k, false, shape.D, shape.M),
-             initial_v = padded_state(state_v, true, shape.V, shape.M);
-  kernels::GatedColumns columns;
+  const auto initial_k = pad_state(state_k, false, shape.D, shape.M),
+             initial_v = pad_state(state_v, true, shape.V, shape.M);
+  kernels::GatedDkv columns;
   columns.shape = shape;
-  columns.s = rows.s, columns.g = rows.g, columns.w = input<4>(left.w);
+  columns.s = rows.s, columns.g = rows.g, columns.w = input<4>(gate_terms.w);
   columns.memory[0] = {
       rows.k,        rows.q, input<4>(dz), input<4>(dz_scan), input<4>(initial_k), input<4>(start.k),
       output<4>(dk), shape.D};
@@ -253,15 +256,15 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   columns.states = states.const_data_ptr();
   columns.gradients = gradients.const_data_ptr();
   columns.ds = output<4>(ds), columns.dg = output<4>(dg);
-  check_launch("gsa_columns", kernels::gsa_columns(columns, stream));
+  check_launch("gsa_columns", kernels::gsa_dkv(columns, stream));
 
-  return {without_packs(dq, a.D),
-          a.gathered(dk, a.D, k),
-          a.gathered(dv, a.V, v),
-          if_given(s, [&] { return a.gathered(ds, a.M, *s); }),
-          a.gathered(dg, a.M, *g),
-          if_given(state_k, [&] { return cut(start.k, a.D, a.M); }),
-          if_given(state_v, [&] { return cut(start.v.mT(), a.M, a.V); }),
+  return {crop_width(dq, a.D),
+          a.sum_head_groups(dk, a.D, k),
+          a.sum_head_groups(dv, a.V, v),
+          if_defined(s, [&] { return a.sum_head_groups(ds, a.M, *s); }),
+          a.sum_head_groups(dg, a.M, *g),
+          if_defined(state_k, [&] { return crop_state(start.k, a.D, a.M); }),
+          if_defined(state_v, [&] { return crop_state(start.v.mT(), a.M, a.V); }),
           std::nullopt,
           std::nullopt};
 }
@@ -269,26 +272,26 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
                  const OptionalTensor& g, const Tensor& state_k, const Tensor& state_v,
                  const OptionalTensor& state_z, std::optional<double> scale, std::string_view feature) {
-  check_step(describe("gsa"), q, {state_k, state_v, state_z});
+  check_step(get_operator("gsa"), q, {state_k, state_v, state_z});
   Problem::check(q, k, v, s, g, state_k, state_v, state_z, std::nullopt, scale, feature);
   if (Problem::step_path(q) == Path::Code::aten) {
-    return run_without_kernel<&step_cuda>("gsa_step", q, k, v, s, g, state_k, state_v, state_z, scale,
+    return redispatch_to_aten<&step_cuda>("gsa_step", q, k, v, s, g, state_k, state_v, state_z, scale,
                                           feature);
   }
   const c10::cuda::CUDAGuard device(q.device());
-  const auto token = [](const OptionalTensor& x) { return given(x) ? x->select(1, 0) : Tensor(); };
+  const auto token = [](const OptionalTensor& x) { return is_defined(x) ? x->select(1, 0) : Tensor(); };
   const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
   kernels::GsaStep p;
   p.sequences = q.size(0);
   p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
   p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3)),
   p.M = static_cast<int>(state_k.size(3));
-  p.feature = feature_of(feature);
+  p.feature = parse_feature(feature);
   p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
   p.q = input<3>(token(q)), p.k = input<3>(token(k)), p.v = input<3>(token(v));
   p.s = input<3>(token(s)), p.g = input<3>(token(g));
   p.state_k = output<4>(state_k), p.state_v = output<4>(state_v);
-  if (given(state_z)) p.z = output<3>(*state_z);
+  if (is_defined(state_z)) p.z = output<3>(*state_z);
   p.o = output<3>(o.select(1, 0));
   check_launch("gsa_step", kernels::gsa_step(p, c10::cuda::getCurrentCUDAStream()));
   return o;
@@ -301,7 +304,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
                     bool step) {
   const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? Problem::step_path(q) : path_of(p, q, g), device);
+  return explain_path(step ? Problem::step_path(q) : choose_path(p, q, g), device);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor> forward(
   const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
   const auto options = q.options().dtype(accumulate_type(q));
   OptionalTensor z;
-  if (!given(g)) z = at::empty_symint({p.N, p.H, p.M}, options);
+  if (!is_defined(g)) z = at::empty_symint({p.N, p.H, p.M}, options);
   return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.M}, options), at::empty_symint({p.N, p.H, p.M, p.V}, options), z,
           at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
@@ -24,7 +24,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
                     std::optional<double> scale, std::string_view feature, std::string_view device,
                     bool step) {
   const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
-  return explained(step ? Problem::step_path(q) : p.path(q, g), device);
+  return explain_path(step ? Problem::step_path(q) : p.path(q, g), device);
 }
 
 }  // namespace

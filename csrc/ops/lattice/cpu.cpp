@@ -18,36 +18,37 @@ namespace {
 Tensor kept(const Tensor& L) { return L.clamp_min(-30).exp(); }
 
 // Normalises the columns of X. A zero column has no direction; the column of S replaces it.
-Tensor unit(const Tensor& X, const Tensor& S) {
+Tensor normalise_columns(const Tensor& X, const Tensor& S) {
   const auto length = at::linalg_vector_norm(X, 2, -2, true), zero = length == 0;
   return at::where(zero, S, X / length.masked_fill(zero, 1));
 }
 
 // Returns S; the gradient of its columns is projected to their tangent spaces.
-Tensor on_sphere(const Tensor& S) {
+Tensor project_gradient(const Tensor& S) {
   const auto s = S.detach(), d = S - s;
   return s + (d - s * (s * d).sum(-2, true));
 }
 
 enum class Objective { decode, encode, similarity };
 
-Objective objective_of(std::string_view name) {
+Objective parse_objective(std::string_view name) {
   return name == "decode" ? Objective::decode : name == "encode" ? Objective::encode : Objective::similarity;
 }
 
 // h and W = -gamma c of C tokens against one memory S [B, H, D, M]. The terms that do not depend on S are
 // computed once for all chunks.
-class Pairs {
+class ObjectiveTerms {
  public:
-  Pairs(Objective objective, const Tensor& k, const Tensor& v, const Tensor& gamma) : objective_(objective) {
+  ObjectiveTerms(Objective objective, const Tensor& k, const Tensor& v, const Tensor& gamma)
+      : objective_(objective) {
     const auto step = -gamma.unsqueeze(-1);
-    v_ = per_chunk(objective == Objective::similarity ? -v : v);
+    v_ = unbind_chunks(objective == Objective::similarity ? -v : v);
     if (objective == Objective::encode) {
-      k_ = per_chunk(k);
-      step_ = per_chunk(step);
+      k_ = unbind_chunks(k);
+      step_ = unbind_chunks(step);
     } else {
-      if (objective == Objective::decode) k_ = per_chunk(k);
-      W_ = per_chunk(step * k);
+      if (objective == Objective::decode) k_ = unbind_chunks(k);
+      W_ = unbind_chunks(step * k);
     }
   }
 
@@ -69,31 +70,31 @@ class Pairs {
 };
 
 // Groups the heads of q by the memory that they read: [B, n, HQ, C, M] -> [B, n, H, HQ / H, C, M].
-Tensor group(const Tensor& q, int64_t H) { return q.unflatten(2, {H, q.size(2) / H}); }
+Tensor group_heads(const Tensor& q, int64_t H) { return q.unflatten(2, {H, q.size(2) / H}); }
 
 // States: S [B, H, D, M]. If a state may be inside a chunk, also Delta [B, H, D, M], the sum of the steps of
 // the chunk so far, and with gates L [B, H], the sum of its gates so far.
-class TangentSteps : public Block {
+class TangentSteps : public ChunkBlock {
  public:
   // inputs: q [B, n, HQ, C, M], k [B, n, H, C, M], v [B, n, H, C, D], gamma, g [B, n, H, C]
   TangentSteps(const Tensors& inputs, const Tensor& complete, Objective objective)
-      : q_(group(inputs[0], inputs[1].size(2))),
+      : q_(group_heads(inputs[0], inputs[1].size(2))),
         g_(inputs[4]),
-        pairs_(objective, inputs[1], inputs[2], inputs[3]) {
+        terms_(objective, inputs[1], inputs[2], inputs[3]) {
     if (g_.defined()) {
       L_ = g_.cumsum(-1);
       const auto sum = g_.sum(-1);
-      sum_ = per_chunk(sum);
-      decay_ = per_chunk(sum.exp().unsqueeze(-1).unsqueeze(-1));
-      kept_ = per_chunk(kept(sum).unsqueeze(-1).unsqueeze(-1));
-      to_end_ = per_chunk(sum_after(g_, -1).exp().unsqueeze(-1));
+      sum_ = unbind_chunks(sum);
+      decay_ = unbind_chunks(sum.exp().unsqueeze(-1).unsqueeze(-1));
+      kept_ = unbind_chunks(kept(sum).unsqueeze(-1).unsqueeze(-1));
+      to_end_ = unbind_chunks(exclusive_suffix_sum(g_, -1).exp().unsqueeze(-1));
     }
-    if (complete.defined()) complete_ = per_chunk(complete);
+    if (complete.defined()) complete_ = unbind_chunks(complete);
   }
 
   Chunks::States step(int64_t c, const Chunks::States& states) override {
     const auto& S = states[0];
-    const auto pair = pairs_.at(c, S);
+    const auto pair = terms_.at(c, S);
     H_.push_back(pair.H);
     W_.push_back(pair.W);
     a_.push_back(pair.a);
@@ -102,21 +103,24 @@ class TangentSteps : public Block {
     const auto sigma = (W * pair.a).sum(-2, true), steps = pair.H.transpose(-1, -2).matmul(W);
     if (states.size() == 1) {
       // x_i = (m_C - sigma_C) s_i + steps, S <- x_i / |x_i|
-      return {unit(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma), S)};
+      return {normalise_columns(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma), S)};
     }
-    const auto& done = complete_[c];
+    const auto& is_complete = complete_[c];
     const auto Delta = (g_.defined() ? decay_[c] * states[1] : states[1]) + steps - S * sigma;
     if (!g_.defined()) {
-      return {where_row(done, unit(S + Delta, S), S), where_row(done, at::zeros_like(Delta), Delta)};
+      return {select_rows(is_complete, normalise_columns(S + Delta, S), S),
+              select_rows(is_complete, at::zeros_like(Delta), Delta)};
     }
     const auto L = states[2] + sum_[c];
-    return {where_row(done, unit(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta, S), S),
-            where_row(done, at::zeros_like(Delta), Delta), where_row(done, at::zeros_like(L), L)};
+    return {
+        select_rows(is_complete, normalise_columns(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta, S), S),
+        select_rows(is_complete, at::zeros_like(Delta), Delta),
+        select_rows(is_complete, at::zeros_like(L), L)};
   }
 
   Tensor read(const Tensors& starts) override {
     const auto S = starts[0], H = at::stack(H_, 1), W = at::stack(W_, 1), a = at::stack(a_, 1);
-    const bool gated = g_.defined(), resumed = starts.size() > 1;
+    const bool gated = g_.defined(), is_resumed = starts.size() > 1;
     const auto E = gated ? decay_matrix(g_) : Tensor();
     const auto Wa = W * a;
     // G = H H^T, sigma = tril(E) (W * a), N = (tril(G, -1) * E) W
@@ -126,13 +130,14 @@ class TangentSteps : public Block {
     const auto from_start = gated ? L_.exp().unsqueeze(-1) : Tensor();
     const auto decayed = [&](const Tensor& x) { return gated ? x * from_start : x; };
     // In the middle of a chunk: the earlier steps, Delta, contribute to N, n and the read.
-    if (resumed) N = N + decayed(H.matmul(starts[1]));
+    if (is_resumed) N = N + decayed(H.matmul(starts[1]));
     // r = tril(E * E) [W^2 G_jj]
     // n = r + tril(E * E) [2 W (N - a (sigma - W a)) - W^2 a^2] = |accumulated step|^2
     const auto summed = [&](const Tensor& x) { return gated ? E.square().matmul(x) : x.cumsum(-2); };
-    const auto own = W.square() * H.square().sum(-1, true);
-    auto r = summed(own.detach()), n = summed(own - Wa.square() + 2 * W * (N - a * (sigma - Wa)));
-    if (resumed) {
+    const auto own_square = W.square() * H.square().sum(-1, true);
+    auto r = summed(own_square.detach()),
+         n = summed(own_square - Wa.square() + 2 * W * (N - a * (sigma - Wa)));
+    if (is_resumed) {
       const auto square = starts[1].square().sum(-2, true),
                  before = gated ? from_start.square() * square : square;
       r = r + before.detach();
@@ -145,14 +150,14 @@ class TangentSteps : public Block {
     n = at::where(n < floor, floor, n);
     // q~ = Q / sqrt(m^2 + n), O = (q~ * (m - sigma)) S^T + (tril(q~ W^T) * E) H + (q~ e^{L}) Delta^T
     Tensor m;
-    if (gated) m = kept(resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
+    if (gated) m = kept(is_resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
     const auto inverse = (gated ? n + m.square() : n + 1).rsqrt();
     const auto q = q_ * inverse.unsqueeze(3);
-    const auto along = gated ? m - sigma : 1 - sigma;
+    const auto s_coefficient = gated ? m - sigma : 1 - sigma;
     const auto scores = q.matmul(W.unsqueeze(3).transpose(-1, -2));
-    auto o = (q * along.unsqueeze(3)).matmul(S.unsqueeze(3).transpose(-1, -2)) +
+    auto o = (q * s_coefficient.unsqueeze(3)).matmul(S.unsqueeze(3).transpose(-1, -2)) +
              (gated ? scores * E.unsqueeze(3) : scores.tril()).matmul(H.unsqueeze(3));
-    if (resumed) {
+    if (is_resumed) {
       o = o + (gated ? q * from_start.unsqueeze(3) : q).matmul(starts[1].unsqueeze(3).transpose(-1, -2));
     }
     return o.flatten(2, 3);
@@ -160,7 +165,7 @@ class TangentSteps : public Block {
 
  private:
   Tensor q_, g_, L_;
-  Pairs pairs_;
+  ObjectiveTerms terms_;
   Tensors sum_, decay_, kept_, to_end_;  // L_C [B, H], e^{L_C} and m_C [B, H, 1, 1], e^{L_C - L} [B, H, C, 1]
   Tensors complete_;                     // [B]
   Tensors H_, W_, a_;
@@ -172,29 +177,29 @@ class TangentSteps : public Block {
 //   d_i = -gamma c_i (h - phi_i (phi_i.h)) / |s_i|, e reads phi(S)        s <- P(e^{g} s + d)
 //   with shrinkage: s <- P(soft(e^{g} s + d, gamma lambda)); a zero column keeps its old value
 // States: S [B, H, D, M].
-class TokenSteps : public Block {
+class TokenSteps : public ChunkBlock {
  public:
   TokenSteps(const Tensors& inputs, const Tensor& complete, Objective objective, bool normalize,
              double shrinkage)
-      : q_(group(inputs[0], inputs[1].size(2))),
-        pairs_(objective, inputs[1], inputs[2], inputs[3]),
+      : q_(group_heads(inputs[0], inputs[1].size(2))),
+        terms_(objective, inputs[1], inputs[2], inputs[3]),
         normalize_(normalize),
-        shrinks_(shrinkage > 0) {
-    if (inputs[4].defined()) decay_ = per_chunk(kept(inputs[4]).unsqueeze(-1));
-    if (shrinks_) threshold_ = per_chunk((inputs[3] * shrinkage).unsqueeze(-1));
-    if (complete.defined()) complete_ = per_chunk(complete);
+        has_shrinkage_(shrinkage > 0) {
+    if (inputs[4].defined()) decay_ = unbind_chunks(kept(inputs[4]).unsqueeze(-1));
+    if (has_shrinkage_) threshold_ = unbind_chunks((inputs[3] * shrinkage).unsqueeze(-1));
+    if (complete.defined()) complete_ = unbind_chunks(complete);
   }
 
   Chunks::States step(int64_t c, const Chunks::States& states) override {
     const auto& S = states[0];
     const auto length = normalize_ ? Tensor() : at::linalg_vector_norm(S, 2, -2, true);
     const auto phi = normalize_ ? S : S / length;
-    const auto pair = pairs_.at(c, phi);
+    const auto pair = terms_.at(c, phi);
     const auto W = normalize_ ? pair.W : pair.W / length;
     auto X = (decay_.empty() ? S : S * decay_[c]) + pair.H.transpose(-1, -2).matmul(W) - phi * (W * pair.a);
-    if (shrinks_) X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
-    X = normalize_ ? unit(X, S) : at::where((X == 0).all(-2, true), S, X);
-    X_.push_back(complete_.empty() ? X : where_row(complete_[c], X, S));
+    if (has_shrinkage_) X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
+    X = normalize_ ? normalise_columns(X, S) : at::where((X == 0).all(-2, true), S, X);
+    X_.push_back(complete_.empty() ? X : select_rows(complete_[c], X, S));
     return {X_.back()};
   }
 
@@ -204,8 +209,8 @@ class TokenSteps : public Block {
 
  private:
   Tensor q_;
-  Pairs pairs_;
-  bool normalize_, shrinks_;
+  ObjectiveTerms terms_;
+  bool normalize_, has_shrinkage_;
   Tensors decay_, threshold_, complete_;  // e^{g}, gamma lambda [B, H, 1, 1], [B]
   Tensors X_;
 };
@@ -220,46 +225,46 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                       cu_seqlens, chunk, objective, normalize, shrinkage);
   const auto B = q.size(0), T = q.size(1), H = k.size(2), D = v.size(3);
-  const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
-  const auto S = normalize ? on_sphere(*state_first) : *state_first;
+  const ChunkDefiningScan chunks(q, B, T, chunk, cu_seqlens, state_position);
+  const auto S = normalize ? project_gradient(*state_first) : *state_first;
   const auto zeros = at::zeros_like(S), no_decay = at::zeros({S.size(0), H}, S.options());
-  const bool within = chunk > 1 && !chunks.whole();  // a state may be inside a chunk
+  const bool has_partial_chunks = chunk > 1 && !chunks.has_whole_chunks();  // a state may be inside a chunk
   Chunks::States initial{S};
-  if (within) {
-    const bool resumed = given(state_position);
-    initial.push_back(resumed ? *state_step : zeros);
-    if (given(g)) initial.push_back(resumed && given(state_decay) ? *state_decay : no_decay);
+  if (has_partial_chunks) {
+    const bool is_resumed = is_defined(state_position);
+    initial.push_back(is_resumed ? *state_step : zeros);
+    if (is_defined(g)) initial.push_back(is_resumed && is_defined(state_decay) ? *state_decay : no_decay);
   }
 
-  const auto pair = objective_of(objective);
+  const auto pair = parse_objective(objective);
   const auto run = chunks.run(
       {q, k, v, gamma, g.value_or(Tensor())}, initial,
-      [=](const Tensors& inputs, const Tensor& complete) -> std::unique_ptr<Block> {
+      [=](const Tensors& inputs, const Tensor& complete) -> std::unique_ptr<ChunkBlock> {
         if (chunk > 1) return std::make_unique<TangentSteps>(inputs, complete, pair);
         return std::make_unique<TokenSteps>(inputs, complete, pair, normalize, shrinkage);
       },
       q.scalar_type());
   const auto& finals = run.finals;
   OptionalTensor decay;
-  if (given(g)) decay = within ? finals[2] : no_decay;
+  if (is_defined(g)) decay = has_partial_chunks ? finals[2] : no_decay;
   const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
-  const auto room = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
+  const auto new_saved = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
     return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
   };
   return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), D}, q.options()),
           finals[0],
-          within ? finals[1] : zeros,
+          has_partial_chunks ? finals[1] : zeros,
           decay,
           chunks.next_position(),
-          room(kept.memories, q.options().dtype(kept.memories_type)),
-          room(kept.ends, S.options()),
-          room(kept.last, S.options()),
-          room(kept.last, S.options())};
+          new_saved(kept.memories, q.options().dtype(kept.memories_type)),
+          new_saved(kept.ends, S.options()),
+          new_saved(kept.last, S.options()),
+          new_saved(kept.last, S.options())};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("lattice_forward", &forward); }
 #ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("lattice_forward", TORCH_FN(InFullPrecision<&forward>::call)); }
+TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("lattice_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
 #endif
 
 }  // namespace girih::lattice

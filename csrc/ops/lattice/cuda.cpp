@@ -3,14 +3,14 @@
 #include "../arguments/kernel_arguments.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
-#include "exact.h"
+#include "fp32.h"
 #include "lattice/lattice.h"
 #include "problem.h"
 
 namespace girih::lattice {
 namespace {
 
-static_assert(kWidest == kernels::kLatticeWidest && kKeptChunk == kernels::kLatticeSegment);
+static_assert(kMaxWidth == kernels::kLatticeMaxWidth && kChunkTokens == kernels::kLatticeSegment);
 
 // The tensors of one call as the kernels read them: rows aligned to 16 bytes, states zero-padded to the same
 // widths.
@@ -23,23 +23,23 @@ struct Arguments {
             const OptionalTensor& g_, const OptionalTensor& state_first, const OptionalTensor& state_step,
             const OptionalTensor& state_decay, const OptionalTensor& position_, const OptionalTensor& cu,
             int64_t chunk, std::string_view objective)
-      : q(in_packs(q_)),
-        k(in_packs(k_)),
-        v(in_packs(v_)),
+      : q(align_rows(q_)),
+        k(align_rows(k_)),
+        v(align_rows(v_)),
         gamma(gamma_),
         g(g_.value_or(Tensor())),
         D(v_.size(3)),
         M(k_.size(3)) {
-    if (given(cu)) cu_seqlens = cu->contiguous();
+    if (is_defined(cu)) cu_seqlens = cu->contiguous();
     shape.heads = static_cast<int>(k.size(2)), shape.query_heads = static_cast<int>(q.size(2));
     shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(k.size(3));
     shape.dtype = kernel_dtype(q);
-    shape.objective = objective_of(objective);
-    first = padded_state(state_first, false, shape.D, shape.M);
-    if (given(position_)) {
+    shape.objective = parse_objective(objective);
+    first = pad_state(state_first, false, shape.D, shape.M);
+    if (is_defined(position_)) {
       position = position_->contiguous();
-      step = padded_state(state_step, false, shape.D, shape.M);
-      if (given(g_)) decay = *state_decay;
+      step = pad_state(state_step, false, shape.D, shape.M);
+      if (is_defined(g_)) decay = *state_decay;
     }
     shape.grid = {kernel_tokens(q, cu_seqlens), static_cast<int>(chunk),
                   position.defined() ? position.const_data_ptr<int64_t>() : nullptr};
@@ -48,13 +48,15 @@ struct Arguments {
   kernels::LatticeStart start() const { return {input<4>(first), input<4>(step), input<2>(decay)}; }
   int64_t sequences() const { return shape.grid.tokens.sequences; }
   Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    return rows_for(q, q.size(1), cu_seqlens, heads, width, type);
+    return new_rows(q, q.size(1), cu_seqlens, heads, width, type);
   }
-  Tensor numbers() const { return rows(shape.heads, 1, at::kFloat).squeeze(3); }
+  Tensor token_scalars() const { return rows(shape.heads, 1, at::kFloat).squeeze(3); }
   Tensor states() const {
     return at::empty({sequences(), shape.heads, shape.D, shape.M}, q.options().dtype(at::kFloat));
   }
-  Tensor of_sequences() const { return at::empty({sequences(), shape.heads}, q.options().dtype(at::kFloat)); }
+  Tensor sequence_scalars() const {
+    return at::empty({sequences(), shape.heads}, q.options().dtype(at::kFloat));
+  }
   Tensor memories() const {
     return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.D}, q.options());
   }
@@ -69,24 +71,24 @@ struct Arguments {
 // The path of the problem, restricted by the shared memory of the device and by the number of sequences. The
 // saved tensors are sized by the problem alone, so a device with too little shared memory takes the ATen
 // form.
-Path path_of(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
-             const OptionalTensor& position, int64_t chunk, bool normalize, double shrinkage) {
+Path choose_path(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const OptionalTensor& position, int64_t chunk, bool normalize, double shrinkage) {
   const auto path = problem.path(q, chunk, normalize, shrinkage);
-  if (problem.N == 0) return aten(kNoSequence);
+  if (problem.N == 0) return aten(kNoSequences);
   if (path == Path::Code::aten) return path;
   bool fits = false;
-  if (path == Path::Code::exact) {
-    const auto shape = exact_shape(q, k, v, chunk);
-    check_launch("lattice_exact_fits", kernels::lattice_exact_fits(shape, fits));
-    return fits ? path : aten(kSmallCard);
+  if (path == Path::Code::fp32) {
+    const auto shape = fp32_shape(q, k, v, chunk);
+    check_launch("lattice_exact_fits", kernels::lattice_fp32_fits(shape, fits));
+    return fits ? path : aten(kSharedMemoryTooSmall);
   }
   kernels::LatticeShape shape{};
   shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(q.size(3));
   // lattice_fits tests whether position is null and does not read it.
   shape.grid.size = static_cast<int>(chunk);
-  shape.grid.position = given(position) ? position->const_data_ptr<int64_t>() : nullptr;
+  shape.grid.position = is_defined(position) ? position->const_data_ptr<int64_t>() : nullptr;
   check_launch("lattice_fits", kernels::lattice_fits(shape, fits));
-  return fits ? path : aten(kSmallCard);
+  return fits ? path : aten(kSharedMemoryTooSmall);
 }
 
 Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
@@ -97,15 +99,15 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                       cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, k, v, state_position, chunk, normalize, shrinkage);
-  if (path == Path::Code::exact) {
-    const ExactCall call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                         chunk, objective, normalize, shrinkage);
+  const auto path = choose_path(problem, q, k, v, state_position, chunk, normalize, shrinkage);
+  if (path == Path::Code::fp32) {
+    const Fp32Call call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
+                        chunk, objective, normalize, shrinkage);
     return call.forward(problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save),
                         save);
   }
   if (path == Path::Code::aten) {
-    at::NoTF32Guard exact;
+    at::NoTF32Guard fp32;
     return forward(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
                    objective, normalize, shrinkage, save);
   }
@@ -113,14 +115,15 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
                        chunk, objective);
   const auto last = args.states(), last_step = args.states();
-  const auto no_number = [&] { return at::empty({0}, last.options()); };
+  const auto new_empty = [&] { return at::empty({0}, last.options()); };
   bool is_short = false;
-  check_launch("lattice_is_short", kernels::lattice_is_short(args.shape, is_short));
-  const bool keeps = save || !is_short;
-  const auto memories = keeps ? args.memories() : at::empty({0}, q.options());
-  const auto ends =
-      keeps ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options()) : no_number();
-  const auto decay = args.g.defined() ? args.of_sequences() : Tensor();
+  check_launch("lattice_is_short", kernels::lattice_uses_short_scan(args.shape, is_short));
+  const bool stores_memories = save || !is_short;
+  const auto memories = stores_memories ? args.memories() : at::empty({0}, q.options());
+  const auto ends = stores_memories
+                        ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options())
+                        : new_empty();
+  const auto decay = args.g.defined() ? args.sequence_scalars() : Tensor();
   const auto position = at::empty({args.sequences()}, q.options().dtype(at::kLong));
   const auto o = args.rows(args.shape.query_heads, args.shape.D, q.scalar_type());
   kernels::LatticeScan scan;
@@ -128,8 +131,8 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   scan.start = args.start();
   scan.end = {output<4>(last), output<4>(last_step), output<2>(decay)};
   scan.last_position = position.mutable_data_ptr<int64_t>();
-  scan.memories = keeps ? memories.mutable_data_ptr() : nullptr;
-  scan.ends = keeps ? ends.mutable_data_ptr<float>() : nullptr;
+  scan.memories = stores_memories ? memories.mutable_data_ptr() : nullptr;
+  scan.ends = stores_memories ? ends.mutable_data_ptr<float>() : nullptr;
   kernels::LatticeRead read;
   args.fill(read);
   read.q = input<4>(args.q);
@@ -139,18 +142,18 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   check_launch("lattice_forward", kernels::lattice_forward(scan, read, stream));
 
   // The returned states may be overwritten by a step, so saved states are copied.
-  const auto own = [&](const Tensor& state) {
-    return save ? cut(state, args.D, args.M).clone() : cut(state, args.D, args.M);
+  const auto clone_if_saved = [&](const Tensor& state) {
+    return save ? crop_state(state, args.D, args.M).clone() : crop_state(state, args.D, args.M);
   };
-  return {without_packs(o, args.D),
-          own(last),
-          own(last_step),
+  return {crop_width(o, args.D),
+          clone_if_saved(last),
+          clone_if_saved(last_step),
           args.g.defined() ? OptionalTensor(decay) : std::nullopt,
           position,
           save ? memories : at::empty({0}, q.options()),
-          save ? ends : no_number(),
-          save ? last : no_number(),
-          save ? last_step : no_number()};
+          save ? ends : new_empty(),
+          save ? last : new_empty(),
+          save ? last_step : new_empty()};
 }
 
 Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first,
@@ -165,81 +168,81 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                       cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard device(q.device());
-  const auto path = path_of(problem, q, k, v, state_position, chunk, normalize, shrinkage);
+  const auto path = choose_path(problem, q, k, v, state_position, chunk, normalize, shrinkage);
   if (path == Path::Code::aten) {
-    return run_without_kernel<&backward_cuda>("lattice_backward", grad_o, grad_first, grad_step, grad_decay,
+    return redispatch_to_aten<&backward_cuda>("lattice_backward", grad_o, grad_first, grad_step, grad_decay,
                                               grad_position, q, k, v, gamma, g, state_first, state_step,
                                               state_decay, state_position, cu_seqlens, memories, ends, last,
                                               last_step, chunk, objective, normalize, shrinkage);
   }
-  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, true);
-  check_kept("lattice", "memories", memories, kept.memories, kept.memories_type);
-  check_kept("lattice", "ends", ends, kept.ends, at::kFloat);
-  check_kept("lattice", "last", last, kept.last, at::kFloat);
-  check_kept("lattice", "last_step", last_step, kept.last, at::kFloat);
-  if (path == Path::Code::exact) {
-    const ExactCall call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                         chunk, objective, normalize, shrinkage);
+  const auto saved_shapes = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, true);
+  check_saved_tensor("lattice", "memories", memories, saved_shapes.memories, saved_shapes.memories_type);
+  check_saved_tensor("lattice", "ends", ends, saved_shapes.ends, at::kFloat);
+  check_saved_tensor("lattice", "last", last, saved_shapes.last, at::kFloat);
+  check_saved_tensor("lattice", "last_step", last_step, saved_shapes.last, at::kFloat);
+  if (path == Path::Code::fp32) {
+    const Fp32Call call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
+                        chunk, objective, normalize, shrinkage);
     return call.backward(grad_o, grad_first, grad_step, grad_decay, memories);
   }
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
                        chunk, objective);
   const auto& shape = args.shape;
-  const bool gated = args.g.defined(), positions = args.position.defined();
+  const bool gated = args.g.defined(), has_position = args.position.defined();
   const auto type = q.scalar_type();
   const auto dout =
-      given(grad_o) ? in_packs(grad_o->to(type)) : args.rows(shape.query_heads, shape.D, type).zero_();
+      is_defined(grad_o) ? align_rows(grad_o->to(type)) : args.rows(shape.query_heads, shape.D, type).zero_();
 
   const auto dq = args.rows(shape.query_heads, shape.M, type), dk = args.rows(shape.heads, shape.M, type),
-             dv = args.rows(shape.heads, shape.D, type), dgamma = args.numbers();
-  const auto at_floor = gated ? args.numbers() : Tensor(), gradients = args.memories();
-  const auto dstep = positions ? args.states() : Tensor(),
-             ddecay = positions && gated ? args.of_sequences() : Tensor();
-  kernels::LatticeReads reads;
+             dv = args.rows(shape.heads, shape.D, type), dgamma = args.token_scalars();
+  const auto ddecay_at_floor = gated ? args.token_scalars() : Tensor(), gradients = args.memories();
+  const auto dstep = has_position ? args.states() : Tensor(),
+             ddecay = has_position && gated ? args.sequence_scalars() : Tensor();
+  kernels::LatticeReadBackward reads;
   args.fill(reads);
   reads.q = input<4>(args.q), reads.dout = input<4>(dout);
   reads.start = args.start();
   reads.memories = memories.const_data_ptr();
   reads.dq = output<4>(dq), reads.dk = output<4>(dk), reads.dv = output<4>(dv);
-  reads.dgamma = output<3>(dgamma), reads.at_floor = output<3>(at_floor);
+  reads.dgamma = output<3>(dgamma), reads.ddecay_at_floor = output<3>(ddecay_at_floor);
   reads.gradients = gradients.mutable_data_ptr();
   reads.dstep = output<4>(dstep), reads.ddecay = output<2>(ddecay);
-  check_launch("lattice_reads", kernels::lattice_reads(reads, stream));
+  check_launch("lattice_reads", kernels::lattice_read_backward(reads, stream));
 
-  const auto dfirst = args.states(), dopen = gated ? args.of_sequences() : Tensor();
-  const auto dlast = padded_state(grad_first, false, shape.D, shape.M),
-             dlast_step = padded_state(grad_step, false, shape.D, shape.M);
+  const auto dfirst = args.states(), dend_decay = gated ? args.sequence_scalars() : Tensor();
+  const auto dlast = pad_state(grad_first, false, shape.D, shape.M),
+             dlast_step = pad_state(grad_step, false, shape.D, shape.M);
   // With gates lattice_reverse overwrites ends; backward may run again with the saved tensor.
-  const auto at_ends = gated ? ends.clone() : ends;
+  const auto ends_copy = gated ? ends.clone() : ends;
   kernels::LatticeReverse reverse;
   args.fill(reverse);
   reverse.start = args.start();
-  reverse.memories = memories.const_data_ptr(), reverse.ends = at_ends.mutable_data_ptr<float>();
+  reverse.memories = memories.const_data_ptr(), reverse.ends = ends_copy.mutable_data_ptr<float>();
   reverse.last = input<4>(last), reverse.last_step = input<4>(last_step);
   reverse.dlast = input<4>(dlast), reverse.dlast_step = input<4>(dlast_step);
   reverse.dlast_decay = input<2>(grad_decay);
   reverse.gradients = gradients.mutable_data_ptr();
   reverse.dmemory = output<4>(dfirst), reverse.dstep = output<4>(dstep);
-  reverse.ddecay = output<2>(ddecay), reverse.dopen = output<2>(dopen);
-  const auto dg = gated ? args.numbers() : Tensor();
-  kernels::LatticeColumns columns;
+  reverse.ddecay = output<2>(ddecay), reverse.dend_decay = output<2>(dend_decay);
+  const auto dg = gated ? args.token_scalars() : Tensor();
+  kernels::LatticeDkv columns;
   args.fill(columns);
   columns.memories = memories.const_data_ptr(), columns.gradients = gradients.const_data_ptr();
-  columns.ends = gated ? at_ends.const_data_ptr<float>() : nullptr;
-  columns.at_floor = input<3>(at_floor), columns.dopen = input<2>(dopen);
+  columns.ends = gated ? ends_copy.const_data_ptr<float>() : nullptr;
+  columns.ddecay_at_floor = input<3>(ddecay_at_floor), columns.dend_decay = input<2>(dend_decay);
   columns.dk = output<4>(dk), columns.dv = output<4>(dv);
   columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
   check_launch("lattice_reverse", kernels::lattice_reverse(reverse, columns, stream));
 
-  return {without_packs(dq, args.M),
-          without_packs(dk, args.M),
-          without_packs(dv, args.D),
+  return {crop_width(dq, args.M),
+          crop_width(dk, args.M),
+          crop_width(dv, args.D),
           dgamma.to(gamma.scalar_type()),
-          if_given(g, [&] { return dg.to(g->scalar_type()); }),
-          cut(dfirst, args.D, args.M),
-          positions ? OptionalTensor(cut(dstep, args.D, args.M)) : no_gradient(state_step),
-          positions && gated ? OptionalTensor(ddecay) : no_gradient(state_decay),
+          if_defined(g, [&] { return dg.to(g->scalar_type()); }),
+          crop_state(dfirst, args.D, args.M),
+          has_position ? OptionalTensor(crop_state(dstep, args.D, args.M)) : zero_gradient(state_step),
+          has_position && gated ? OptionalTensor(ddecay) : zero_gradient(state_decay),
           std::nullopt,
           std::nullopt};
 }
@@ -248,11 +251,11 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                  const OptionalTensor& g, const Tensor& state_first, const Tensor& state_step,
                  const OptionalTensor& state_decay, const Tensor& state_position, int64_t chunk,
                  std::string_view objective, bool normalize, double shrinkage) {
-  check_step(describe("lattice"), q, {state_first, state_step, state_decay, state_position});
+  check_step(get_operator("lattice"), q, {state_first, state_step, state_decay, state_position});
   Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, std::nullopt, chunk,
                  objective, normalize, shrinkage);
   if (Problem::step_path(q, normalize, shrinkage) == Path::Code::aten) {
-    return run_without_kernel<&step_cuda>("lattice_step", q, k, v, gamma, g, state_first, state_step,
+    return redispatch_to_aten<&step_cuda>("lattice_step", q, k, v, gamma, g, state_first, state_step,
                                           state_decay, state_position, chunk, objective, normalize,
                                           shrinkage);
   }
@@ -264,15 +267,15 @@ Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   p.sequences = q.size(0);
   p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
   p.D = static_cast<int>(v.size(3)), p.M = static_cast<int>(k.size(3)), p.chunk = static_cast<int>(chunk);
-  p.objective = objective_of(objective);
+  p.objective = parse_objective(objective);
   p.q = input<3>(token(q)), p.k = input<3>(token(k)), p.v = input<3>(token(v));
   p.gamma = input<2>(token(gamma));
-  if (given(g)) p.g = input<2>(token(*g));
+  if (is_defined(g)) p.g = input<2>(token(*g));
   p.memory = output<4>(state_first);
   p.position = nullptr, p.next_position = nullptr;
   if (chunk > 1) {
     p.step = output<4>(state_step);
-    if (given(g)) p.decay = output<2>(*state_decay);
+    if (is_defined(g)) p.decay = output<2>(*state_decay);
     p.position = position.const_data_ptr<int64_t>(), p.next_position = next.mutable_data_ptr<int64_t>();
   }
   p.o = output<3>(token(o));
@@ -290,9 +293,9 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                 cu_seqlens, chunk, objective, normalize, shrinkage);
   const c10::cuda::CUDAGuard guard(q.device());
-  return explained(step ? Problem::step_path(q, normalize, shrinkage)
-                        : path_of(p, q, k, v, state_position, chunk, normalize, shrinkage),
-                   device);
+  return explain_path(step ? Problem::step_path(q, normalize, shrinkage)
+                           : choose_path(p, q, k, v, state_position, chunk, normalize, shrinkage),
+                      device);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 namespace girih::ops {
 
 LatticeState LatticeState::start(int64_t batch, const Tensor& first, bool gated) {
-  const auto memory = own(first, batch);
+  const auto memory = clone_to_batch(first, batch);
   return {memory, at::zeros_like(memory),
           gated ? at::zeros({batch, memory.size(1)}, memory.options()) : Tensor(),
           at::zeros({batch}, memory.options().dtype(at::kLong))};
@@ -13,26 +13,26 @@ LatticeState LatticeState::start(int64_t batch, const Tensor& first, bool gated)
 std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& gamma, const Tensor& g, const LatticeOptions& options) {
   using Signature = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor>(
-      Required, Required, Required, Required, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, int64_t, Word, bool,
-      double);
-  static const auto op = find<Signature>("girih::lattice");
+      TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
+      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, StringArg, bool, double);
+  static const auto op = find_operator<Signature>("girih::lattice");
   const auto& past = options.state;
   auto [o, first, step, decay, position] =
-      op.call(q, k, v, gamma, none_if_absent(g), for_each_sequence(past.first, q, options.cu_seqlens),
-              none_if_absent(past.step), none_if_absent(past.decay), none_if_absent(past.position),
-              none_if_absent(options.cu_seqlens), options.chunk, options.objective, options.normalize,
+      op.call(q, k, v, gamma, to_optional(g), expand_to_sequences(past.first, q, options.cu_seqlens),
+              to_optional(past.step), to_optional(past.decay), to_optional(past.position),
+              to_optional(options.cu_seqlens), options.chunk, options.objective, options.normalize,
               options.shrinkage);
   return {o, {first, step, decay.value_or(Tensor()), position}};
 }
 
 Tensor lattice_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const Tensor& g,
                     const LatticeOptions& options) {
-  using Signature = Tensor(Required, Required, Required, Required, Maybe, Required, Required, Maybe, Required,
-                           int64_t, Word, bool, double);
-  static const auto op = find<Signature>("girih::lattice_step");
+  using Signature = Tensor(TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg,
+                           TensorArg, OptionalTensorArg, TensorArg, int64_t, StringArg, bool, double);
+  static const auto op = find_operator<Signature>("girih::lattice_step");
   const auto& state = options.state;
-  refuse_start("lattice", state.position, options.cu_seqlens);
-  return op.call(q, k, v, gamma, none_if_absent(g), state.first, state.step, none_if_absent(state.decay),
+  check_step_state("lattice", state.position, options.cu_seqlens);
+  return op.call(q, k, v, gamma, to_optional(g), state.first, state.step, to_optional(state.decay),
                  state.position, options.chunk, options.objective, options.normalize, options.shrinkage);
 }
 

@@ -13,18 +13,18 @@ std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor, Tenso
   const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                 cu_seqlens, chunk, objective, normalize, shrinkage);
   const auto options = q.options().dtype(accumulate_type(q));
-  const auto kept = p.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
+  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
   OptionalTensor decay;
-  if (given(g)) decay = at::empty_symint({p.N, p.H}, options);
+  if (is_defined(g)) decay = at::empty_symint({p.N, p.H}, options);
   return {at::empty_symint({p.B, p.T, p.HQ, p.D}, q.options()),
           at::empty_symint({p.N, p.H, p.D, p.M}, options),
           at::empty_symint({p.N, p.H, p.D, p.M}, options),
           decay,
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories, q.options().dtype(kept.memories_type)),
-          at::empty_symint(kept.ends, options),
-          at::empty_symint(kept.last, options),
-          at::empty_symint(kept.last, options)};
+          at::empty_symint(saved_shapes.memories, q.options().dtype(saved_shapes.memories_type)),
+          at::empty_symint(saved_shapes.ends, options),
+          at::empty_symint(saved_shapes.last, options),
+          at::empty_symint(saved_shapes.last, options)};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
@@ -35,7 +35,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     bool step) {
   const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
                                 cu_seqlens, chunk, objective, normalize, shrinkage);
-  return explained(
+  return explain_path(
       step ? Problem::step_path(q, normalize, shrinkage) : p.path(q, chunk, normalize, shrinkage), device);
 }
 

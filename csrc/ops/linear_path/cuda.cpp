@@ -13,47 +13,47 @@ constexpr const char* kOp = "linear_path";
 constexpr int kPack = kernels::kLinearPathPack;
 
 void check_rows(const Tensor& x, const char* name) {
-  TORCH_CHECK(x.dim() == 4 && is_of_kernels(x.scalar_type()) && x.size(3) >= kPack &&
-                  x.size(3) % kPack == 0 && x.size(3) <= kernels::kLinearPathWidest &&
+  TORCH_CHECK(x.dim() == 4 && has_kernel_dtype(x.scalar_type()) && x.size(3) >= kPack &&
+                  x.size(3) % kPack == 0 && x.size(3) <= kernels::kLinearPathMaxWidth &&
                   x.numel() / x.size(3) <= 0x7fffffff,
               "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(),
               "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ", kPack, " up to ",
-              kernels::kLinearPathWidest, "] of less than 2^31 rows");
+              kernels::kLinearPathMaxWidth, "] of less than 2^31 rows");
 }
 
 // x itself if the heads of a token are contiguous and rows are aligned for vector accesses, else a copy.
-Tensor in_token_rows(const Tensor& x) {
+Tensor as_token_rows(const Tensor& x) {
   const auto multiple = [&](int64_t stride, int64_t size) { return size <= 1 || stride % kPack == 0; };
-  const auto begins = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (kPack * x.element_size()) == 0;
-  const bool lies =
-      x.numel() == 0 || (begins && x.stride(3) == 1 && (x.size(2) == 1 || x.stride(2) == x.size(3)) &&
+  const auto is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % (kPack * x.element_size()) == 0;
+  const bool has_token_rows =
+      x.numel() == 0 || (is_aligned && x.stride(3) == 1 && (x.size(2) == 1 || x.stride(2) == x.size(3)) &&
                          multiple(x.stride(1), x.size(1)) && multiple(x.stride(0), x.size(0)));
-  return lies ? x : x.clone(at::MemoryFormat::Contiguous);
+  return has_token_rows ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 kernels::TokenRows token_rows(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1)}; }
 
 // q, k and v as the kernels read them.
-struct Rows {
+struct VirtualRowInputs {
   Tensor q, k, v;
   kernels::VirtualRowsShape shape;
 
-  Rows(const Tensor& q_, const Tensor& k_, const Tensor& v_, int64_t n) {
+  VirtualRowInputs(const Tensor& q_, const Tensor& k_, const Tensor& v_, int64_t n) {
     check_rows(q_, "q");
     const auto B = q_.size(0), T = q_.size(1), D = q_.size(3);
-    const auto like_q = [&](const Tensor& x, const char* name, int64_t heads) {
+    const auto check_like_q = [&](const Tensor& x, const char* name, int64_t heads) {
       TORCH_CHECK(x.sizes() == at::IntArrayRef({B, T, heads, D}) && x.scalar_type() == q_.scalar_type() &&
                       x.device() == q_.device(),
                   "girih: ", kOp, ": ", name, " is ", x.scalar_type(), " ", x.sizes(), " on ", x.device(),
                   "; expected ", q_.scalar_type(), " [", B, ", ", T, ", heads, ", D, "] on ", q_.device(),
                   ", the same for k and v");
       check_rows(x, name);
-      return in_token_rows(x);
+      return as_token_rows(x);
     };
     TORCH_CHECK(k_.dim() == 4, "girih: ", kOp, ": k has shape ", k_.sizes(), "; expected [B, T, heads, D]");
-    TORCH_CHECK(1 <= n && n <= kernels::kMostVirtualRows, "girih: ", kOp, ": n is ", n, "; expected 1 to ",
-                kernels::kMostVirtualRows);
-    q = in_token_rows(q_), k = like_q(k_, "k", k_.size(2)), v = like_q(v_, "v", k_.size(2));
+    TORCH_CHECK(1 <= n && n <= kernels::kMaxVirtualRows, "girih: ", kOp, ": n is ", n, "; expected 1 to ",
+                kernels::kMaxVirtualRows);
+    q = as_token_rows(q_), k = check_like_q(k_, "k", k_.size(2)), v = check_like_q(v_, "v", k_.size(2));
     shape = {B,
              T,
              static_cast<int>(q.size(2)),
@@ -67,34 +67,36 @@ struct Rows {
     p.shape = shape, p.q = token_rows(q), p.k = token_rows(k), p.v = token_rows(v);
   }
   // The sizes of the virtual rows of k and of v.
-  std::vector<int64_t> of_kv() const { return {shape.batch, shape.tokens * shape.n, shape.heads, shape.D}; }
+  std::vector<int64_t> kv_sizes() const {
+    return {shape.batch, shape.tokens * shape.n, shape.heads, shape.D};
+  }
 };
 
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+using TensorTriple = std::tuple<Tensor, Tensor, Tensor>;
 
-Three virtual_rows(const Tensor& q, const Tensor& k, const Tensor& v, int64_t n) {
+TensorTriple virtual_rows(const Tensor& q, const Tensor& k, const Tensor& v, int64_t n) {
   const c10::cuda::CUDAGuard device(q.device());
-  const Rows rows(q, k, v, n);
+  const VirtualRowInputs rows(q, k, v, n);
   kernels::VirtualRows p{};
   rows.fill(p);
   const auto of_q = at::empty(q.sizes(), q.options());
-  const auto of_k = at::empty(rows.of_kv(), q.options()), of_v = at::empty_like(of_k);
-  p.of_q = of_q.mutable_data_ptr(), p.of_k = of_k.mutable_data_ptr(), p.of_v = of_v.mutable_data_ptr();
+  const auto of_k = at::empty(rows.kv_sizes(), q.options()), of_v = at::empty_like(of_k);
+  p.rows_q = of_q.mutable_data_ptr(), p.rows_k = of_k.mutable_data_ptr(), p.rows_v = of_v.mutable_data_ptr();
   check_launch("virtual_rows", kernels::virtual_rows(p, c10::cuda::getCurrentCUDAStream()));
   return {of_q, of_k, of_v};
 }
 
-Three virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, const Tensor& of_v_, const Tensor& q,
-                            const Tensor& k, const Tensor& v, int64_t n) {
+TensorTriple virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, const Tensor& of_v_,
+                                   const Tensor& q, const Tensor& k, const Tensor& v, int64_t n) {
   const c10::cuda::CUDAGuard device(q.device());
-  const Rows rows(q, k, v, n);
+  const VirtualRowInputs rows(q, k, v, n);
   kernels::VirtualRowsBackward p{};
   rows.fill(p);
   const auto type = q.scalar_type();
-  const auto of_q = dense(kOp, of_q_, "dq", q.sizes(), type, q),
-             of_k = dense(kOp, of_k_, "dk", rows.of_kv(), type, q),
-             of_v = dense(kOp, of_v_, "dv", rows.of_kv(), type, q);
-  p.of_q = of_q.const_data_ptr(), p.of_k = of_k.const_data_ptr(), p.of_v = of_v.const_data_ptr();
+  const auto of_q = contiguous_argument(kOp, of_q_, "dq", q.sizes(), type, q),
+             of_k = contiguous_argument(kOp, of_k_, "dk", rows.kv_sizes(), type, q),
+             of_v = contiguous_argument(kOp, of_v_, "dv", rows.kv_sizes(), type, q);
+  p.rows_q = of_q.const_data_ptr(), p.rows_k = of_k.const_data_ptr(), p.rows_v = of_v.const_data_ptr();
   const auto dq = at::empty(q.sizes(), q.options());
   const auto dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
   p.dq = dq.mutable_data_ptr(), p.dk = dk.mutable_data_ptr(), p.dv = dv.mutable_data_ptr();
@@ -107,12 +109,14 @@ Three virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, const Tens
 Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
   check_rows(x_, "x");
   const auto own = x_.scalar_type();
-  const auto of_half = [&](at::ScalarType a, at::ScalarType b) { return a == at::kHalf && b == at::kFloat; };
-  TORCH_CHECK((type == own && own != at::kHalf) || of_half(own, type) || of_half(type, own), "girih: ", kOp,
-              ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own, " for x of dtype ",
-              own);
+  const auto is_half_pair = [&](at::ScalarType a, at::ScalarType b) {
+    return a == at::kHalf && b == at::kFloat;
+  };
+  TORCH_CHECK((type == own && own != at::kHalf) || is_half_pair(own, type) || is_half_pair(type, own),
+              "girih: ", kOp, ": dtype is ", type, "; expected ", own == at::kHalf ? at::kFloat : own,
+              " for x of dtype ", own);
   const c10::cuda::CUDAGuard device(x_.device());
-  const auto x = in_token_rows(x_), total = at::empty(x_.sizes(), x_.options().dtype(type));
+  const auto x = as_token_rows(x_), total = at::empty(x_.sizes(), x_.options().dtype(type));
   const kernels::RunningSum p{x.size(0),
                               x.size(1),
                               static_cast<int>(x.size(2) * x.size(3)),
@@ -128,7 +132,7 @@ Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
 Tensor pooled_gate(const Tensor& total_) {
   check_rows(total_, "total");
   const c10::cuda::CUDAGuard device(total_.device());
-  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto total = contiguous_argument(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
   const auto beta = at::empty(total.sizes().slice(0, 3), total.options().dtype(at::kFloat));
   const kernels::PooledGate p{total.size(0),
                               total.size(1),
@@ -144,8 +148,8 @@ Tensor pooled_gate(const Tensor& total_) {
 Tensor pooled_gate_backward(const Tensor& dbeta_, const Tensor& total_) {
   check_rows(total_, "total");
   const c10::cuda::CUDAGuard device(total_.device());
-  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
-  const auto dbeta = dense(kOp, dbeta_, "dbeta", total.sizes().slice(0, 3), at::kFloat, total);
+  const auto total = contiguous_argument(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto dbeta = contiguous_argument(kOp, dbeta_, "dbeta", total.sizes().slice(0, 3), at::kFloat, total);
   const auto dtotal = at::empty(total.sizes(), total.options());
   const kernels::PooledGateBackward p{total.size(0),
                                       total.size(1),
@@ -163,7 +167,7 @@ Tensor channel_gate(const Tensor& total_, int64_t n) {
   check_rows(total_, "total");
   TORCH_CHECK(n >= 1, "girih: ", kOp, ": n is ", n, "; expected 1 or more");
   const c10::cuda::CUDAGuard device(total_.device());
-  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto total = contiguous_argument(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
   const auto beta =
       at::empty({total.size(0), total.size(1) * n, total.size(2), total.size(3)}, total.options());
   const kernels::ChannelGate p{total.size(0),
@@ -182,10 +186,10 @@ Tensor channel_gate_backward(const Tensor& dbeta_, const Tensor& total_, int64_t
   check_rows(total_, "total");
   TORCH_CHECK(n >= 1, "girih: ", kOp, ": n is ", n, "; expected 1 or more");
   const c10::cuda::CUDAGuard device(total_.device());
-  const auto total = dense(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
-  const auto dbeta =
-      dense(kOp, dbeta_, "dbeta", {total.size(0), total.size(1) * n, total.size(2), total.size(3)},
-            total.scalar_type(), total);
+  const auto total = contiguous_argument(kOp, total_, "total", total_.sizes(), total_.scalar_type(), total_);
+  const auto dbeta = contiguous_argument(kOp, dbeta_, "dbeta",
+                                         {total.size(0), total.size(1) * n, total.size(2), total.size(3)},
+                                         total.scalar_type(), total);
   const auto dtotal = at::empty(total.sizes(), total.options());
   const kernels::ChannelGateBackward p{total.size(0),
                                        total.size(1),

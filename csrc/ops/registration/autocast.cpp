@@ -15,10 +15,10 @@ void cast(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     auto& argument = arguments[i];
     const bool in_place = schema[i].alias_info() != nullptr;
-    const auto tensor = tensor_of(argument);
+    const auto tensor = to_tensor(argument);
     if (in_place || !tensor.defined() || !tensor.is_floating_point()) continue;
     const auto dtype =
-        op.tensors[i].kind == Kind::data ? at::autocast::get_autocast_dtype(device) : at::kFloat;
+        op.tensors[i].kind == TensorKind::data ? at::autocast::get_autocast_dtype(device) : at::kFloat;
     argument = at::autocast::cached_cast(dtype, tensor, device);
   }
   handle.callBoxed(stack);

@@ -6,12 +6,12 @@
 
 namespace girih {
 
-const Forms& forms_of(const Operator& op) {
+const OperatorHandles& operator_handles(const Operator& op) {
   static const auto all = [] {
-    std::vector<Forms> found;
+    std::vector<OperatorHandles> handles;
     for (const auto& each : operators())
-      found.push_back({find(each.name + "_forward"), find(each.name + "_backward")});
-    return found;
+      handles.push_back({find_operator(each.name + "_forward"), find_operator(each.name + "_backward")});
+    return handles;
   }();
   return all[&op - operators().data()];
 }
@@ -37,16 +37,16 @@ struct Backward {
     const auto differentiable = call->elements()[1].toInt();
     size_t next = 0;
     for (size_t i = 0; i < op.outputs(); ++i) {
-      stack.push_back(differentiable >> i & 1 ? value_of(grads[next++]) : IValue());
+      stack.push_back(differentiable >> i & 1 ? to_ivalue(grads[next++]) : IValue());
     }
-    const auto kept = ctx->get_saved_variables();
-    for (const auto& tensor : kept) stack.push_back(value_of(tensor));
+    const auto saved_tensors = ctx->get_saved_variables();
+    for (const auto& tensor : saved_tensors) stack.push_back(to_ivalue(tensor));
     stack.insert(stack.end(), call->elements().begin() + 2, call->elements().end());
-    forms_of(op).backward.callBoxed(&stack);
+    operator_handles(op).backward.callBoxed(&stack);
 
     variable_list results;
     for (size_t i = 0; i < op.inputs(); ++i) {
-      if (kept[i].defined()) results.push_back(tensor_of(stack[i]));
+      if (saved_tensors[i].defined()) results.push_back(to_tensor(stack[i]));
     }
     return results;
   }
@@ -54,7 +54,7 @@ struct Backward {
 
 // Runs X_forward and records a node. `inputs` are the tensor arguments; absent inputs and outputs have no
 // edge.
-Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValue> arguments) {
+Stack record_node(const Operator& op, const variable_list& inputs, at::ArrayRef<IValue> arguments) {
   variable_list defined;
   for (const auto& input : inputs) {
     if (input.defined()) defined.push_back(input);
@@ -63,20 +63,20 @@ Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValu
   torch_internals::connect_inputs(node, defined);
 
   Stack stack(arguments.begin(), arguments.end());
-  variable_list outputs, kept = inputs;
+  variable_list outputs, saved_tensors = inputs;
   int64_t differentiable = 0;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const at::AutoGradMode off(false);
+    const at::AutoGradMode no_grad(false);
     stack.emplace_back(true);
-    forms_of(op).forward.callBoxed(&stack);
+    operator_handles(op).forward.callBoxed(&stack);
   }
-  size_t own = op.outputs();
+  size_t next_saved = op.outputs();
   for (const auto& saved : op.saved) {
-    kept.push_back(tensor_of(stack[saved.name == op.output.name ? 0 : own++]));
+    saved_tensors.push_back(to_tensor(stack[saved.name == op.output.name ? 0 : next_saved++]));
   }
   for (size_t i = 0; i < op.outputs(); ++i) {
-    const auto output = tensor_of(stack[i]);
+    const auto output = to_tensor(stack[i]);
     if (!output.defined() || !output.is_floating_point()) continue;
     differentiable |= int64_t(1) << i;
     outputs.push_back(output);
@@ -84,7 +84,7 @@ Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValu
   std::vector<IValue> call{int64_t(&op - operators().data()), differentiable};
   call.insert(call.end(), arguments.begin() + op.inputs(), arguments.end());
   node->ctx_.saved_data[kCall] = c10::ivalue::Tuple::create(std::move(call));
-  node->ctx_.save_for_backward(std::move(kept));
+  node->ctx_.save_for_backward(std::move(saved_tensors));
   node->ctx_.set_materialize_grads(false);
 
   const auto attached = torch_internals::attach_outputs(node, defined, outputs);
@@ -96,32 +96,32 @@ Stack record(const Operator& op, const variable_list& inputs, at::ArrayRef<IValu
   return stack;
 }
 
-void refuse_forward_mode(const Operator& op, const char* form, const std::string& name,
-                         const at::Tensor& input) {
+void check_no_tangent(const Operator& op, const char* form, const std::string& name,
+                      const at::Tensor& input) {
   TORCH_CHECK_NOT_IMPLEMENTED(!input._fw_grad(/*level=*/0).defined(), "girih.", op.name, form, ": ", name,
                               " has a tangent, but girih has no forward-mode derivatives (torch.func.jvp, "
                               "jacfwd, linearize): use reverse mode");
 }
 
-const std::string& name_of(const Operator& op, size_t input) {
+const std::string& input_name(const Operator& op, size_t input) {
   return input < op.tensors.size() ? op.tensors[input].name : op.packing;
 }
 
 // Without this check the dispatcher has no kernel for an absent first tensor or for another layout.
-void expect_dense(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
-  GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", name_of(op, i),
+void check_layout(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
+  GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", input_name(op, i),
               " is None but should be a tensor ", op.tensors[0].shapes);
   if (!input.defined()) return;
-  GIRIH_CHECK(input.layout() == at::kStrided && !input.is_nested(), op.name, form, ": ", name_of(op, i),
+  GIRIH_CHECK(input.layout() == at::kStrided && !input.is_nested(), op.name, form, ": ", input_name(op, i),
               " is a sparse or nested tensor but should be a dense one");
 }
 
 // Runs X_forward with save=False and leaves the outputs of X on the stack. `stack` holds the arguments of X.
-void run_forward_alone(const Operator& op, Stack* stack) {
-  const auto arguments = forms_of(op).forward.schema().arguments().size();
+void run_forward_without_save(const Operator& op, Stack* stack) {
+  const auto arguments = operator_handles(op).forward.schema().arguments().size();
   stack->emplace_back(false);
   const auto below = stack->size() - arguments;
-  forms_of(op).forward.callBoxed(stack);
+  operator_handles(op).forward.callBoxed(stack);
   stack->resize(below + op.outputs());
 }
 
@@ -130,40 +130,40 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
   variable_list inputs;
   bool save = false;
   for (size_t i = 0; i < op.inputs(); ++i) {
-    inputs.push_back(tensor_of(arguments[i]));
-    expect_dense(op, "", i, inputs.back());
+    inputs.push_back(to_tensor(arguments[i]));
+    check_layout(op, "", i, inputs.back());
     if (!inputs.back().defined()) continue;
-    refuse_forward_mode(op, "", name_of(op, i), inputs.back());
+    check_no_tangent(op, "", input_name(op, i), inputs.back());
     save |= inputs.back().requires_grad();
   }
   if (save && at::GradMode::is_enabled()) {
     torch_internals::check_no_transform_of_nodes();
-    auto results = record(op, inputs, arguments);
+    auto results = record_node(op, inputs, arguments);
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), results.begin(), results.end());
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  run_forward_alone(op, stack);
+  run_forward_without_save(op, stack);
 }
 
 // X without autograd (inference mode).
-void not_differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+void run_without_autograd(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = 0; i < op.inputs(); ++i) {
-    expect_dense(op, "", i, tensor_of(arguments[i]));
+    check_layout(op, "", i, to_tensor(arguments[i]));
   }
-  run_forward_alone(op, stack);
+  run_forward_without_save(op, stack);
 }
 
 // X_step under autograd: the state is written in place, so a step has no derivative.
 void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = 0; i < op.tensors.size(); ++i) {
-    const auto input = tensor_of(arguments[i]);
-    expect_dense(op, "_step", i, input);
+    const auto input = to_tensor(arguments[i]);
+    check_layout(op, "_step", i, input);
     if (!input.defined()) continue;
-    refuse_forward_mode(op, "_step", name_of(op, i), input);
+    check_no_tangent(op, "_step", input_name(op, i), input);
     GIRIH_CHECK(!at::GradMode::is_enabled() || !input.requires_grad(), op.name, "_step: ", op.tensors[i].name,
                 " requires a gradient but a step has none: call it under torch.no_grad(), or call ", "girih.",
                 op.name);
@@ -175,11 +175,11 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
 // Increments the version of the state tensors after a step, as in-place operators of PyTorch do. A backward
 // pass that saved such a tensor then raises an error and does not return a wrong gradient. Inference tensors
 // have no version.
-void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+void step_and_bump_versions(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   variable_list written;
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   for (size_t i = op.data; i < op.tensors.size(); ++i) {
-    const auto state = tensor_of(arguments[i]);
+    const auto state = to_tensor(arguments[i]);
     if (state.defined() && !state.is_inference()) written.push_back(state);
   }
   {
@@ -191,10 +191,10 @@ void step_in_place(const Operator& op, const c10::OperatorHandle& handle, Stack*
 
 // X_step for tensors with the negative bit: data are resolved; a state with this bit cannot be written in
 // place.
-void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+void resolve_negated_step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = stack->end() - ptrdiff_t(handle.schema().arguments().size());
   for (size_t i = 0; i < op.tensors.size(); ++i) {
-    const auto input = tensor_of(arguments[i]);
+    const auto input = to_tensor(arguments[i]);
     if (!input.defined() || !input.is_neg()) continue;
     GIRIH_CHECK(i < op.data, op.name, "_step: ", op.tensors[i].name,
                 " is an expanded or negated view but is written in place: pass a copy");
@@ -207,7 +207,7 @@ void step_of_negated(const Operator& op, const c10::OperatorHandle& handle, Stac
 
 TORCH_LIBRARY_IMPL(girih, Negative, m) {
   for (const auto& op : operators()) {
-    if (op.states() > 0) register_boxed<&step_of_negated>(m, op.name + "_step", op);
+    if (op.states() > 0) register_boxed<&resolve_negated_step>(m, op.name + "_step", op);
   }
 }
 
@@ -224,12 +224,12 @@ TORCH_LIBRARY_IMPL(girih, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(girih, ADInplaceOrView, m) {
   for (const auto& op : operators()) {
-    if (op.states() > 0) register_boxed<&step_in_place>(m, op.name + "_step", op);
+    if (op.states() > 0) register_boxed<&step_and_bump_versions>(m, op.name + "_step", op);
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
-  for (const auto& op : operators()) register_boxed<&not_differentiable>(m, op.name, op);
+  for (const auto& op : operators()) register_boxed<&run_without_autograd>(m, op.name, op);
 }
 
 }  // namespace girih

@@ -18,13 +18,13 @@ void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
   const auto key = !like.defined() || like.is_cpu() ? c10::DispatchKey::CPU
                    : like.is_cuda()                 ? c10::DispatchKey::CUDA
                                                     : c10::DispatchKey::Meta;
-  forms_of(op).forward.callBoxedForDispatchKey(key, *stack);
+  operator_handles(op).forward.callBoxedForDispatchKey(key, *stack);
 }
 
 bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
 // A tensor that autograd can record: an inference tensor is cloned.
-at::Tensor recordable(const at::Tensor& tensor) {
+at::Tensor clone_if_inference(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
 }
 
@@ -32,34 +32,34 @@ at::Tensor recordable(const at::Tensor& tensor) {
 // state per chunk, and is freed on return.
 void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
-  const size_t given = op.outputs() + op.inputs() + op.saved.size();
+  const size_t num_tensors = op.outputs() + op.inputs() + op.saved.size();
 
-  const c10::InferenceMode recorded(false);
+  const c10::InferenceMode no_inference_mode(false);
   at::AutoGradMode on(true);
-  const auto above = torch_internals::autograd_without_autocast();
-  at::NoTF32Guard exact;
+  const auto autograd_keys = torch_internals::autograd_without_autocast();
+  at::NoTF32Guard no_tf32;
   const torch_internals::SingleThreadedEngine single_threaded;
-  const torch_internals::GilRelease without_gil;
+  const torch_internals::GilRelease gil_release;
 
   Stack forward;
   variable_list leaves;
   for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
-    auto input = recordable(tensor_of(arguments[i]));
+    auto input = clone_if_inference(to_tensor(arguments[i]));
     if (has_gradient(input)) {
       input = input.detach().requires_grad_(true);
       leaves.push_back(input);
     }
-    forward.push_back(value_of(input));
+    forward.push_back(to_ivalue(input));
   }
-  const auto like = tensor_of(forward[0]);
-  forward.insert(forward.end(), arguments.begin() + given, arguments.end());
+  const auto like = to_tensor(forward[0]);
+  forward.insert(forward.end(), arguments.begin() + num_tensors, arguments.end());
   forward.emplace_back(false);
   run_forward(op, like, &forward);
 
   variable_list outputs, grads;
   for (size_t i = 0; i < op.outputs(); ++i) {
-    const auto grad = recordable(tensor_of(arguments[i]));
-    const auto output = tensor_of(forward[i]);
+    const auto grad = clone_if_inference(to_tensor(arguments[i]));
+    const auto output = to_tensor(forward[i]);
     if (!grad.defined() || !output.requires_grad()) continue;
     outputs.push_back(output);
     grads.push_back(grad);
@@ -71,7 +71,7 @@ void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stac
   auto leaf = leaves.begin();
   auto result = results.begin();
   for (size_t i = op.outputs(); i < op.outputs() + op.inputs(); ++i) {
-    if (!has_gradient(tensor_of(arguments[i]))) {
+    if (!has_gradient(to_tensor(arguments[i]))) {
       stack->emplace_back();
       continue;
     }
@@ -93,9 +93,9 @@ void backward_meta(const Operator& op, const c10::OperatorHandle& handle, Stack*
   Stack forward(inputs, inputs + op.inputs());
   forward.insert(forward.end(), inputs + op.inputs() + op.saved.size(), arguments.end());
   forward.emplace_back(false);
-  forms_of(op).forward.callBoxedForDispatchKey(c10::DispatchKey::Meta, forward);
+  operator_handles(op).forward.callBoxedForDispatchKey(c10::DispatchKey::Meta, forward);
   for (size_t i = 0; i < op.inputs(); ++i) {
-    const auto input = tensor_of(inputs[i]);
+    const auto input = to_tensor(inputs[i]);
     stack->push_back(has_gradient(input) ? IValue(at::empty_symint(input.sym_sizes(), input.options()))
                                          : IValue());
   }
@@ -104,11 +104,11 @@ void backward_meta(const Operator& op, const c10::OperatorHandle& handle, Stack*
 // X_step: X_forward of one token; the new state is copied into the state tensors.
 void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   auto arguments = pop_arguments(handle, stack);
-  const auto like = tensor_of(arguments[0]);
+  const auto like = to_tensor(arguments[0]);
   const auto options = arguments.begin() + op.tensors.size();
   std::vector<at::Tensor> states;
   for (auto state = arguments.begin() + op.data; state != options; ++state)
-    states.push_back(tensor_of(*state));
+    states.push_back(to_tensor(*state));
   check_step(op, like, std::vector<Argument>(states.begin(), states.end()));
   Stack forward(arguments.begin(), options);
   if (!op.packing.empty()) forward.emplace_back();

@@ -16,20 +16,20 @@ namespace girih {
 
 using torch::jit::Stack;
 
-inline c10::OperatorHandle find(const std::string& name) {
+inline c10::OperatorHandle find_operator(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
 }
 
 // Handles of X_forward and X_backward. A lookup takes a lock, so each handle is looked up once.
-struct Forms {
+struct OperatorHandles {
   c10::OperatorHandle forward, backward;
 };
-const Forms& forms_of(const Operator& op);
+const OperatorHandles& operator_handles(const Operator& op);
 
 // Registers `function(op, handle, stack)` under `name`. One function serves all operators and gets the
 // operator as an argument.
-using BoxedForm = void (*)(const Operator& op, const c10::OperatorHandle& handle, Stack* stack);
-template <BoxedForm function>
+using BoxedFunction = void (*)(const Operator& op, const c10::OperatorHandle& handle, Stack* stack);
+template <BoxedFunction function>
 void register_boxed(torch::Library& m, const std::string& name, const Operator& op) {
   struct Kernel : c10::OperatorKernel {
     explicit Kernel(const Operator& op) : op(op) {}
@@ -44,16 +44,16 @@ void register_boxed(torch::Library& m, const std::string& name, const Operator& 
 // Redispatches the schema `name`, whose CUDA kernel is `kernel`, to the implementation for devices without
 // kernels.
 template <auto kernel, class... Arguments>
-auto run_without_kernel(const char* name, Arguments&&... arguments) {
-  static const auto op = find(name).typed<std::remove_pointer_t<decltype(kernel)>>();
+auto redispatch_to_aten(const char* name, Arguments&&... arguments) {
+  static const auto op = find_operator(name).typed<std::remove_pointer_t<decltype(kernel)>>();
   return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<Arguments>(arguments)...);
 }
 
 // An absent tensor is undefined in C++ and None on the stack.
-inline at::Tensor tensor_of(const c10::IValue& value) {
+inline at::Tensor to_tensor(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
-inline c10::IValue value_of(const at::Tensor& tensor) {
+inline c10::IValue to_ivalue(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
@@ -63,11 +63,11 @@ inline std::vector<c10::IValue> pop_arguments(const c10::OperatorHandle& op, Sta
 
 // Calls `function` with tf32 products disabled, whatever the setting of the program is.
 template <auto function>
-struct InFullPrecision;
+struct WithoutTF32;
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
-struct InFullPrecision<function> {
+struct WithoutTF32<function> {
   static Result call(Arguments... arguments) {
-    at::NoTF32Guard exact;
+    at::NoTF32Guard no_tf32;
     return function(std::forward<Arguments>(arguments)...);
   }
 };
@@ -75,6 +75,6 @@ struct InFullPrecision<function> {
 }  // namespace girih
 
 // Registers one typed ATen function for CPU and CUDA tensors.
-#define GIRIH_IMPL_ATEN(name, function)                                                                    \
-  TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); } \
-  TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); }
+#define GIRIH_IMPL_ATEN(name, function)                                                                \
+  TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::WithoutTF32<&function>::call)); } \
+  TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::WithoutTF32<&function>::call)); }

@@ -13,28 +13,28 @@ namespace girih::ops {
 // The registered operator `name` with its C++ signature. Store the result in a static: the lookup takes a
 // lock.
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-using Required = const Tensor&;
-using Maybe = const OptionalTensor&;
-using Number = std::optional<double>;
-using Integer = std::optional<int64_t>;
-using Word = std::string_view;
-using MaybeWord = std::optional<Word>;
+using TensorArg = const Tensor&;
+using OptionalTensorArg = const OptionalTensor&;
+using OptionalFloatArg = std::optional<double>;
+using OptionalIntArg = std::optional<int64_t>;
+using StringArg = std::string_view;
+using OptionalStringArg = std::optional<StringArg>;
 
-inline OptionalTensor none_if_absent(const Tensor& tensor) {
+inline OptionalTensor to_optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-inline MaybeWord view(const std::optional<std::string>& word) {
-  return word ? MaybeWord(*word) : std::nullopt;
+inline OptionalStringArg to_string_view(const std::optional<std::string>& word) {
+  return word ? OptionalStringArg(*word) : std::nullopt;
 }
 
 // A step writes the tensors of the state in place: a state is required. It reads one token per sequence, so
 // sequences are not packed.
-inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
+inline void check_step_state(const char* name, const Tensor& state, const Tensor& cu_seqlens) {
   GIRIH_CHECK(state.defined(), name,
               "_step: state is absent but is written in place: make the state of a first token with start()");
   GIRIH_CHECK(!cu_seqlens.defined(), name,
@@ -42,14 +42,14 @@ inline void refuse_start(const char* name, const Tensor& state, const Tensor& cu
 }
 
 // Expands a first memory [H, ...] to [N, H, ...]; a memory that already has N is returned unchanged.
-inline OptionalTensor for_each_sequence(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
-  if (!memory.defined() || memory.dim() != 3) return none_if_absent(memory);
+inline OptionalTensor expand_to_sequences(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
+  if (!memory.defined() || memory.dim() != 3) return to_optional(memory);
   const auto N = cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
   return memory.expand({N, -1, -1, -1});
 }
 
 // Expands a first memory to [batch, H, ...] and copies it.
-inline Tensor own(const Tensor& memory, int64_t batch) {
+inline Tensor clone_to_batch(const Tensor& memory, int64_t batch) {
   return memory.detach().expand({batch, -1, -1, -1}).clone(at::MemoryFormat::Contiguous);
 }
 

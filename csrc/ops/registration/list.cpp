@@ -22,7 +22,7 @@ std::string list_schema(const Operator& op) {
 }
 
 void list(const Operator& op, const c10::OperatorHandle&, Stack* stack) {
-  find(op.name).callBoxed(stack);
+  find_operator(op.name).callBoxed(stack);
   c10::List<at::Tensor> outputs;
   for (const auto& output : torch::jit::pop(*stack, op.outputs())) {
     if (output.isTensor()) outputs.push_back(output.toTensor());

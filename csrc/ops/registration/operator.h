@@ -11,7 +11,7 @@
 namespace girih {
 
 // The kind of a tensor determines its dtypes and its dtype under autocast.
-enum class Kind {
+enum class TensorKind {
   data,      // dtype of the first tensor; autocast: dtype of the region
   floating,  // gates, step sizes, weights: any of the four floating dtypes; autocast: fp32
   state,     // fp32, or fp64 if the first tensor is fp64; autocast: fp32
@@ -25,7 +25,7 @@ enum class Kind {
 // difference "W - 1". In "[..., dim]" the dots are the sizes of the first tensor.
 struct TensorDeclaration {
   std::string declaration, shapes;
-  std::optional<Kind> kind = {};  // default: data, or state for the tensors of a state
+  std::optional<TensorKind> kind = {};  // default: data, or state for the tensors of a state
 };
 
 // An argument that is not a tensor, as in a schema: "float? scale=None".
@@ -36,7 +36,7 @@ struct OptionDeclaration {
   double least = std::numeric_limits<double>::lowest(), most = std::numeric_limits<double>::max();
 };
 
-struct Declaration {
+struct OperatorDeclaration {
   std::string name;
   std::vector<TensorDeclaration> data;
   std::vector<TensorDeclaration> state = {};    // "Tensor k" is always returned; "Tensor? z" is optional
@@ -59,13 +59,13 @@ struct Declaration {
 // ---- parsed declarations --------------------------------------------------------------------------------
 
 struct Dimension {
-  int letter = -1;  // index into Operator::letters; -1: the size is a number
-  int times = -1;   // index of the letter of a product; -1: no product
-  int64_t plus = 0;
+  int letter = -1;         // index into Operator::letters; -1: the size is a number
+  int factor_letter = -1;  // index of the letter of a product; -1: no product
+  int64_t offset = 0;
 };
 
-struct Pattern {
-  bool leading = false;  // "..."
+struct ShapePattern {
+  bool has_ellipsis = false;  // "..."
   std::vector<Dimension> dimensions;
 };
 
@@ -73,12 +73,12 @@ struct TensorArgument {
   std::string name;  // a tensor of the state has the prefix "state_"
   bool optional;
   std::string shapes;
-  std::vector<Pattern> patterns;
-  Kind kind;
+  std::vector<ShapePattern> patterns;
+  TensorKind kind;
 };
 
 struct Option {
-  std::string declaration, type, name, otherwise;  // default: empty if the option is required
+  std::string declaration, type, name, default_value;  // default: empty if the option is required
   std::vector<std::string> words;
   double least, most;
 };
@@ -93,14 +93,14 @@ struct Option {
 //   X_explain  (data, state, packing, *, options, str device, bool step) -> (str path, str why)
 class Operator {
  public:
-  explicit Operator(const Declaration& declaration);
+  explicit Operator(const OperatorDeclaration& declaration);
 
   std::string name, packing;
   std::vector<TensorArgument> tensors;  // data, then state
   size_t data;                          // number of data tensors
   std::vector<Option> options;
-  Declaration::Result output;
-  std::vector<Declaration::Result> saved;
+  OperatorDeclaration::Result output;
+  std::vector<OperatorDeclaration::Result> saved;
 
   // A size of the shapes, or N, the number of sequences.
   struct Letter {
@@ -126,9 +126,9 @@ class Operator {
 const std::vector<Operator>& operators();
 
 // The operator of this name.
-const Operator& describe(std::string_view name);
+const Operator& get_operator(std::string_view name);
 
 // All operators as JSON, for Python.
-std::string description();
+std::string operators_json();
 
 }  // namespace girih

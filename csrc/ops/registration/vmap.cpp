@@ -12,28 +12,28 @@ using c10::IValue;
 // Whether the first dimension of the tensor is the batch.
 bool has_batch(const Operator& op, const TensorArgument& tensor) {
   const auto& pattern = tensor.patterns.front();
-  if (pattern.leading) return true;
+  if (pattern.has_ellipsis) return true;
   const auto letter = pattern.dimensions.front().letter;
   return letter >= 0 && (op.letters[letter].name == "B" || op.letters[letter].name == "N");
 }
 
 void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto level = torch_internals::vmap_level();
-  const c10::impl::ExcludeDispatchKeyGuard unmapped(c10::DispatchKey::FuncTorchBatched);
+  const c10::impl::ExcludeDispatchKeyGuard no_vmap(c10::DispatchKey::FuncTorchBatched);
 
   auto arguments = pop_arguments(handle, stack);
   std::vector<std::optional<int64_t>> mapped(op.inputs());
   c10::SymInt count = -1;
   for (size_t i = 0; i < op.inputs(); ++i) {
-    const auto tensor = tensor_of(arguments[i]);
+    const auto tensor = to_tensor(arguments[i]);
     if (!tensor.defined()) continue;
-    auto [inside, dimension] = torch_internals::remove_mapped_dimension(tensor, level);
-    if (dimension) count = inside.sym_size(*dimension);
-    arguments[i] = inside;
+    auto [unwrapped, dimension] = torch_internals::remove_mapped_dimension(tensor, level);
+    if (dimension) count = unwrapped.sym_size(*dimension);
+    arguments[i] = unwrapped;
     mapped[i] = dimension;
   }
   for (size_t i = 0; i < op.inputs(); ++i) {
-    auto tensor = tensor_of(arguments[i]);
+    auto tensor = to_tensor(arguments[i]);
     if (!tensor.defined()) continue;
     const bool packing = i == op.tensors.size();
     GIRIH_CHECK(!packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
@@ -51,16 +51,16 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
       sizes.insert(sizes.begin(), count);
       tensor = tensor.expand_symint(sizes);
     }
-    if (packing || !op.tensors[i].patterns.front().leading) tensor = tensor.flatten(0, 1);
+    if (packing || !op.tensors[i].patterns.front().has_ellipsis) tensor = tensor.flatten(0, 1);
     arguments[i] = tensor;
   }
   const auto first = stack->size();
   stack->insert(stack->end(), arguments.begin(), arguments.end());
   handle.callBoxed(stack);
   for (size_t i = first; i < stack->size(); ++i) {
-    auto result = tensor_of((*stack)[i]);
+    auto result = to_tensor((*stack)[i]);
     if (!result.defined()) continue;
-    if (!op.tensors[0].patterns.front().leading) {
+    if (!op.tensors[0].patterns.front().has_ellipsis) {
       const auto rows = result.sym_size(0) / count;
       result = result.unflatten_symint(0, {count, rows});
     }

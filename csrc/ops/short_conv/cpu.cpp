@@ -16,70 +16,74 @@ using Activation = std::optional<std::string_view>;
 // States and tokens in one tensor, and for each tap the index of its inputs.
 //   batch        [B, W-1 + T, channels]        per row: the state, then the tokens
 //   with bounds  [1, N (W-1) + B T, channels]  all states, then all tokens
-class Inputs {
+class ConvInputs {
  public:
-  Inputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
+  ConvInputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
       : T_(x.size(1)),
-        before_(W - 1),
-        N_(given(cu_seqlens) && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0)) {
+        state_length_(W - 1),
+        N_(is_defined(cu_seqlens) && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0)) {
     const auto channels = x.size(2);
-    const auto state = given(state_x) ? *state_x : at::zeros({N_, before_, channels}, x.options());
-    if (!given(cu_seqlens)) {
-      all_ = at::cat({state, x}, 1);
+    const auto state = is_defined(state_x) ? *state_x : at::zeros({N_, state_length_, channels}, x.options());
+    if (!is_defined(cu_seqlens)) {
+      inputs_ = at::cat({state, x}, 1);
       return;
     }
-    place(*cu_seqlens);
-    all_ = at::cat({state.reshape({1, N_ * before_, channels}), in_one_row(x)}, 1);
+    build_indices(*cu_seqlens);
+    inputs_ = at::cat({state.reshape({1, N_ * state_length_, channels}), flatten_if_bounded(x)}, 1);
   }
 
   // With bounds: [B, T, channels] -> [1, B T, channels]; else x.
-  Tensor in_one_row(const Tensor& x) const {
-    return bounded() ? x.reshape({1, x.size(0) * x.size(1), x.size(2)}) : x;
+  Tensor flatten_if_bounded(const Tensor& x) const {
+    return has_bounds() ? x.reshape({1, x.size(0) * x.size(1), x.size(2)}) : x;
   }
 
   // x_{t - (W-1) + j} of every token; zero at tokens outside of the sequences
   Tensor tap(int64_t j) const {
-    return bounded() ? at::where(inside_, all_.index_select(1, taps_[j]), at::zeros({}, all_.options()))
-                     : all_.narrow(1, j, T_);
+    return has_bounds() ? at::where(in_sequence_, inputs_.index_select(1, tap_indices_[j]),
+                                    at::zeros({}, inputs_.options()))
+                        : inputs_.narrow(1, j, T_);
   }
 
   // the final W - 1 inputs of every sequence, [N, W-1, channels]
-  Tensor last() const {
-    return bounded() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
-                     : all_.narrow(1, T_, before_).clone();
+  Tensor final_inputs() const {
+    return has_bounds() ? inputs_.index_select(1, final_index_).view({N_, state_length_, inputs_.size(2)})
+                        : inputs_.narrow(1, T_, state_length_).clone();
   }
 
   // A zero gradient of all inputs.
-  Tensor zeros(at::ScalarType type) const { return at::zeros(all_.sizes(), all_.options().dtype(type)); }
+  Tensor zeros(at::ScalarType type) const {
+    return at::zeros(inputs_.sizes(), inputs_.options().dtype(type));
+  }
 
   // Each input is read by one token per tap, so the order of the sums is the same on every device.
   void add_to_tap(const Tensor& grad, int64_t j, const Tensor& dz, const Tensor& weight) const {
-    if (bounded()) {
-      grad.index_add_(1, taps_[j], dz * weight);
+    if (has_bounds()) {
+      grad.index_add_(1, tap_indices_[j], dz * weight);
     } else {
       grad.narrow(1, j, T_).addcmul_(dz, weight);
     }
   }
 
-  void add_to_last(const Tensor& grad, const Tensor& grad_last) const {
-    if (bounded()) {
-      grad.index_add_(1, last_, grad_last.to(grad.scalar_type()).reshape({1, N_ * before_, all_.size(2)}));
+  void add_to_final(const Tensor& grad, const Tensor& grad_last) const {
+    if (has_bounds()) {
+      grad.index_add_(1, final_index_,
+                      grad_last.to(grad.scalar_type()).reshape({1, N_ * state_length_, inputs_.size(2)}));
     } else {
-      grad.narrow(1, T_, before_).add_(grad_last);
+      grad.narrow(1, T_, state_length_).add_(grad_last);
     }
   }
 
-  Tensor of_tokens(const Tensor& grad) const { return grad.narrow(1, grad.size(1) - T_, T_); }
-  Tensor of_states(const Tensor& grad) const {
-    return grad.narrow(1, 0, grad.size(1) - T_).reshape({N_, before_, all_.size(2)});
+  Tensor token_rows(const Tensor& grad) const { return grad.narrow(1, grad.size(1) - T_, T_); }
+  Tensor state_rows(const Tensor& grad) const {
+    return grad.narrow(1, 0, grad.size(1) - T_).reshape({N_, state_length_, inputs_.size(2)});
   }
 
-  bool bounded() const { return inside_.defined(); }
+  bool has_bounds() const { return in_sequence_.defined(); }
   // [1, B T, 1]: the token belongs to a sequence; defined with bounds
-  const Tensor& inside() const { return inside_; }
+  const Tensor& in_sequence() const { return in_sequence_; }
 
  private:
-  void place(const Tensor& cu_seqlens) {
+  void build_indices(const Tensor& cu_seqlens) {
     const auto index = cu_seqlens.options().dtype(at::kLong);
     auto cuts = cu_seqlens.to(at::kLong).clamp(0, T_);
     Tensor start, end;
@@ -94,37 +98,38 @@ class Inputs {
     }
     if (N_ == 0) start = end = at::zeros({1}, index);  // searchsorted needs at least one sequence
     end = at::maximum(end, start);
-    const auto some = start.size(0);
+    const auto num_sequences = start.size(0);
     // The row of the input of `sequence` at `token`, which may be one of the W - 1 tokens before `first`.
     const auto row = [&](const Tensor& token, const Tensor& sequence, const Tensor& first) {
-      return at::where(token >= first, token + N_ * before_, sequence * before_ + token - first + before_);
+      return at::where(token >= first, token + N_ * state_length_,
+                       sequence * state_length_ + token - first + state_length_);
     };
 
     const auto token = at::arange(T_, index), none = at::zeros({}, index);
-    const auto sequence = at::searchsorted(end, token, false, /*right=*/true).clamp_max(some - 1);
+    const auto sequence = at::searchsorted(end, token, false, /*right=*/true).clamp_max(num_sequences - 1);
     const auto first = start.index_select(0, sequence);
-    const auto inside = (token >= first) & (token < end.index_select(0, sequence));
-    inside_ = inside.view({1, T_, 1});
-    for (int64_t j = 0; j <= before_; ++j) {
-      taps_.push_back(at::where(inside, row(token - before_ + j, sequence, first), none));
+    const auto in_sequence = (token >= first) & (token < end.index_select(0, sequence));
+    in_sequence_ = in_sequence.view({1, T_, 1});
+    for (int64_t j = 0; j <= state_length_; ++j) {
+      tap_indices_.push_back(at::where(in_sequence, row(token - state_length_ + j, sequence, first), none));
     }
-    const auto from_end = at::arange(-before_, 0, index), n = at::arange(N_, index).unsqueeze(1);
-    last_ =
+    const auto from_end = at::arange(-state_length_, 0, index), n = at::arange(N_, index).unsqueeze(1);
+    final_index_ =
         row(end.narrow(0, 0, N_).unsqueeze(1) + from_end, n, start.narrow(0, 0, N_).unsqueeze(1)).flatten();
   }
 
-  int64_t T_, before_, N_;  // T_: tokens of a row, or with bounds of all rows
-  Tensor all_;
-  Tensor inside_;
-  std::vector<Tensor> taps_;  // W tensors [T]: rows of all_
-  Tensor last_;               // [N (W-1)]
+  int64_t T_, state_length_, N_;  // T_: tokens of a row, or with bounds of all rows
+  Tensor inputs_;
+  Tensor in_sequence_;
+  std::vector<Tensor> tap_indices_;  // W tensors [T]: rows of all_
+  Tensor final_index_;               // [N (W-1)]
 };
 
-Tensor convolve(const Inputs& inputs, const std::vector<Tensor>& taps, const OptionalTensor& bias) {
+Tensor convolve(const ConvInputs& inputs, const std::vector<Tensor>& taps, const OptionalTensor& bias) {
   const auto type = taps[0].scalar_type();
   const auto z = inputs.tap(0).to(type) * taps[0];
   for (size_t j = 1; j < taps.size(); ++j) z.addcmul_(inputs.tap(j).to(type), taps[j]);
-  if (given(bias)) z.add_(bias->to(type));
+  if (is_defined(bias)) z.add_(bias->to(type));
   return z;
 }
 
@@ -134,27 +139,27 @@ Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
                 const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
                 bool) {
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
-  const Inputs inputs(x, state_x, cu_seqlens, weight.size(1));
+  const ConvInputs inputs(x, state_x, cu_seqlens, weight.size(1));
   auto y = convolve(inputs, weight.to(accumulate_type(x)).unbind(1), bias);
   if (activation) at::silu_(y);
-  if (inputs.bounded()) y.masked_fill_(~inputs.inside(), 0);
-  return {y.to(x.scalar_type()).view(x.sizes()), inputs.last()};
+  if (inputs.has_bounds()) y.masked_fill_(~inputs.in_sequence(), 0);
+  return {y.to(x.scalar_type()).view(x.sizes()), inputs.final_inputs()};
 }
 
 Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_state_x, const Tensor& x,
                    const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& state_x,
                    const OptionalTensor& cu_seqlens, Activation activation) {
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
-  const Inputs inputs(x, state_x, cu_seqlens, weight.size(1));
+  const ConvInputs inputs(x, state_x, cu_seqlens, weight.size(1));
   const auto type = accumulate_type(x);
   const auto taps = weight.to(type).unbind(1);
   const auto grad = inputs.zeros(type);
   auto dweight = at::zeros(weight.sizes(), weight.options().dtype(type));
   auto dbias = at::zeros({x.size(2)}, dweight.options());
-  if (given(grad_y)) {
-    auto dz = inputs.in_one_row(grad_y->to(type));
+  if (is_defined(grad_y)) {
+    auto dz = inputs.flatten_if_bounded(grad_y->to(type));
     if (activation) dz = at::silu_backward(dz, convolve(inputs, taps, bias));
-    if (inputs.bounded()) dz = dz.masked_fill(~inputs.inside(), 0);
+    if (inputs.has_bounds()) dz = dz.masked_fill(~inputs.in_sequence(), 0);
     const std::vector<int64_t> over_tokens{0, 1};
     auto product = at::empty_like(dz);
     std::vector<Tensor> sums;
@@ -165,15 +170,16 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
     dweight = at::stack(sums, 1);
     dbias = dz.sum(over_tokens);
   }
-  if (given(grad_state_x)) inputs.add_to_last(grad, *grad_state_x);
+  if (is_defined(grad_state_x)) inputs.add_to_final(grad, *grad_state_x);
 
   // Tokens and states are views of one tensor; the gradients must not share memory.
   const auto as = [](const Tensor& tensor, const Tensor& like) {
     return tensor.to(like.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
   };
-  return {as(inputs.of_tokens(grad), x).view(x.sizes()), as(dweight, weight),
-          given(bias) ? OptionalTensor(as(dbias, *bias)) : std::nullopt,
-          given(state_x) ? OptionalTensor(as(inputs.of_states(grad), *state_x)) : std::nullopt, std::nullopt};
+  return {as(inputs.token_rows(grad), x).view(x.sizes()), as(dweight, weight),
+          is_defined(bias) ? OptionalTensor(as(dbias, *bias)) : std::nullopt,
+          is_defined(state_x) ? OptionalTensor(as(inputs.state_rows(grad), *state_x)) : std::nullopt,
+          std::nullopt};
 }
 
 TORCH_LIBRARY_IMPL(girih, CPU, m) {

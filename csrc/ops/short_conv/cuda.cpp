@@ -17,7 +17,7 @@ kernels::ShortConvShape shape_of(const Tensor& x, const Tensor& weight, const Te
 }
 
 Tensor contiguous(const OptionalTensor& cu_seqlens) {
-  return given(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
+  return is_defined(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
 }
 
 Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -52,13 +52,13 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(x.device());
   const auto cu = contiguous(cu_seqlens);
   const auto like = [](const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
-  const auto like_given = [&](const OptionalTensor& tensor) {
-    return given(tensor) ? OptionalTensor(like(*tensor)) : std::nullopt;
+  const auto empty_like_if_defined = [&](const OptionalTensor& tensor) {
+    return is_defined(tensor) ? OptionalTensor(like(*tensor)) : std::nullopt;
   };
   kernels::ShortConvBackward p;
   p.shape = shape_of(x, weight, cu, activation);
   const auto dx = like(x), dweight = like(weight);
-  const auto dbias = like_given(bias), dstate = like_given(state_x);
+  const auto dbias = empty_like_if_defined(bias), dstate = empty_like_if_defined(state_x);
   const auto partials = at::empty({kernels::short_conv_partials(p.shape)}, x.options().dtype(at::kFloat));
   p.dy = input<3>(grad_y);
   p.dfinal_state = input<3>(grad_state_x);
@@ -77,7 +77,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
 
 Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state_x,
                  Activation activation) {
-  check_step(describe("short_conv"), x, {state_x});
+  check_step(get_operator("short_conv"), x, {state_x});
   Problem::check(x, weight, bias, state_x, std::nullopt, activation);
   if (Problem::path(x) == Path::Code::aten) {
     const auto [y, last] = forward(x, weight, bias, state_x, std::nullopt, activation, false);

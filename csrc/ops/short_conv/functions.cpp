@@ -10,19 +10,20 @@ ShortConvState ShortConvState::start(int64_t batch, int64_t channels, int64_t W,
 
 std::pair<Tensor, ShortConvState> short_conv(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                              const ShortConvOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor>(Required, Required, Maybe, Maybe, Maybe, MaybeWord);
-  static const auto op = find<Signature>("girih::short_conv");
-  auto [y, state_x] = op.call(x, weight, none_if_absent(bias), none_if_absent(options.state.x),
-                              none_if_absent(options.cu_seqlens), view(options.activation));
+  using Signature = std::tuple<Tensor, Tensor>(TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg,
+                                               OptionalTensorArg, OptionalStringArg);
+  static const auto op = find_operator<Signature>("girih::short_conv");
+  auto [y, state_x] = op.call(x, weight, to_optional(bias), to_optional(options.state.x),
+                              to_optional(options.cu_seqlens), to_string_view(options.activation));
   return {y, {state_x}};
 }
 
 Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias,
                        const ShortConvOptions& options) {
-  using Signature = Tensor(Required, Required, Maybe, Required, MaybeWord);
-  static const auto op = find<Signature>("girih::short_conv_step");
-  refuse_start("short_conv", options.state.x, options.cu_seqlens);
-  return op.call(x, weight, none_if_absent(bias), options.state.x, view(options.activation));
+  using Signature = Tensor(TensorArg, TensorArg, OptionalTensorArg, TensorArg, OptionalStringArg);
+  static const auto op = find_operator<Signature>("girih::short_conv_step");
+  check_step_state("short_conv", options.state.x, options.cu_seqlens);
+  return op.call(x, weight, to_optional(bias), options.state.x, to_string_view(options.activation));
 }
 
 }  // namespace girih::ops

@@ -19,7 +19,7 @@ Explanation explain(const Tensor& x, const Tensor& weight, const OptionalTensor&
                     const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, Activation activation,
                     std::string_view device, bool) {
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
-  return explained(Problem::path(x), device);
+  return explain_path(Problem::path(x), device);
 }
 
 }  // namespace

@@ -11,13 +11,13 @@ struct Problem {
   static Problem check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
                        std::optional<std::string_view> activation) {
-    static const auto& op = describe("short_conv");
+    static const auto& op = get_operator("short_conv");
     const auto at = girih::check(op, {x, weight, bias, state_x, cu_seqlens, activation});
     return {at["B"], at["T"], at["channels"], at["W"], at["N"]};
   }
 
   static Path path(const Tensor& x) {
-    return x.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
+    return x.scalar_type() == at::kDouble ? aten(kNoFloat64Kernels) : fp32(kMemoryBound);
   }
 };
 

@@ -19,37 +19,32 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const Call call{q,
-                  {k, v},
-                  a,
-                  gamma,
-                  g,
-                  {},
-                  {state_first_k, state_first_v},
-                  {state_k, state_v},
-                  state_position,
-                  cu_seqlens,
-                  chunk,
-                  phi,
-                  f};
-  const auto path = path_of(problem, call);
+  const CallArguments call{q,
+                           {k, v},
+                           a,
+                           gamma,
+                           g,
+                           {},
+                           {state_first_k, state_first_v},
+                           {state_k, state_v},
+                           state_position,
+                           cu_seqlens,
+                           chunk,
+                           phi,
+                           f};
+  const auto path = choose_path(problem, call);
   if (path == Path::Code::aten) {
-    at::NoTF32Guard exact;
+    at::NoTF32Guard no_tf32;
     return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                    cu_seqlens, chunk, phi, f, save);
   }
-  const auto made = run_forward(path, call, save);
-  const auto& saved = made.saved;
-  return {made.o,
-          made.last_first[0],
-          made.last[0],
-          made.last_first[1],
-          made.last[1],
-          made.position,
-          saved.memories[0],
-          saved.memories[1],
-          saved.z,
-          saved.u,
+  const auto outputs = run_forward(path, call, save);
+  const auto& saved = outputs.saved;
+  return {outputs.o,         outputs.last_first[0],
+          outputs.last[0],   outputs.last_first[1],
+          outputs.last[1],   outputs.position,
+          saved.memories[0], saved.memories[1],
+          saved.z,           saved.u,
           saved.fit};
 }
 
@@ -66,46 +61,56 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                       state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard device(q.device());
-  const Call call{q,
-                  {k, v},
-                  a,
-                  gamma,
-                  g,
-                  {},
-                  {state_first_k, state_first_v},
-                  {state_k, state_v},
-                  state_position,
-                  cu_seqlens,
-                  chunk,
-                  phi,
-                  f};
-  const auto path = path_of(problem, call);
+  const CallArguments call{q,
+                           {k, v},
+                           a,
+                           gamma,
+                           g,
+                           {},
+                           {state_first_k, state_first_v},
+                           {state_k, state_v},
+                           state_position,
+                           cu_seqlens,
+                           chunk,
+                           phi,
+                           f};
+  const auto path = choose_path(problem, call);
   if (path == Path::Code::aten) {
-    return run_without_kernel<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
+    return redispatch_to_aten<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
                                               grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
                                               state_k, state_first_v, state_v, state_position, cu_seqlens,
                                               memories_k, memories_v, z, u, fit, chunk, phi, f);
   }
-  const Saved saved{{memories_k, memories_v}, z, u, fit};
+  const SavedTensors saved{{memories_k, memories_v}, z, u, fit};
   check_saved("trellis", problem, call, saved);
-  const auto found =
+  const auto input_gradients =
       run_backward(path, call, {grad_o, {grad_first_k, grad_first_v}, {grad_k, grad_v}}, saved);
-  return {found.q,        found.x[0],       found.x[1],     found.a,          found.gamma,  found.g,
-          found.first[0], found.initial[0], found.first[1], found.initial[1], std::nullopt, std::nullopt};
+  return {input_gradients.q,
+          input_gradients.x[0],
+          input_gradients.x[1],
+          input_gradients.a,
+          input_gradients.gamma,
+          input_gradients.g,
+          input_gradients.first[0],
+          input_gradients.initial[0],
+          input_gradients.first[1],
+          input_gradients.initial[1],
+          std::nullopt,
+          std::nullopt};
 }
 
 Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
                  const OptionalTensor& g, const Tensor& state_first_k, const Tensor& state_k,
                  const Tensor& state_first_v, const Tensor& state_v, const Tensor& state_position,
                  int64_t chunk, std::string_view phi, std::string_view f) {
-  check_step(describe("trellis"), q, {state_first_k, state_k, state_first_v, state_v, state_position});
+  check_step(get_operator("trellis"), q, {state_first_k, state_k, state_first_v, state_v, state_position});
   Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
                  std::nullopt, chunk, phi, f);
   if (Problem::step_path(q) == Path::Code::aten) {
-    return run_without_kernel<&step_cuda>("trellis_step", q, k, v, a, gamma, g, state_first_k, state_k,
+    return redispatch_to_aten<&step_cuda>("trellis_step", q, k, v, a, gamma, g, state_first_k, state_k,
                                           state_first_v, state_v, state_position, chunk, phi, f);
   }
-  const Call call{
+  const CallArguments call{
       q,  {k, v}, a,   gamma, g, {}, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
       {}, chunk,  phi, f};
   return run_step(call);
@@ -120,20 +125,20 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call{q,
-                  {k, v},
-                  a,
-                  gamma,
-                  g,
-                  {},
-                  {state_first_k, state_first_v},
-                  {state_k, state_v},
-                  state_position,
-                  cu_seqlens,
-                  chunk,
-                  phi,
-                  f};
-  return explained(step ? Problem::step_path(q) : path_of(p, call), device);
+  const CallArguments call{q,
+                           {k, v},
+                           a,
+                           gamma,
+                           g,
+                           {},
+                           {state_first_k, state_first_v},
+                           {state_k, state_v},
+                           state_position,
+                           cu_seqlens,
+                           chunk,
+                           phi,
+                           f};
+  return explain_path(step ? Problem::step_path(q) : choose_path(p, call), device);
 }
 
 }  // namespace

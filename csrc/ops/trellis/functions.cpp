@@ -4,33 +4,35 @@
 namespace girih::ops {
 
 TrellisState TrellisState::start(int64_t batch, const Tensor& k, const Tensor& v) {
-  return {own(k, batch), own(k, batch), own(v, batch), own(v, batch),
-          at::zeros({batch}, k.options().dtype(at::kLong))};
+  return {clone_to_batch(k, batch), clone_to_batch(k, batch), clone_to_batch(v, batch),
+          clone_to_batch(v, batch), at::zeros({batch}, k.options().dtype(at::kLong))};
 }
 
 std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                                         const Tensor& gamma, const Tensor& g, const TrellisOptions& options) {
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-      Required, Required, Required, Required, Required, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe,
-      int64_t, Word, Word);
-  static const auto op = find<Signature>("girih::trellis");
+      TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg,
+      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t,
+      StringArg, StringArg);
+  static const auto op = find_operator<Signature>("girih::trellis");
   const auto& past = options.state;
   auto [o, first_k, memory_k, first_v, memory_v, position] =
-      op.call(q, k, v, a, gamma, none_if_absent(g), none_if_absent(past.first_k),
-              for_each_sequence(past.k, q, options.cu_seqlens), none_if_absent(past.first_v),
-              for_each_sequence(past.v, q, options.cu_seqlens), none_if_absent(past.position),
-              none_if_absent(options.cu_seqlens), options.chunk, options.phi, options.f);
+      op.call(q, k, v, a, gamma, to_optional(g), to_optional(past.first_k),
+              expand_to_sequences(past.k, q, options.cu_seqlens), to_optional(past.first_v),
+              expand_to_sequences(past.v, q, options.cu_seqlens), to_optional(past.position),
+              to_optional(options.cu_seqlens), options.chunk, options.phi, options.f);
   return {o, {first_k, memory_k, first_v, memory_v, position}};
 }
 
 Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
                     const Tensor& g, const TrellisOptions& options) {
-  using Signature = Tensor(Required, Required, Required, Required, Required, Maybe, Required, Required,
-                           Required, Required, Required, int64_t, Word, Word);
-  static const auto op = find<Signature>("girih::trellis_step");
+  using Signature =
+      Tensor(TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg, TensorArg,
+             TensorArg, TensorArg, TensorArg, int64_t, StringArg, StringArg);
+  static const auto op = find_operator<Signature>("girih::trellis_step");
   const auto& state = options.state;
-  refuse_start("trellis", state.position, options.cu_seqlens);
-  return op.call(q, k, v, a, gamma, none_if_absent(g), state.first_k, state.k, state.first_v, state.v,
+  check_step_state("trellis", state.position, options.cu_seqlens);
+  return op.call(q, k, v, a, gamma, to_optional(g), state.first_k, state.k, state.first_v, state.v,
                  state.position, options.chunk, options.phi, options.f);
 }
 

@@ -13,7 +13,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
   const auto options = q.options().dtype(accumulate_type(q));
-  const auto kept = p.saved(q, state_position, cu_seqlens, chunk, save);
+  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, save);
   const auto memory = [&](const c10::SymInt& width) {
     return at::empty_symint({p.N, p.H, p.M, width}, options);
   };
@@ -23,11 +23,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           memory(p.V),
           memory(p.V),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories[0], q.options().dtype(kept.type)),
-          at::empty_symint(kept.memories[1], q.options().dtype(kept.type)),
-          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
-          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
-          at::empty_symint(kept.fit, options)};
+          at::empty_symint(saved_shapes.memories[0], q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.memories[1], q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.fit, options)};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
@@ -38,7 +38,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     std::string_view device, bool step) {
   const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
                                 state_position, cu_seqlens, chunk, phi, f);
-  return explained(step ? Problem::step_path(q) : p.path(q), device);
+  return explain_path(step ? Problem::step_path(q) : p.path(q), device);
 }
 
 }  // namespace

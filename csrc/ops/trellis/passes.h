@@ -12,25 +12,25 @@
 
 namespace girih::trellis {
 
-inline Tensor widen(const Tensor& x, int64_t width) {
+inline Tensor pad_columns(const Tensor& x, int64_t width) {
   return x.size(-1) == width ? x : at::constant_pad_nd(x, {0, width - x.size(-1)}, 0);
 }
 
 // Stacks both memories, zero-padded to the larger width: neither update reads the other memory, so one step
 // updates both, and zero columns stay zero. [..., H, ., D] and [..., H, ., V] -> [..., 2, H, ., max(D, V)],
 // with the new dimension at `dim`. If `values` is undefined (one pass), the new dimension has size 1.
-inline Tensor stacked(const Tensor& keys, const Tensor& values, int64_t dim) {
+inline Tensor stack_memories(const Tensor& keys, const Tensor& values, int64_t dim) {
   if (!values.defined()) return keys.unsqueeze(dim);
   const auto width = std::max(keys.size(-1), values.size(-1));
-  return at::stack({widen(keys, width), widen(values, width)}, dim);
+  return at::stack({pad_columns(keys, width), pad_columns(values, width)}, dim);
 }
 
 // States: A [B, passes, H, M, X]; (A', A) if a state may be inside a chunk.
-class Passes : public Block {
+class TrellisBlock : public ChunkBlock {
  public:
   // inputs: q [B, n, HQ, C, D], k [B, n, H, C, D], v [B, n, H, C, V], a [B, n, H, C, M], gamma and g [B, n,
   // H, C], phi_weight like a. v is undefined for one pass; g and phi_weight may be undefined.
-  Passes(const Tensors& inputs, const Tensor& complete, const Phi& phi, const Phi& f)
+  TrellisBlock(const Tensors& inputs, const Tensor& complete, const Phi& phi, const Phi& f)
       : phi_(phi), f_(f), k_(inputs[1]), v_(inputs[2]) {
     const auto& q = inputs[0];
     const auto& gamma = inputs[4];
@@ -42,19 +42,19 @@ class Passes : public Block {
     if (g.defined()) {
       weight_ = weight_ * decay_matrix(g);
       from_start_ = g.cumsum(-1).exp().unsqueeze(3).unsqueeze(-1);
-      keep_ = per_chunk(g.sum(-1).exp().unsqueeze(2).unsqueeze(-1).unsqueeze(-1));
-      step = step * sum_after(g, -1).exp();
+      chunk_decay_ = unbind_chunks(g.sum(-1).exp().unsqueeze(2).unsqueeze(-1).unsqueeze(-1));
+      step = step * exclusive_suffix_sum(g, -1).exp();
     } else {
       weight_ = weight_.tril();
     }
     weight_ = weight_.unsqueeze(3);
-    const auto x = stacked(k_, v_, 2);
-    x_ = per_chunk(x);
-    written_ = per_chunk(x * step.unsqueeze(2).unsqueeze(-1));
+    const auto x = stack_memories(k_, v_, 2);
+    x_ = unbind_chunks(x);
+    scaled_x_ = unbind_chunks(x * step.unsqueeze(2).unsqueeze(-1));
     const auto& weight = inputs[6];
-    if (weight.defined()) phi_weight_ = per_chunk(weight.unsqueeze(2));
-    target_ = per_chunk((weight.defined() ? inputs[3] : phi.target(inputs[3])).unsqueeze(2));
-    if (complete.defined()) complete_ = per_chunk(complete);
+    if (weight.defined()) phi_weight_ = unbind_chunks(weight.unsqueeze(2));
+    target_ = unbind_chunks((weight.defined() ? inputs[3] : phi.target(inputs[3])).unsqueeze(2));
+    if (complete.defined()) complete_ = unbind_chunks(complete);
   }
 
   Chunks::States step(int64_t c, const Chunks::States& states) override {
@@ -64,38 +64,38 @@ class Passes : public Block {
     const auto U =
         phi_weight_.empty() ? phi_.residual(z, target_[c]) : phi_.residual(z, target_[c], phi_weight_[c]);
     // A <- e^{L_C} A - (U * gamma e^{L_C - L})^T X
-    const auto update = U.transpose(-1, -2).matmul(written_[c]);
-    const auto next = keep_.empty() ? A + update : at::addcmul(update, keep_[c], A);
+    const auto update = U.transpose(-1, -2).matmul(scaled_x_[c]);
+    const auto next = chunk_decay_.empty() ? A + update : at::addcmul(update, chunk_decay_[c], A);
     U_.push_back(U);
     if (complete_.empty()) return {next};
-    return {where_row(complete_[c], next, first), next};
+    return {select_rows(complete_[c], next, first), next};
   }
 
   Tensor read(const Tensors& starts) override {
     const auto A = starts.back().unbind(2), U = at::stack(U_, 1).unsqueeze(4).unbind(2);
     const auto A1 = A[0].narrow(-1, 0, k_.size(-1)).unsqueeze(3);
     // Y = e^{L} (Q A^T) - tril((Q X^T) * e^{L_t - L_i} gamma_i) U
-    const auto y = decayed(q_.matmul(A1.transpose(-1, -2))) -
+    const auto y = decay_from_start(q_.matmul(A1.transpose(-1, -2))) -
                    (q_.matmul(k_.unsqueeze(3).transpose(-1, -2)) * weight_).matmul(U[0]);
     const auto r = f_(y);
     if (!v_.defined()) return r.flatten(2, 3);
     const auto A2 = A[1].narrow(-1, 0, v_.size(-1)).unsqueeze(3);
     // O = e^{L} (R A) - tril((R U^T) * e^{L_t - L_i} gamma_i) X
     const auto o =
-        decayed(r.matmul(A2)) - (r.matmul(U[1].transpose(-1, -2)) * weight_).matmul(v_.unsqueeze(3));
+        decay_from_start(r.matmul(A2)) - (r.matmul(U[1].transpose(-1, -2)) * weight_).matmul(v_.unsqueeze(3));
     return o.flatten(2, 3);
   }
 
  private:
-  Tensor decayed(const Tensor& y) const { return from_start_.defined() ? y * from_start_ : y; }
+  Tensor decay_from_start(const Tensor& y) const { return from_start_.defined() ? y * from_start_ : y; }
 
   Phi phi_, f_;
   Tensor q_, k_, v_;             // q [B, n, H, HQ / H, C, D]
   Tensor weight_, from_start_;   // tril(e^{L_t - L_i} gamma_i) [B, n, H, 1, C, C], e^{L} [B, n, H, 1, C, 1]
-  Tensors x_, written_;          // X, -gamma e^{L_C - L} X [B, passes, H, C, X]
+  Tensors x_, scaled_x_;         // X, -gamma e^{L_C - L} X [B, passes, H, C, X]
   Tensors target_, phi_weight_;  // a and phi_weight [B, 1, H, C, M]
-  Tensors keep_, complete_;      // e^{L_C} [B, 1, H, 1, 1], [B]
-  Tensors U_;                    // [B, passes, H, C, M]
+  Tensors chunk_decay_, complete_;  // e^{L_C} [B, 1, H, 1, 1], [B]
+  Tensors U_;                       // [B, passes, H, C, M]
 };
 
 }  // namespace girih::trellis

@@ -16,13 +16,13 @@ Tensor Phi::operator()(const Tensor& z) const {
   if (norm_ == Norm::softmax) return z.softmax(-1);
   const auto y = silu_ ? at::silu(z) : z;
   if (norm_ == Norm::none) return y;
-  const auto c = centred(y);
-  return c * (total(c.square()) + kEps).rsqrt();
+  const auto c = centre(y);
+  return c * (reduce(c.square()) + kEps).rsqrt();
 }
 
-Tensor Phi::target(const Tensor& a) const { return centred(a); }
+Tensor Phi::target(const Tensor& a) const { return centre(a); }
 
-std::pair<Tensor, Tensor> Phi::activated(const Tensor& z) const {
+std::pair<Tensor, Tensor> Phi::apply_silu(const Tensor& z) const {
   if (!silu_) return {z, Tensor()};
   // silu' = s (1 + z (1 - s)) = s + y (1 - s)
   const auto s = z.sigmoid(), y = z * s;
@@ -36,18 +36,18 @@ Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
     const auto pw = p * (p - target);
     return pw - p * pw.sum(-1, true);
   }
-  const auto [y, slope] = activated(z);
+  const auto [y, slope] = apply_silu(z);
   Tensor u;
   if (norm_ == Norm::none) {
     u = y - target;
   } else {
     // J^T w = (P w - phi (phi.w) / N) / r. P phi = phi and P is symmetric, so w is replaced by P w = phi - P
     // a in both terms.
-    const auto c = centred(y);
-    const auto inverse_r = (total(c.square()) + kEps).rsqrt();
+    const auto c = centre(y);
+    const auto inverse_r = (reduce(c.square()) + kEps).rsqrt();
     const auto phi = c * inverse_r;
     const auto w = phi - target;
-    u = at::addcmul(w, phi, total(phi * w), -1) * inverse_r;
+    u = at::addcmul(w, phi, reduce(phi * w), -1) * inverse_r;
   }
   return silu_ ? u * slope : u;
 }
@@ -57,17 +57,17 @@ Tensor Phi::residual(const Tensor& z, const Tensor& a, const Tensor& w) const {
     const auto p = z.softmax(-1), px = p * (w * (w * p - a));
     return px - p * px.sum(-1, true);
   }
-  const auto [y, slope] = activated(z);
+  const auto [y, slope] = apply_silu(z);
   Tensor u;
   if (norm_ == Norm::none) {
     u = w * (w * y - a);
   } else {
     // J^T x = (P x - phi (phi.x) / N) / r with x = w * (w * phi - a)
-    const auto c = centred(y);
-    const auto inverse_r = (total(c.square()) + kEps).rsqrt();
+    const auto c = centre(y);
+    const auto inverse_r = (reduce(c.square()) + kEps).rsqrt();
     const auto phi = c * inverse_r;
     const auto x = w * (w * phi - a);
-    u = at::addcmul(centred(x), phi, total(phi * x), -1) * inverse_r;
+    u = at::addcmul(centre(x), phi, reduce(phi * x), -1) * inverse_r;
   }
   return silu_ ? u * slope : u;
 }

@@ -27,10 +27,10 @@ class Phi {
  private:
   enum class Norm { none, l2, layer, softmax };
   // y = silu(z) and its derivative; y = z and an undefined derivative without silu
-  std::pair<Tensor, Tensor> activated(const Tensor& z) const;
-  Tensor centred(const Tensor& y) const { return norm_ == Norm::layer ? y - y.mean(-1, true) : y; }
+  std::pair<Tensor, Tensor> apply_silu(const Tensor& z) const;
+  Tensor centre(const Tensor& y) const { return norm_ == Norm::layer ? y - y.mean(-1, true) : y; }
   // The sum for l2norm, the mean for layer norm
-  Tensor total(const Tensor& y) const { return norm_ == Norm::layer ? y.mean(-1, true) : y.sum(-1, true); }
+  Tensor reduce(const Tensor& y) const { return norm_ == Norm::layer ? y.mean(-1, true) : y.sum(-1, true); }
 
   bool silu_;
   Norm norm_;

@@ -13,16 +13,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forwa
   const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                 cu_seqlens, chunk, phi, f);
   const auto options = q.options().dtype(accumulate_type(q));
-  const auto kept = p.saved(q, state_position, cu_seqlens, chunk, save);
+  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, save);
   const auto memory = [&] { return at::empty_symint({p.N, p.H, p.M, p.D}, options); };
   return {at::empty_symint({p.B, p.T, p.HQ, p.M}, q.options()),
           memory(),
           memory(),
           at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(kept.memories[0], q.options().dtype(kept.type)),
-          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
-          at::empty_symint(kept.tokens, q.options().dtype(kept.type)),
-          at::empty_symint(kept.fit, options)};
+          at::empty_symint(saved_shapes.memories[0], q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
+          at::empty_symint(saved_shapes.fit, options)};
 }
 
 Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
@@ -32,7 +32,7 @@ Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Ten
                     std::string_view phi, std::string_view f, std::string_view device, bool step) {
   const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                 cu_seqlens, chunk, phi, f);
-  return explained(step ? Problem::step_path(q) : p.path(q), device);
+  return explain_path(step ? Problem::step_path(q) : p.path(q), device);
 }
 
 }  // namespace

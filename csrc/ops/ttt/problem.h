@@ -12,16 +12,16 @@ struct Problem : trellis::Problem {
                        const OptionalTensor& state_first_k, const OptionalTensor& state_k,
                        const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
                        std::string_view phi, std::string_view f) {
-    static const auto& op = describe("ttt");
+    static const auto& op = get_operator("ttt");
     const auto at = girih::check(op, {q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
                                       cu_seqlens, chunk, phi, f});
-    GIRIH_CHECK(given(state_k),
+    GIRIH_CHECK(is_defined(state_k),
                 "ttt: state is None but should be a TTTState or the first memory A [H, M, D]: there is no "
                 "zero start");
-    GIRIH_CHECK(given(state_first_k) || !given(state_position),
+    GIRIH_CHECK(is_defined(state_first_k) || !is_defined(state_position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is a tensor");
-    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, given(phi_weight),
+    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, is_defined(phi_weight),
              phi == "softmax"}};
   }
 };

@@ -16,10 +16,10 @@
 
 namespace girih::kernels {
 
-struct CatGroupForward {
+struct CatSm90Forward {
   CatForward call;
-  Boxes q, k, v;             // 128 rows of a head
-  Boxes header_k, header_v;  // 64 headers
+  TensorMap q, k, v;             // 128 rows of a head
+  TensorMap header_k, header_v;  // 64 headers
 };
 
 template <int Tile>
@@ -29,38 +29,40 @@ struct CatForwardSizes {
   static constexpr int kTiles = (kStages + 2) / 3;
 };
 template <typename T, int Tile>
-using CatGroupSpace = CatGroupRing<T, Tile, CatForwardSizes<Tile>, CatGroupTile>;
+using CatSm90ForwardSpace = CatSm90Ring<T, Tile, CatForwardSizes<Tile>, CatSm90Tile>;
 
 // Called by one warp.
 template <typename T, int Tile>
-__device__ inline void load_forward(const CatGroupForward& p, const CatGroupSpace<T, Tile>& space) {
-  using Space = CatGroupSpace<T, Tile>;
+__device__ inline void run_forward_loader(const CatSm90Forward& p,
+                                          const CatSm90ForwardSpace<T, Tile>& space) {
+  using Space = CatSm90ForwardSpace<T, Tile>;
   const CatShape& shape = p.call.shape;
   auto& rest = space.rest();
-  const unsigned items = CatGroupPlan::items(shape);
-  Turn turn, tile;
+  const unsigned tile_count = CatSm90TilePlan::tile_count(shape);
+  PipelineState turn, tile;
 #pragma unroll 1
-  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+  for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
     // After this wait, the previous plan in this place has been read.
-    wait(&rest.read[turn.place], turn.parity ^ 1);
-    const CatGroupPlan plan = rest.tiles[tile.place].describe(shape, item);
+    wait(&rest.read[turn.stage], turn.phase ^ 1);
+    const CatSm90TilePlan plan = rest.tiles[tile.stage].compute_plan(shape, item);
     tile.next(Space::kTiles);
     const int of = plan.head / shape.group();
 #pragma unroll 1
-    for (int met = -3; met < plan.blocks; ++met) {
+    for (int block_order = -3; block_order < plan.blocks; ++block_order) {
       if (lane() == 0) {
-        uint64_t* const barrier = &rest.stage[turn.place];
-        wait(&rest.read[turn.place], turn.parity ^ 1);
-        arrive_expecting(barrier, Space::kStage);
-        if (met < 0) {
-          const Boxes& boxes = met == -3 ? p.q : met == -2 ? p.k : p.v;
-          const BoxPlace at{0, plan.row, met == -3 ? plan.head : of, plan.batch};
-          copy_rows(space.own(turn.place), boxes, at, barrier);
+        uint64_t* const barrier = &rest.stage[turn.stage];
+        wait(&rest.read[turn.stage], turn.phase ^ 1);
+        arrive_expect_tx(barrier, Space::kStage);
+        if (block_order < 0) {
+          const TensorMap& boxes = block_order == -3 ? p.q : block_order == -2 ? p.k : p.v;
+          const TmaCoords at{0, plan.row, block_order == -3 ? plan.head : of, plan.batch};
+          copy_rows(space.own(turn.stage), boxes, at, barrier);
         } else {
-          space.bring_headers(turn.place, p.header_k, p.header_v, {0, plan.first_of(met), of, plan.batch});
+          space.tma_load_headers(turn.stage, p.header_k, p.header_v,
+                                 {0, plan.first_header(block_order), of, plan.batch});
         }
       }
-      space.come_too(turn.place);
+      space.arrive_for_racecheck(turn.stage);
       turn.next(Space::kStages);
     }
     __syncwarp();
@@ -68,25 +70,25 @@ __device__ inline void load_forward(const CatGroupForward& p, const CatGroupSpac
 }
 
 template <typename T, int Tile>
-struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
-  using Space = CatGroupSpace<T, Tile>;
-  using CatRingPlace<Space>::rest, CatRingPlace<Space>::tile;
-  using CatRingPlace<Space>::next, CatRingPlace<Space>::done;
-  using Scores = Sums<kCatGroupKeys / 8>;
-  using Weights = Operand<kCatGroupKeys / 16>;
+struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardSpace<T, Tile>> {
+  using Space = CatSm90ForwardSpace<T, Tile>;
+  using CatRingConsumer<Space>::rest, CatRingConsumer<Space>::tile;
+  using CatRingConsumer<Space>::next, CatRingConsumer<Space>::done;
+  using Scores = Accumulator<kCatSm90Keys / 8>;
+  using Weights = AFragment<kCatSm90Keys / 16>;
 
-  const CatGroupForward& p;
+  const CatSm90Forward& p;
   const Space& space;
   const CatScale scale;
   int from;  // first row of the warp in the tile
-  CatGroupPlan plan;
-  CatRows rows;
-  Operand<Tile / 16> q;
-  Sums<Tile / 8> o;
+  CatSm90TilePlan plan;
+  CatLaneRows rows;
+  AFragment<Tile / 16> q;
+  Accumulator<Tile / 8> o;
   CatSoftmax<T> softmax;
 
-  __device__ CatGroupPass(const CatGroupForward& p, const Space& space)
-      : CatRingPlace<Space>{space.rest(), {}, {}},
+  __device__ CatSm90ForwardMainloop(const CatSm90Forward& p, const Space& space)
+      : CatRingConsumer<Space>{space.rest(), {}, {}},
         p(p),
         space(space),
         scale(p.call.shape.scale),
@@ -94,7 +96,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
 
   __device__ void begin() {
     const int place = next();
-    const CatGroupTile& of = rest.tiles[tile.place];
+    const CatSm90Tile& of = rest.tiles[tile.stage];
     plan = of.read();
     rows = of.rows(p.call.shape, plan, from);
     tile.next(Space::kTiles);
@@ -115,10 +117,10 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     int values = 0;
 #pragma unroll 1
     for (int key = first; key <= from; key += 16) {
-      Sums<2> s;
+      Accumulator<2> s;
       fill(s, 0.f);
       add_product_transposed<T>(s, q, space.own(keys), key);
-      for_pairs(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
+      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
         if (!seen) s.at[n][e] = -INFINITY;
       });
       const float2 by = softmax.add(s, scale);
@@ -127,18 +129,18 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
       } else {
         scale_rows(o, by);
       }
-      Operand<1> weights;
-      round_to<T>(weights, s);
+      AFragment<1> weights;
+      round_to_a_fragment<T>(weights, s);
       add_product<T>(o, weights, space.own(values), key);
     }
     done(keys), done(values);
   }
 
   // S of a block becomes P; returns the factors for O.
-  __device__ float2 weigh(Scores& s, int met) {
-    if (met < plan.parts()) {
-      const int first = plan.first_of(met) + lane_col();
-      each_sum<kCatGroupKeys / 8>([&](int n, int e) {
+  __device__ float2 weigh(Scores& s, int block_order) {
+    if (block_order < plan.masked_blocks()) {
+      const int first = plan.first_header(block_order) + lane_col();
+      for_each_register<kCatSm90Keys / 8>([&](int n, int e) {
         if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = -INFINITY;
       });
     }
@@ -150,34 +152,34 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     Scores s;
     Weights weights;
     int before = next();
-    fence_products(s);
-    start_product_transposed<T, false>(s, q, space.keys(before));
-    commit_products();
-    wait_products<0>(s);
+    wgmma_fence(s);
+    wgmma_start_transposed<T, false>(s, q, space.keys(before));
+    wgmma_commit();
+    wgmma_wait<0>(s);
     scale_rows(o, weigh(s, 0));
-    round_to<T>(weights, s);
+    round_to_a_fragment<T>(weights, s);
 #pragma unroll 1
-    for (int met = 1; met < plan.blocks; ++met) {
+    for (int block_order = 1; block_order < plan.blocks; ++block_order) {
       const int place = next();
-      fence_products(s, o);
-      start_product_transposed<T, false>(s, q, space.keys(place));
-      commit_products();
-      start_product<T>(o, weights, space.values(before));
-      commit_products();
-      wait_products<1>(s);
-      const float2 by = weigh(s, met);
-      wait_products<0>(o);
-      keep(weights);
+      wgmma_fence(s, o);
+      wgmma_start_transposed<T, false>(s, q, space.keys(place));
+      wgmma_commit();
+      wgmma_start<T>(o, weights, space.values(before));
+      wgmma_commit();
+      wgmma_wait<1>(s);
+      const float2 by = weigh(s, block_order);
+      wgmma_wait<0>(o);
+      keep_registers(weights);
       done(before);
       before = place;
       scale_rows(o, by);
-      round_to<T>(weights, s);
+      round_to_a_fragment<T>(weights, s);
     }
-    fence_products(o);
-    start_product<T>(o, weights, space.values(before));
-    commit_products();
-    wait_products<0>(o);
-    keep(weights);
+    wgmma_fence(o);
+    wgmma_start<T>(o, weights, space.values(before));
+    wgmma_commit();
+    wgmma_wait<0>(o);
+    keep_registers(weights);
     done(before);
   }
 
@@ -187,7 +189,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = plan.row + from + lane_row() + 8 * i;
-      const bool inside = rows.first[i] != kCatOutside;
+      const bool inside = rows.first[i] != kCatNoSequence;
       const float sum = sum_over_row(softmax.sum[i]), by = inside ? reciprocal(sum) : 0.f;
       if (call.lse.data != nullptr && lane_col() == 0 && row < call.shape.rows) {
         static_cast<float*>(call.lse.data)[offset_of(call.lse, plan.batch, row, plan.head)] =
@@ -199,9 +201,9 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
   }
 
   __device__ void run() {
-    const unsigned items = CatGroupPlan::items(p.call.shape);
+    const unsigned tile_count = CatSm90TilePlan::tile_count(p.call.shape);
 #pragma unroll 1
-    for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+    for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
       begin();
       own();
       headers();
@@ -211,27 +213,27 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
 };
 
 template <typename T, int Tile>
-__global__ void __launch_bounds__(kCatGroupThreads, 1)
-    cat_group_forward_kernel(const __grid_constant__ CatGroupForward p) {
-  if constexpr (kCatGroups) {
+__global__ void __launch_bounds__(kCatSm90Threads, 1)
+    cat_forward_sm90_kernel(const __grid_constant__ CatSm90Forward p) {
+  if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatGroupSpace<T, Tile> space{shared};
-    run_groups<CatGroupRegisters<232, 40>>([&] { space.init(); }, [&] { load_forward(p, space); },
-                                           [&] { CatGroupPass<T, Tile>(p, space).run(); });
+    const CatSm90ForwardSpace<T, Tile> space{shared};
+    run_warp_roles<CatSm90Registers<232, 40>>([&] { space.init(); }, [&] { run_forward_loader(p, space); },
+                                              [&] { CatSm90ForwardMainloop<T, Tile>(p, space).run(); });
   }
 }
 
 template <typename T, int Tile>
-cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, bool& taken) {
-  using Space = CatGroupSpace<T, Tile>;
+cudaError_t try_cat_forward_sm90(const CatForward& call, cudaStream_t stream, bool& is_launched) {
+  using Space = CatSm90ForwardSpace<T, Tile>;
   const CatShape& shape = call.shape;
-  taken = false;
+  is_launched = false;
   bool has = false;
-  if (const cudaError_t error = has_warpgroups<cat_group_forward_kernel<T, Tile>>(has); error != cudaSuccess)
+  if (const cudaError_t error = has_warpgroups<cat_forward_sm90_kernel<T, Tile>>(has); error != cudaSuccess)
     return error;
-  const int64_t items = query_tiles(shape);
-  if (!has || !cat_fills_groups(shape) || items == 0) return cudaSuccess;
-  CatGroupForward p{call, {}, {}, {}, {}, {}};
+  const int64_t tile_count = count_query_tiles(shape);
+  if (!has || !cat_fills_sm90_tiles(shape) || tile_count == 0) return cudaSuccess;
+  CatSm90Forward p{call, {}, {}, {}, {}, {}};
   for (const cudaError_t error : {describe_tile(p.q, call.q, shape, shape.query_heads, shape.D),
                                   describe_tile(p.k, call.k, shape, shape.heads, shape.D),
                                   describe_tile(p.v, call.v, shape, shape.heads, shape.V),
@@ -239,8 +241,8 @@ cudaError_t try_cat_group_forward(const CatForward& call, cudaStream_t stream, b
                                   describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  taken = true;
-  return launch_groups<cat_group_forward_kernel<T, Tile>>(p, items, Space::kBytes, stream);
+  is_launched = true;
+  return launch_persistent<cat_forward_sm90_kernel<T, Tile>>(p, tile_count, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

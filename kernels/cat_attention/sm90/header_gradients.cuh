@@ -9,27 +9,27 @@
 
 namespace girih::kernels {
 
-struct CatGroupHeaderGradients {
+struct CatSm90HeaderGradients {
   CatHeaderGradients call;
-  Boxes k, v;     // 64 headers
-  Boxes q, dout;  // 64 rows of a head
+  TensorMap k, v;     // 64 headers
+  TensorMap q, dout;  // 64 rows of a head
   CatHeaderList list;
 };
 
-constexpr int kCatGroupQueries = 64;
+constexpr int kCatSm90Queries = 64;
 
 template <typename T, int Tile>
-struct CatGroupHeaderSpace {
+struct CatSm90HeaderSpace {
   static constexpr int kStages = Tile == 64 ? 8 : 4;
   using Rows = BlockTile<T, Tile>;
   struct Barriers {
-    uint64_t keys, keys_read, stage[kStages], read[kStages];
+    uint64_t keys, keys_empty, stage[kStages], read[kStages];
   };
-  static constexpr int kDescribed = kCatGroupQueries * static_cast<int>(sizeof(CatQuery));
-  static constexpr int kStage = 2 * Rows::kBytes + kDescribed;
+  static constexpr int kRecordBytes = kCatSm90Queries * static_cast<int>(sizeof(CatQueryRecord));
+  static constexpr int kStage = 2 * Rows::kBytes + kRecordBytes;
   static_assert(kStage % 1024 == 0);
   static constexpr int kBytes = 4 * Rows::kBytes + kStages * kStage + static_cast<int>(sizeof(Barriers));
-  static_assert(kBytes <= kCatGroupBytes);
+  static_assert(kBytes <= kCatSm90MaxBytes);
 
   unsigned char* shared;
 
@@ -39,80 +39,80 @@ struct CatGroupHeaderSpace {
   __device__ unsigned char* stage(int n) const { return shared + 4 * Rows::kBytes + n * kStage; }
   __device__ Rows queries(int n) const { return {reinterpret_cast<T*>(stage(n))}; }
   __device__ Rows gradients(int n) const { return {reinterpret_cast<T*>(stage(n) + Rows::kBytes)}; }
-  __device__ CatQuery* described(int n) const {
-    return reinterpret_cast<CatQuery*>(stage(n) + 2 * Rows::kBytes);
+  __device__ CatQueryRecord* query_records(int n) const {
+    return reinterpret_cast<CatQueryRecord*>(stage(n) + 2 * Rows::kBytes);
   }
   __device__ Barriers& barriers() const {
     return *reinterpret_cast<Barriers*>(shared + 4 * Rows::kBytes + kStages * kStage);
   }
   __device__ void init() const {
     Barriers& all = barriers();
-    init_barrier(&all.keys, 1), init_barrier(&all.keys_read, once(kCatGroupWarps));
+    init_barrier(&all.keys, 1), init_barrier(&all.keys_empty, arrival_count(kCatSm90MmaWarps));
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(&all.stage[i], 1), init_barrier(&all.read[i], once(kCatGroupWarps));
+      init_barrier(&all.stage[i], 1), init_barrier(&all.read[i], arrival_count(kCatSm90MmaWarps));
     }
   }
 };
 
 // Calls f(run) for the part of every item in the block's run.
 template <class F>
-__device__ inline void for_items(const CatGroupHeaderGradients& p, const F& f) {
-  const int64_t end = min((blockIdx.x + 1) * p.list.run, p.list.total);
+__device__ inline void for_each_item(const CatSm90HeaderGradients& p, const F& f) {
+  const int64_t end = min((blockIdx.x + 1) * p.list.run, p.list.entries);
   for (int64_t at = blockIdx.x * p.list.run; at < end;) {
     const CatHeaderRun run(p.call.shape, p.list, blockIdx.x, at, end);
     f(run);
-    at += run.until - run.entry;
+    at += run.entry_end - run.entry;
   }
 }
 
 // Called by one warp; one thread loads.
 template <typename T, int Tile>
-__device__ inline void load_headers(const CatGroupHeaderGradients& p,
-                                    const CatGroupHeaderSpace<T, Tile>& space) {
-  using Space = CatGroupHeaderSpace<T, Tile>;
+__device__ inline void run_header_loader(const CatSm90HeaderGradients& p,
+                                         const CatSm90HeaderSpace<T, Tile>& space) {
+  using Space = CatSm90HeaderSpace<T, Tile>;
   if (lane() != 0) return;
   const CatShape& shape = p.call.shape;
   auto& barriers = space.barriers();
-  Turn turn;
+  PipelineState turn;
   unsigned items = 0;
-  for_items(p, [&](const CatHeaderRun& run) {
+  for_each_item(p, [&](const CatHeaderRun& run) {
     int i = run.next(run.entry);
-    if (i == run.until) return;
-    wait(&barriers.keys_read, (items++ & 1) ^ 1);
-    arrive_expecting(&barriers.keys, 4 * Space::Rows::kBytes);
+    if (i == run.entry_end) return;
+    wait(&barriers.keys_empty, (items++ & 1) ^ 1);
+    arrive_expect_tx(&barriers.keys, 4 * Space::Rows::kBytes);
     for (int group = 0; group < 2; ++group) {
-      const BoxPlace at{0, run.header + 64 * group, run.head, run.batch};
+      const TmaCoords at{0, run.header + 64 * group, run.head, run.batch};
       copy_rows(space.keys(group), p.k, at, &barriers.keys);
       copy_rows(space.values(group), p.v, at, &barriers.keys);
     }
-    for (; i < run.until; i = run.next(i + 1)) {
-      const int row = run.row_at(i), head = run.head_at(shape, i), place = turn.place;
-      const int bytes = min(kCatGroupQueries, shape.rows - row) * static_cast<int>(sizeof(CatQuery));
-      wait(&barriers.read[place], turn.parity ^ 1);
-      arrive_expecting(&barriers.stage[place], 2 * Space::Rows::kBytes + bytes);
+    for (; i < run.entry_end; i = run.next(i + 1)) {
+      const int row = run.row_at(i), head = run.head_at(shape, i), place = turn.stage;
+      const int bytes = min(kCatSm90Queries, shape.rows - row) * static_cast<int>(sizeof(CatQueryRecord));
+      wait(&barriers.read[place], turn.phase ^ 1);
+      arrive_expect_tx(&barriers.stage[place], 2 * Space::Rows::kBytes + bytes);
       copy_rows(space.queries(place), p.q, {0, row, head, run.batch}, &barriers.stage[place]);
       copy_rows(space.gradients(place), p.dout, {0, row, head, run.batch}, &barriers.stage[place]);
       const int64_t at = (int64_t{run.batch} * shape.query_heads + head) * shape.rows + row;
-      copy_bytes(space.described(place), p.call.queries + at, bytes, &barriers.stage[place]);
+      bulk_load(space.query_records(place), p.call.queries + at, bytes, &barriers.stage[place]);
       turn.next(Space::kStages);
     }
   });
 }
 
 template <typename T, int Tile>
-struct CatGroupHeaderPass {
-  using Space = CatGroupHeaderSpace<T, Tile>;
-  using Scores = Sums<kCatGroupQueries / 8>;
+struct CatSm90HeaderMainloop {
+  using Space = CatSm90HeaderSpace<T, Tile>;
+  using Scores = Accumulator<kCatSm90Queries / 8>;
 
-  const CatGroupHeaderGradients& p;
+  const CatSm90HeaderGradients& p;
   const Space& space;
   typename Space::Barriers& barriers;
   const float scale;  // in units of log2
   const int group;    // index of the warpgroup
-  Turn turn;
-  Sums<Tile / 8> dk, dv;
+  PipelineState turn;
+  Accumulator<Tile / 8> dk, dv;
 
-  __device__ CatGroupHeaderPass(const CatGroupHeaderGradients& p, const Space& space)
+  __device__ CatSm90HeaderMainloop(const CatSm90HeaderGradients& p, const Space& space)
       : p(p),
         space(space),
         barriers(space.barriers()),
@@ -122,10 +122,10 @@ struct CatGroupHeaderPass {
   // S^T becomes P^T for the warp's headers from `header`. All: every query attends to all of them; otherwise
   // the first `queries` queries are masked by their records, and the rest are 0.
   template <bool All>
-  __device__ void weights(Scores& s, const CatQuery* described, int header, int queries) const {
-    each_pair<kCatGroupQueries / 8>([&](int n, int j) {
+  __device__ void weights(Scores& s, const CatQueryRecord* query_records, int header, int queries) const {
+    for_each_register_pair<kCatSm90Queries / 8>([&](int n, int j) {
       const int at = 8 * n + lane_col() + j;
-      const CatQuery query = described[at];
+      const CatQueryRecord query = query_records[at];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int h = header + lane_row() + 8 * i;
@@ -137,9 +137,9 @@ struct CatGroupHeaderPass {
   }
   // P^T becomes P^T * (dP^T - delta). Masked elements stay 0, as delta may be undefined there.
   template <bool All>
-  __device__ void gradients(Scores& s, const Scores& dp, const CatQuery* described) const {
-    each_pair<kCatGroupQueries / 8>([&](int n, int j) {
-      const float delta = described[8 * n + lane_col() + j].delta;
+  __device__ void gradients(Scores& s, const Scores& dp, const CatQueryRecord* query_records) const {
+    for_each_register_pair<kCatSm90Queries / 8>([&](int n, int j) {
+      const float delta = query_records[8 * n + lane_col() + j].delta;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = s.at[n][2 * i + j];
@@ -149,54 +149,54 @@ struct CatGroupHeaderPass {
     });
   }
 
-  __device__ void meet(const CatHeaderRun& run, int row) {
-    const int queries = min(kCatGroupQueries, p.call.shape.rows - row), header = run.header + 64 * group;
-    wait(&barriers.stage[turn.place], turn.parity);
-    const CatQuery* const described = space.described(turn.place);
-    const CatQuery low = described[0], high = described[queries - 1];
-    const int own = header + 16 * group_warp();
+  __device__ void process_queries(const CatHeaderRun& run, int row) {
+    const int queries = min(kCatSm90Queries, p.call.shape.rows - row), header = run.header + 64 * group;
+    wait(&barriers.stage[turn.stage], turn.phase);
+    const CatQueryRecord* const query_records = space.query_records(turn.stage);
+    const CatQueryRecord low = query_records[0], high = query_records[queries - 1];
+    const int own = header + 16 * warpgroup_warp();
     if (header < max(low.chunk, high.chunk)) {
-      const bool all = queries == kCatGroupQueries && low.first <= own && high.first <= own &&
+      const bool all = queries == kCatSm90Queries && low.first <= own && high.first <= own &&
                        own + 16 <= min(low.chunk, high.chunk);
       Scores s, dp;
-      fence_products(s, dp, dk, dv);
-      start_product_transposed<false>(s, space.keys(group), space.queries(turn.place));
-      commit_products();
-      start_product_transposed<false>(dp, space.values(group), space.gradients(turn.place));
-      commit_products();
-      wait_products<1>(s);
+      wgmma_fence(s, dp, dk, dv);
+      wgmma_start_transposed<false>(s, space.keys(group), space.queries(turn.stage));
+      wgmma_commit();
+      wgmma_start_transposed<false>(dp, space.values(group), space.gradients(turn.stage));
+      wgmma_commit();
+      wgmma_wait<1>(s);
       if (all) {
-        weights<true>(s, described, own, queries);
+        weights<true>(s, query_records, own, queries);
       } else {
-        weights<false>(s, described, own, queries);
+        weights<false>(s, query_records, own, queries);
       }
-      Operand<kCatGroupQueries / 16> left, other;
-      round_to<T>(left, s);
-      fence_products();
-      start_product<T>(dv, left, space.gradients(turn.place));
-      commit_products();
-      wait_products<1>(dp);
+      AFragment<kCatSm90Queries / 16> left, other;
+      round_to_a_fragment<T>(left, s);
+      wgmma_fence();
+      wgmma_start<T>(dv, left, space.gradients(turn.stage));
+      wgmma_commit();
+      wgmma_wait<1>(dp);
       if (all) {
-        gradients<true>(s, dp, described);
+        gradients<true>(s, dp, query_records);
       } else {
-        gradients<false>(s, dp, described);
+        gradients<false>(s, dp, query_records);
       }
-      round_to<T>(other, s);
-      fence_products();
-      start_product<T>(dk, other, space.queries(turn.place));
-      commit_products();
-      wait_products<0>(dk, dv);
-      keep(left), keep(other);
+      round_to_a_fragment<T>(other, s);
+      wgmma_fence();
+      wgmma_start<T>(dk, other, space.queries(turn.stage));
+      wgmma_commit();
+      wgmma_wait<0>(dk, dv);
+      keep_registers(left), keep_registers(other);
     }
-    arrive_once(&barriers.read[turn.place]);
+    arrive_warp(&barriers.read[turn.stage]);
     turn.next(Space::kStages);
   }
 
   __device__ void store(const CatHeaderRun& run) const {
     constexpr int kEight = 8 * Tile, kValues = 2 * 64 * Tile;
     float* const to =
-        p.call.partials + run.place + (64 * group + 16 * group_warp() + lane_row()) * Tile + lane_col();
-    each_pair<Tile / 8>([&](int n, int i) {
+        p.call.partials + run.place + (64 * group + 16 * warpgroup_warp() + lane_row()) * Tile + lane_col();
+    for_each_register_pair<Tile / 8>([&](int n, int i) {
       float* const at = to + i * kEight + 8 * n;
       *reinterpret_cast<float2*>(at) = {dk.at[n][2 * i], dk.at[n][2 * i + 1]};
       *reinterpret_cast<float2*>(at + kValues) = {dv.at[n][2 * i], dv.at[n][2 * i + 1]};
@@ -205,14 +205,14 @@ struct CatGroupHeaderPass {
 
   __device__ void run() {
     unsigned items = 0;
-    for_items(p, [&](const CatHeaderRun& run) {
+    for_each_item(p, [&](const CatHeaderRun& run) {
       fill(dk, 0.f), fill(dv, 0.f);
       int i = run.next(run.entry);
-      if (i < run.until) {
+      if (i < run.entry_end) {
         wait(&barriers.keys, items++ & 1);
 #pragma unroll 1
-        for (; i < run.until; i = run.next(i + 1)) meet(run, run.row_at(i));
-        arrive_once(&barriers.keys_read);
+        for (; i < run.entry_end; i = run.next(i + 1)) process_queries(run, run.row_at(i));
+        arrive_warp(&barriers.keys_empty);
       }
       store(run);
     });
@@ -220,39 +220,39 @@ struct CatGroupHeaderPass {
 };
 
 template <typename T, int Tile>
-__global__ void __launch_bounds__(kCatGroupThreads, 1)
-    cat_group_header_gradients_kernel(const __grid_constant__ CatGroupHeaderGradients p) {
-  if constexpr (kCatGroups) {
+__global__ void __launch_bounds__(kCatSm90Threads, 1)
+    cat_header_gradients_sm90_kernel(const __grid_constant__ CatSm90HeaderGradients p) {
+  if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatGroupHeaderSpace<T, Tile> space{shared};
-    run_groups<CatGroupRegisters<240, 24>>([&] { space.init(); }, [&] { load_headers(p, space); },
-                                           [&] { CatGroupHeaderPass<T, Tile>(p, space).run(); });
+    const CatSm90HeaderSpace<T, Tile> space{shared};
+    run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_header_loader(p, space); },
+                                              [&] { CatSm90HeaderMainloop<T, Tile>(p, space).run(); });
   }
 }
 
 template <typename T, int Tile>
-cudaError_t has_cat_group_headers(bool& has) {
-  return has_warpgroups<cat_group_header_gradients_kernel<T, Tile>>(has);
+cudaError_t has_cat_header_gradients_sm90(bool& has) {
+  return has_warpgroups<cat_header_gradients_sm90_kernel<T, Tile>>(has);
 }
 
 template <typename T, int Tile>
-cudaError_t launch_cat_group_header_gradients(const CatHeaderGradients& call, cudaStream_t stream) {
-  constexpr auto kKernel = cat_group_header_gradients_kernel<T, Tile>;
-  using Space = CatGroupHeaderSpace<T, Tile>;
+cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& call, cudaStream_t stream) {
+  constexpr auto kKernel = cat_header_gradients_sm90_kernel<T, Tile>;
+  using Space = CatSm90HeaderSpace<T, Tile>;
   const CatShape& shape = call.shape;
-  CatGroupHeaderGradients p{call, {}, {}, {}, {}, CatHeaderList(shape, Tile, group_header_tiles<Tile>())};
+  CatSm90HeaderGradients p{call, {}, {}, {}, {}, CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>())};
   if (p.list.runs == 0) return cudaSuccess;
-  const auto headers = [&](Boxes& boxes, const In<4>& x, int width) {
+  const auto headers = [&](TensorMap& boxes, const InputTensor<4>& x, int width) {
     return describe_rows(boxes, x, shape, shape.chunks.tokens, shape.size, shape.heads, width, 64);
   };
-  const auto rows = [&](Boxes& boxes, const In<4>& x, int width) {
-    return describe_rows(boxes, x, shape, shape.rows, 1, shape.query_heads, width, kCatGroupQueries);
+  const auto rows = [&](TensorMap& boxes, const InputTensor<4>& x, int width) {
+    return describe_rows(boxes, x, shape, shape.rows, 1, shape.query_heads, width, kCatSm90Queries);
   };
   for (const cudaError_t error : {headers(p.k, call.k, shape.D), headers(p.v, call.v, shape.V),
                                   rows(p.q, call.q, shape.D), rows(p.dout, call.dout, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  return launch_kernel<kKernel>(p, p.list.runs, kCatGroupThreads, Space::kBytes, stream);
+  return launch_kernel<kKernel>(p, p.list.runs, kCatSm90Threads, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,5 +1,5 @@
-// dq and the records CatQuery on sm_90. As forward, with the queries and the gradients of their outputs as
-// left factors in registers.
+// dq and the records CatQueryRecord on sm_90. As forward, with the queries and the gradients of their outputs
+// as left factors in registers.
 //
 //     delta = do.o        P = e^{scale S - lse}, S = Q K^T        dA = P * (dO V^T - delta)        dQ += dA K
 //
@@ -12,26 +12,26 @@
 namespace girih::kernels {
 
 template <typename T, int Tile>
-struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
-  using Space = CatGroupQuerySpace<T, Tile>;
-  using CatRingPlace<Space>::rest, CatRingPlace<Space>::tile;
-  using CatRingPlace<Space>::next, CatRingPlace<Space>::done;
-  using Scores = Sums<kCatGroupKeys / 8>;
-  using Weights = Operand<kCatGroupKeys / 16>;
+struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QuerySpace<T, Tile>> {
+  using Space = CatSm90QuerySpace<T, Tile>;
+  using CatRingConsumer<Space>::rest, CatRingConsumer<Space>::tile;
+  using CatRingConsumer<Space>::next, CatRingConsumer<Space>::done;
+  using Scores = Accumulator<kCatSm90Keys / 8>;
+  using Weights = AFragment<kCatSm90Keys / 16>;
 
-  const CatGroupQueryGradients& p;
+  const CatSm90QueryGradients& p;
   const Space& space;
   const float scale;  // in units of log2
   int from;           // first row of the warp in the tile
-  CatGroupPlan plan;
+  CatSm90TilePlan plan;
   const float* of_rows;  // lse of the warp's rows, in shared memory
-  Operand<Tile / 16> q, dout;
-  Sums<Tile / 8> dq;
+  AFragment<Tile / 16> q, dout;
+  Accumulator<Tile / 8> dq;
   float lse[2], delta[2];  // lse in units of log2
-  CatRows rows;
+  CatLaneRows rows;
 
-  __device__ CatGroupQueryPass(const CatGroupQueryGradients& p, const Space& space)
-      : CatRingPlace<Space>{space.rest(), {}, {}},
+  __device__ CatSm90QueryMainloop(const CatSm90QueryGradients& p, const Space& space)
+      : CatRingConsumer<Space>{space.rest(), {}, {}},
         p(p),
         space(space),
         scale(p.call.shape.scale * kLog2E),
@@ -40,7 +40,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   // Loads the left factors; computes delta.
   __device__ void begin() {
     const int at_o = next();
-    const CatGroupQueryTile& of = rest.tiles[tile.place];
+    const CatSm90QueryTile& of = rest.tiles[tile.stage];
     plan = of.tile.read();
     rows = of.tile.rows(p.call.shape, plan, from);
     of_rows = of.lse + from;
@@ -54,7 +54,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
       load_block(o, space.own(at_o), from, 16 * k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 x = unpaired<T>(dout.at[k][i]), y = unpaired<T>(o[i]);
+        const float2 x = unpack_pair<T>(dout.at[k][i]), y = unpack_pair<T>(o[i]);
         sum[i & 1] = fmaf(x.x, y.x, fmaf(x.y, y.y, sum[i & 1]));
       }
     }
@@ -67,9 +67,9 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   }
 
   // Computes lse in units of log2; writes the records of the queries.
-  __device__ void describe() {
+  __device__ void store_query_records() {
     const CatShape& shape = p.call.shape;
-    CatQuery* const queries =
+    CatQueryRecord* const queries =
         p.call.queries + (int64_t{plan.batch} * shape.query_heads + plan.head) * shape.rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -82,13 +82,14 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
 
   // S becomes P * (dP - delta).
   template <int N>
-  __device__ void gradients(Sums<N>& s, const Sums<N>& dp) const {
-    each_sum<N>([&](int n, int e) { s.at[n][e] *= dp.at[n][e] - delta[e >> 1]; });
+  __device__ void gradients(Accumulator<N>& s, const Accumulator<N>& dp) const {
+    for_each_register<N>([&](int n, int e) { s.at[n][e] *= dp.at[n][e] - delta[e >> 1]; });
   }
   // S becomes P.
   template <int N>
-  __device__ void weights(Sums<N>& s) const {
-    each_sum<N>([&](int n, int e) { s.at[n][e] = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1])); });
+  __device__ void weights(Accumulator<N>& s) const {
+    for_each_register<N>(
+        [&](int n, int e) { s.at[n][e] = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1])); });
   }
 
   // The terms of the warp's rows from each other: dK = dA^T Q for keys, dV = P^T dO for values. Written to
@@ -96,30 +97,32 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   // chunks add to them. The right factors are transposed in registers, because their stages in shared memory
   // are in use again.
   template <int of_values>
-  __device__ void give(const uint32_t (&left)[4], int place) const {
+  __device__ void compute_own_terms(const uint32_t (&left)[4], int place) const {
     const CatShape& shape = p.call.shape;
-    const Operand<Tile / 16>& right = of_values ? dout : q;
+    const AFragment<Tile / 16>& right = of_values ? dout : q;
     const auto to = space.own(place);
     const float by = of_values ? 1.f : shape.scale;
-    const uint32_t turned[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]), transpose_pairs(left[1]),
-                                transpose_pairs(left[3])};
+    const uint32_t transposed[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]),
+                                    transpose_pairs(left[1]), transpose_pairs(left[3])};
     float* share[2];  // for the lane's two rows, if these are headers
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = plan.row + from + lane_row() + 8 * i;
       const int64_t head = int64_t{plan.batch} * shape.heads + plan.head;
       share[i] = (row & (shape.size - 1)) == 0 && row < shape.rows
-                     ? p.shares + ((head * shape.chunks.tokens + plan.chunk_of(row)) * 2 + of_values) * Tile +
+                     ? p.header_shares +
+                           ((head * shape.chunks.tokens + plan.chunk_index(row)) * 2 + of_values) * Tile +
                            lane_col()
                      : nullptr;
     }
 #pragma unroll
     for (int k = 0; k < Tile / 16; ++k) {
-      Sums<2> x;
+      Accumulator<2> x;
       fill(x, 0.f);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        mma<T>(x.at[n], turned, transpose_pairs(right.at[k][2 * n]), transpose_pairs(right.at[k][2 * n + 1]));
+        mma<T>(x.at[n], transposed, transpose_pairs(right.at[k][2 * n]),
+               transpose_pairs(right.at[k][2 * n + 1]));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (share[i] == nullptr) continue;
@@ -128,13 +131,13 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
           *reinterpret_cast<float2*>(share[i] + 16 * k + 8 * n) = {x.at[n][2 * i], x.at[n][2 * i + 1]};
       }
       scale_rows(x, {by, by});
-      Operand<1> rounded;
-      round_to<T>(rounded, x);
+      AFragment<1> rounded;
+      round_to_a_fragment<T>(rounded, x);
       store_blocks(to, from, 16 * k, rounded);
     }
   }
   // Stores the tile to global memory in full rows, except rows of headers.
-  __device__ void send(const Out<4>& to, int width, int place) const {
+  __device__ void store_own_rows(const OutputTensor<4>& to, int width, int place) const {
     constexpr int kPacks = Tile / 8, kStep = 32 / kPacks;
     const CatShape& shape = p.call.shape;
     const int col = lane() % kPacks * 8, at = from + lane() / kPacks;
@@ -155,56 +158,56 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     const CatShape& shape = p.call.shape;
     const int at_keys = next(), at_values = next();
     const auto keys = space.own(at_keys), values = space.own(at_values);
-    describe();
+    store_query_records();
 #pragma unroll 1
     for (int key = from & -max(shape.size, 16); key <= from; key += 16) {
-      Sums<2> s, dp;
+      Accumulator<2> s, dp;
       fill(s, 0.f), fill(dp, 0.f);
       add_product_transposed<T>(s, q, keys, key);
       add_product_transposed<T>(dp, dout, values, key);
       weights(s);
-      for_pairs(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
+      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
         if (!seen) s.at[n][e] = 0.f;
       });
-      Operand<1> of_values, of_keys;
-      round_to<T>(of_values, s);
+      AFragment<1> of_values, of_keys;
+      round_to_a_fragment<T>(of_values, s);
       gradients(s, dp);
-      round_to<T>(of_keys, s);
+      round_to_a_fragment<T>(of_keys, s);
       add_product<T>(dq, of_keys, keys, key);
-      if (p.shares != nullptr) {
+      if (p.header_shares != nullptr) {
         __syncwarp();  // keys and values have been read
-        give<1>(of_values.at[0], at_values);
-        give<0>(of_keys.at[0], at_keys);
+        compute_own_terms<1>(of_values.at[0], at_values);
+        compute_own_terms<0>(of_keys.at[0], at_keys);
       }
     }
-    if (p.shares != nullptr) {
+    if (p.header_shares != nullptr) {
       __syncwarp();
-      send(p.call.dv, shape.V, at_values);
-      send(p.call.dk, shape.D, at_keys);
-      fence_tiles();
+      store_own_rows(p.call.dv, shape.V, at_values);
+      store_own_rows(p.call.dk, shape.D, at_keys);
+      fence_async_proxy();
     }
     done(at_keys), done(at_values);
   }
 
   // Starts the products of the next block. dP is in flight while S becomes P.
   __device__ void start_scores(Scores& s, Scores& dp, int place) const {
-    start_product_transposed<T, false>(s, q, space.keys(place));
-    commit_products();
-    start_product_transposed<T, false>(dp, dout, space.values(place));
-    commit_products();
+    wgmma_start_transposed<T, false>(s, q, space.keys(place));
+    wgmma_commit();
+    wgmma_start_transposed<T, false>(dp, dout, space.values(place));
+    wgmma_commit();
   }
-  __device__ void finish_scores(Weights& rounded, Scores& s, Scores& dp, int met) {
-    wait_products<1>(s);
+  __device__ void finish_scores(Weights& rounded, Scores& s, Scores& dp, int block_order) {
+    wgmma_wait<1>(s);
     weights(s);
-    if (met < plan.parts()) {
-      const int first = plan.first_of(met) + lane_col();
-      each_sum<kCatGroupKeys / 8>([&](int n, int e) {
+    if (block_order < plan.masked_blocks()) {
+      const int first = plan.first_header(block_order) + lane_col();
+      for_each_register<kCatSm90Keys / 8>([&](int n, int e) {
         if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s.at[n][e] = 0.f;
       });
     }
-    wait_products<0>(dp);
+    wgmma_wait<0>(dp);
     gradients(s, dp);
-    round_to<T>(rounded, s);
+    round_to_a_fragment<T>(rounded, s);
   }
 
   // The product of dQ of a block is started before the products of the next block.
@@ -213,27 +216,27 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     Weights rounded;
     Scores s, dp;
     int before = next();
-    fence_products(s, dp);
+    wgmma_fence(s, dp);
     start_scores(s, dp, before);
     finish_scores(rounded, s, dp, 0);
 #pragma unroll 1
-    for (int met = 1; met < plan.blocks; ++met) {
+    for (int block_order = 1; block_order < plan.blocks; ++block_order) {
       const int place = next();
-      fence_products(s, dp, dq);
-      start_product<T>(dq, rounded, space.keys(before));
-      commit_products();
+      wgmma_fence(s, dp, dq);
+      wgmma_start<T>(dq, rounded, space.keys(before));
+      wgmma_commit();
       start_scores(s, dp, place);
-      wait_products<2>(dq);
-      keep(rounded);
+      wgmma_wait<2>(dq);
+      keep_registers(rounded);
       done(before);
-      finish_scores(rounded, s, dp, met);
+      finish_scores(rounded, s, dp, block_order);
       before = place;
     }
-    fence_products(dq);
-    start_product<T>(dq, rounded, space.keys(before));
-    commit_products();
-    wait_products<0>(dq);
-    keep(rounded);
+    wgmma_fence(dq);
+    wgmma_start<T>(dq, rounded, space.keys(before));
+    wgmma_commit();
+    wgmma_wait<0>(dq);
+    keep_registers(rounded);
     done(before);
   }
 
@@ -248,9 +251,9 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
   }
 
   __device__ void run() {
-    const unsigned items = CatGroupPlan::items(p.call.shape);
+    const unsigned tile_count = CatSm90TilePlan::tile_count(p.call.shape);
 #pragma unroll 1
-    for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+    for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
       begin();
       own();
       headers();
@@ -260,29 +263,31 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
 };
 
 template <typename T, int Tile>
-__global__ void __launch_bounds__(kCatGroupThreads, 1)
-    cat_group_query_gradients_kernel(const __grid_constant__ CatGroupQueryGradients p) {
-  if constexpr (kCatGroups) {
+__global__ void __launch_bounds__(kCatSm90Threads, 1)
+    cat_query_gradients_sm90_kernel(const __grid_constant__ CatSm90QueryGradients p) {
+  if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatGroupQuerySpace<T, Tile> space{shared};
-    run_groups<CatGroupRegisters<240, 24>>([&] { space.init(); }, [&] { load_queries(p, space); },
-                                           [&] { CatGroupQueryPass<T, Tile>(p, space).run(); });
+    const CatSm90QuerySpace<T, Tile> space{shared};
+    run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_query_loader(p, space); },
+                                              [&] { CatSm90QueryMainloop<T, Tile>(p, space).run(); });
   }
 }
 
 template <typename T, int Tile>
-cudaError_t try_cat_group_query_gradients(const CatQueryGradients& call, cudaStream_t stream, bool& taken) {
-  constexpr auto kKernel = cat_group_query_gradients_kernel<T, Tile>;
-  using Space = CatGroupQuerySpace<T, Tile>;
+cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStream_t stream,
+                                         bool& is_launched) {
+  constexpr auto kKernel = cat_query_gradients_sm90_kernel<T, Tile>;
+  using Space = CatSm90QuerySpace<T, Tile>;
   const CatShape& shape = call.shape;
-  taken = false;
+  is_launched = false;
   bool has = false;
   if (const cudaError_t error = has_warpgroups<kKernel>(has); error != cudaSuccess) return error;
-  const int64_t items = query_tiles(shape);
-  if (!has || !cat_fills_groups(shape) || items == 0) return cudaSuccess;
-  CatGroupQueryGradients p{call, {}, {}, {}, {}, {}, {}, {}, nullptr};
-  if (cat_joins(shape)) {
-    p.shares = call.partials + CatHeaderList(shape, Tile, group_header_tiles<Tile>()).numbers();
+  const int64_t tile_count = count_query_tiles(shape);
+  if (!has || !cat_fills_sm90_tiles(shape) || tile_count == 0) return cudaSuccess;
+  CatSm90QueryGradients p{call, {}, {}, {}, {}, {}, {}, {}, nullptr};
+  if (cat_has_fused_own_gradients(shape)) {
+    p.header_shares =
+        call.partials + CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>()).float_count();
   }
   for (const cudaError_t error : {describe_tile(p.q, call.q, shape, shape.query_heads, shape.D),
                                   describe_tile(p.dout, call.dout, shape, shape.query_heads, shape.V),
@@ -293,8 +298,8 @@ cudaError_t try_cat_group_query_gradients(const CatQueryGradients& call, cudaStr
                                   describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  taken = true;
-  return launch_groups<kKernel>(p, items, Space::kBytes, stream);
+  is_launched = true;
+  return launch_persistent<kKernel>(p, tile_count, Space::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -6,17 +6,17 @@
 
 namespace girih::kernels {
 
-struct CatGroupQueryGradients {
+struct CatSm90QueryGradients {
   CatQueryGradients call;
-  Boxes q, dout, k, v, o;    // 128 rows of a head
-  Boxes header_k, header_v;  // 64 headers
-  float* shares;             // own-chunk terms of headers; null if another kernel computes dk and dv
+  TensorMap q, dout, k, v, o;    // 128 rows of a head
+  TensorMap header_k, header_v;  // 64 headers
+  float* header_shares;          // own-chunk terms of headers; null if another kernel computes dk and dv
 };
 
 // The plan of a tile and lse of its queries.
-struct CatGroupQueryTile {
-  CatGroupTile tile;
-  float lse[kCatGroupRows];
+struct CatSm90QueryTile {
+  CatSm90Tile tile;
+  float lse[kCatSm90Rows];
 };
 
 template <int Tile>
@@ -29,54 +29,59 @@ struct CatQuerySizes {
   static constexpr int kTiles = (kStages + 2 + 4) / 5;
 };
 template <typename T, int Tile>
-using CatGroupQuerySpace = CatGroupRing<T, Tile, CatQuerySizes<Tile>, CatGroupQueryTile>;
+using CatSm90QuerySpace = CatSm90Ring<T, Tile, CatQuerySizes<Tile>, CatSm90QueryTile>;
 
 // Called by one warp.
 template <typename T, int Tile>
-__device__ inline void load_queries(const CatGroupQueryGradients& p,
-                                    const CatGroupQuerySpace<T, Tile>& space) {
-  using Space = CatGroupQuerySpace<T, Tile>;
+__device__ inline void run_query_loader(const CatSm90QueryGradients& p,
+                                        const CatSm90QuerySpace<T, Tile>& space) {
+  using Space = CatSm90QuerySpace<T, Tile>;
   const CatShape& shape = p.call.shape;
   auto& rest = space.rest();
-  const unsigned items = CatGroupPlan::items(shape);
-  Turn turn, tile;
+  const unsigned tile_count = CatSm90TilePlan::tile_count(shape);
+  PipelineState turn, tile;
 #pragma unroll 1
-  for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
+  for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
     // After this wait, the previous plan in this place has been read.
-    wait(&rest.read[turn.place], turn.parity ^ 1);
-    CatGroupQueryTile& described = rest.tiles[tile.place];
-    const CatGroupPlan plan = described.tile.describe(shape, item);
+    wait(&rest.read[turn.stage], turn.phase ^ 1);
+    CatSm90QueryTile& tile_record = rest.tiles[tile.stage];
+    const CatSm90TilePlan plan = tile_record.tile.compute_plan(shape, item);
     tile.next(Space::kTiles);
     const int of = plan.head / shape.group();
 #pragma unroll 1
-    for (int met = -5; met < plan.blocks; ++met) {
-      if (met == -3) {
+    for (int block_order = -5; block_order < plan.blocks; ++block_order) {
+      if (block_order == -3) {
         // cp.async needs no registers for the values; the loader has few registers.
-        wait(&rest.read[turn.place], turn.parity ^ 1);
+        wait(&rest.read[turn.stage], turn.phase ^ 1);
 #pragma unroll 1
-        for (int i = lane(); i < kCatGroupRows; i += 32) {
+        for (int i = lane(); i < kCatSm90Rows; i += 32) {
           const auto* const from = static_cast<const float*>(p.call.lse.data) +
                                    offset_of(p.call.lse, plan.batch, plan.row + i, plan.head);
-          copy_async_4(shared_address(described.lse + i), from, plan.row + i < shape.rows);
+          copy_async_4(shared_address(tile_record.lse + i), from, plan.row + i < shape.rows);
         }
         commit_copies();
-      } else if (met == -1) {
+      } else if (block_order == -1) {
         wait_copies<0>();
         __syncwarp();
       }
       if (lane() == 0) {
-        uint64_t* const barrier = &rest.stage[turn.place];
-        wait(&rest.read[turn.place], turn.parity ^ 1);
-        arrive_expecting(barrier, Space::kStage);
-        if (met < 0) {
-          const Boxes& boxes = met == -5 ? p.o : met == -4 ? p.dout : met == -3 ? p.q : met == -2 ? p.k : p.v;
-          copy_rows(space.own(turn.place), boxes, {0, plan.row, met < -2 ? plan.head : of, plan.batch},
-                    barrier);
+        uint64_t* const barrier = &rest.stage[turn.stage];
+        wait(&rest.read[turn.stage], turn.phase ^ 1);
+        arrive_expect_tx(barrier, Space::kStage);
+        if (block_order < 0) {
+          const TensorMap& boxes = block_order == -5   ? p.o
+                                   : block_order == -4 ? p.dout
+                                   : block_order == -3 ? p.q
+                                   : block_order == -2 ? p.k
+                                                       : p.v;
+          copy_rows(space.own(turn.stage), boxes,
+                    {0, plan.row, block_order < -2 ? plan.head : of, plan.batch}, barrier);
         } else {
-          space.bring_headers(turn.place, p.header_k, p.header_v, {0, plan.first_of(met), of, plan.batch});
+          space.tma_load_headers(turn.stage, p.header_k, p.header_v,
+                                 {0, plan.first_header(block_order), of, plan.batch});
         }
       }
-      space.come_too(turn.place);
+      space.arrive_for_racecheck(turn.stage);
       turn.next(Space::kStages);
     }
     __syncwarp();

@@ -8,10 +8,10 @@ namespace girih::kernels {
 
 // Sizes: kStages and kTiles, the number of plans.
 template <typename T, int Tile, class Sizes, class Described>
-struct CatGroupRing {
+struct CatSm90Ring {
   static constexpr int kStages = Sizes::kStages, kTiles = Sizes::kTiles;
-  using Own = BlockTile<T, Tile, kCatGroupRows>;
-  using Headers = BlockTile<T, Tile, kCatGroupKeys>;
+  using Own = BlockTile<T, Tile, kCatSm90Rows>;
+  using Headers = BlockTile<T, Tile, kCatSm90Keys>;
   struct Rest {
     Described tiles[kTiles];
     uint64_t stage[kStages], read[kStages];
@@ -19,25 +19,26 @@ struct CatGroupRing {
   static constexpr int kStage = Own::kBytes;
   static_assert(kStage == 2 * Headers::kBytes);
   static constexpr int kBytes = kStages * kStage + static_cast<int>(sizeof(Rest));
-  static_assert(kBytes <= kCatGroupBytes);
+  static_assert(kBytes <= kCatSm90MaxBytes);
 
   unsigned char* shared;
 
   __device__ T* stage(int n) const { return reinterpret_cast<T*>(shared + n * kStage); }
   __device__ Own own(int n) const { return {stage(n)}; }
   __device__ Headers keys(int n) const { return {stage(n)}; }
-  __device__ Headers values(int n) const { return {stage(n) + kCatGroupKeys * Tile}; }
+  __device__ Headers values(int n) const { return {stage(n) + kCatSm90Keys * Tile}; }
   __device__ Rest& rest() const { return *reinterpret_cast<Rest*>(shared + kStages * kStage); }
   __device__ void init() const {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(&rest().stage[i], once(1)), init_barrier(&rest().read[i], once(kCatGroupWarps));
+      init_barrier(&rest().stage[i], arrival_count(1)),
+          init_barrier(&rest().read[i], arrival_count(kCatSm90MmaWarps));
     }
   }
 
   // Called by the loading warp after its first lane has arrived at the barrier of stage n. The writes of the
   // other lanes are visible with the stage, as the warp has synchronised before. (Racecheck needs their own
   // arrivals, shared.h.)
-  __device__ void come_too(int n) const {
+  __device__ void arrive_for_racecheck(int n) const {
 #ifdef GIRIH_RACECHECK
     __syncwarp();
     if (lane() != 0) arrive(&rest().stage[n]);
@@ -46,7 +47,7 @@ struct CatGroupRing {
   }
 
   // Loads headers from row `at` to stage n; its barrier expects these bytes.
-  __device__ void bring_headers(int n, const Boxes& of_k, const Boxes& of_v, BoxPlace at) const {
+  __device__ void tma_load_headers(int n, const TensorMap& of_k, const TensorMap& of_v, TmaCoords at) const {
     copy_rows(keys(n), of_k, at, &rest().stage[n]);
     copy_rows(values(n), of_v, at, &rest().stage[n]);
   }
@@ -54,18 +55,18 @@ struct CatGroupRing {
 
 // The position of a multiplying warp in the ring.
 template <class Ring>
-struct CatRingPlace {
+struct CatRingConsumer {
   typename Ring::Rest& rest;
-  Turn turn, tile;
+  PipelineState turn, tile;
 
   // Waits for the next stage and returns its index.
   __device__ int next() {
-    const int place = turn.place;
-    wait(&rest.stage[place], turn.parity);
+    const int place = turn.stage;
+    wait(&rest.stage[place], turn.phase);
     turn.next(Ring::kStages);
     return place;
   }
-  __device__ void done(int place) const { arrive_once(&rest.read[place]); }
+  __device__ void done(int place) const { arrive_warp(&rest.read[place]); }
 };
 
 }  // namespace girih::kernels

@@ -10,70 +10,70 @@
 
 namespace girih::kernels {
 
-constexpr int kCatGroupThreads = 384, kCatGroupWarps = 8;
-constexpr int kCatGroupBytes = 227 * 1024;  // maximum of shared memory
+constexpr int kCatSm90Threads = 384, kCatSm90MmaWarps = 8;
+constexpr int kCatSm90MaxBytes = 227 * 1024;  // maximum of shared memory
 
 // Whether the kernel has a body for this architecture. Where it is empty, has_warpgroups() is false.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-constexpr bool kCatGroups = true;
+constexpr bool kIsCatSm90Compiled = true;
 #else
-constexpr bool kCatGroups = false;
+constexpr bool kIsCatSm90Compiled = false;
 #endif
 
 // Registers of a multiplying thread, and of a thread of the loading warpgroup.
-template <int Multiplier, int Loader>
-struct CatGroupRegisters {
-  static constexpr int kMultiplier = Multiplier, kLoader = Loader;
+template <int Mma, int Loader>
+struct CatSm90Registers {
+  static constexpr int kMma = Mma, kLoader = Loader;
   // The block starts with 168 registers for each thread.
-  static_assert(128 * (2 * Multiplier + Loader) <= 168 * kCatGroupThreads);
+  static_assert(128 * (2 * Mma + Loader) <= 168 * kCatSm90Threads);
 };
 
 // Loads all columns of a tile of rows.
 template <class Rows>
-__device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at, uint64_t* barrier) {
+__device__ inline void copy_rows(const Rows& to, const TensorMap& boxes, TmaCoords at, uint64_t* barrier) {
 #pragma unroll
   for (int col = 0; col < Rows::kCols; col += 64) {
-    copy_box(shared_address(to.block(col).data), boxes, {col, at.row, at.head, at.batch}, barrier);
+    tma_load(shared_address(to.block(col).data), boxes, {col, at.row, at.head, at.batch}, barrier);
   }
 }
 
 // Initialises the barriers; then two warpgroups run multiply() and one warp of the third runs load().
 template <class Registers, class Init, class Load, class Multiply>
-__device__ inline void run_groups(const Init& init, const Load& load, const Multiply& multiply) {
+__device__ inline void run_warp_roles(const Init& init, const Load& load, const Multiply& multiply) {
   if (threadIdx.x == 0) {
     init();
-    publish_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
-  if (warp_index() >= kCatGroupWarps) {
-    leave_registers<Registers::kLoader>();
-    if (warp_index() == kCatGroupWarps) load();
+  if (warp_index() >= kCatSm90MmaWarps) {
+    setmaxnreg_dec<Registers::kLoader>();
+    if (warp_index() == kCatSm90MmaWarps) load();
     return;
   }
-  take_registers<Registers::kMultiplier>();
+  setmaxnreg_inc<Registers::kMma>();
   multiply();
 }
 
 // Launches one block for each multiprocessor, or for each tile if there are fewer tiles.
 template <auto Kernel, class Problem>
-cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream_t stream) {
+cudaError_t launch_persistent(const Problem& p, int64_t items, int bytes, cudaStream_t stream) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
-  return launch_kernel<Kernel>(p, items < processors ? items : processors, kCatGroupThreads, bytes, stream);
+  return launch_kernel<Kernel>(p, items < processors ? items : processors, kCatSm90Threads, bytes, stream);
 }
 
 // Stores row i of the lane's two rows, times `by`, in packs of 16 bytes. With `by` = 0 the result is 0 for
 // all values.
 template <typename T, int N>
-__device__ inline void store_row(T* to, const Sums<N>& x, int i, float by, int width, bool is) {
+__device__ inline void store_row(T* to, const Accumulator<N>& x, int i, float by, int width, bool is) {
 #pragma unroll
   for (int n = 0; n < N; n += 4) {
     uint32_t pack[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      pack[j] = by == 0.f ? 0 : pair_of<T>(x.at[n + j][2 * i] * by, x.at[n + j][2 * i + 1] * by);
+      pack[j] = by == 0.f ? 0 : pack_pair<T>(x.at[n + j][2 * i] * by, x.at[n + j][2 * i + 1] * by);
     }
-    turn_quad(pack);
+    transpose_quad(pack);
     const int col = 8 * (n + (lane() & 3));
     if (is && col < width) store_pack(to + col, pack);
   }

@@ -14,11 +14,11 @@ from girih.conversion.projections import Projections
 from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.packing import count_sequences, token_positions
 from girih.nn.functional.state import Like, advance, check_state
 from girih.nn.layers.recurrent_layer import RecurrentLayer
-from girih.nn.layers.short_conv import convolution_state
+from girih.nn.layers.short_conv import cast_conv_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
 
 WINDOW = 3  # tokens of a pooled gate
@@ -149,10 +149,10 @@ class LinearPath(SharedPath):
         """The causal mean of x `[B, T, heads, head_dim]`, in fp32, and the states of the pool."""
         if self.pool == "window":
             options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
-            past = convolution_state(None if state is None else state.pool, x)
+            past = cast_conv_state(None if state is None else state.pool, x)
             taps = x.new_full((x.shape[2] * x.shape[3], WINDOW), 1 / WINDOW)
             mean, pool = advance("short_conv", x.flatten(2), taps, None, state=past, **options)
-            return at_least_fp32(mean.view_as(x)), pool, None
+            return promote_to_fp32(mean.view_as(x)), pool, None
         total, pool = self.sum_tokens(x, state, in_place, cu_seqlens)
         position, count = token_positions(x, None if state is None else state.count, cu_seqlens)
         return total / (position + 1)[..., None, None].float(), pool, count  # fp32, or more
@@ -179,7 +179,7 @@ class LinearPath(SharedPath):
         taps = taps.expand(x.shape[2] * x.shape[3], 2)
         rows, states = [x], []
         for m in range(1, self.n):
-            past = convolution_state(None if state is None else state.differences[m - 1], x)
+            past = cast_conv_state(None if state is None else state.differences[m - 1], x)
             row, after = advance(
                 "short_conv",
                 rows[-1].flatten(2),

@@ -20,7 +20,7 @@ from girih.nn import Block
 from girih.nn.functional.fields import completed, text_of
 from girih.nn.functional.masking import own_mask
 from girih.nn.functional.packing import bounds
-from girih.nn.functional.step import ROWS, by_weights_alone
+from girih.nn.functional.step import MAX_ROWS, use_weights_only
 
 
 class GirihPreTrainedModel(PreTrainedModel):
@@ -226,7 +226,7 @@ class Backbone(GirihPreTrainedModel):
         """
         all_hidden, states, branch = [], [], None
         use_checkpoints = self.gradient_checkpointing and self.training
-        use_steps = self.steps_by_weights() and x.numel() <= ROWS * x.shape[-1]
+        use_steps = self.steps_by_weights() and x.numel() <= MAX_ROWS * x.shape[-1]
         use_parts = not (use_checkpoints or use_steps) and all(
             type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
@@ -247,7 +247,7 @@ class Backbone(GirihPreTrainedModel):
         return block.step(*arguments) if self.steps_by_weights() else block(*arguments)
 
     def steps_by_weights(self) -> bool:
-        return not torch.compiler.is_compiling() and by_weights_alone.get()
+        return not torch.compiler.is_compiling() and use_weights_only.get()
 
 
 def _is_loaded(module: nn.Module) -> bool:

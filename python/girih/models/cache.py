@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from girih.models.graph import StepGraphs, move
 from girih.nn import map_state
-from girih.nn.functional.masking import joined_masks
+from girih.nn.functional.masking import join_masks
 from girih.nn.functional.state import first_tensor
 
 
@@ -32,7 +32,7 @@ class LayerInput(NamedTuple):
         return tuple(LayerInput(self.x[:, part], self.valid[:, part]) for part in (first, others))
 
     def concat(self, other: "LayerInput") -> "LayerInput":
-        valid = joined_masks(self.valid, other.valid, self.tokens, other.x)
+        valid = join_masks(self.valid, other.valid, self.tokens, other.x)
         return LayerInput(torch.cat([self.x, other.x], 1), valid)
 
 

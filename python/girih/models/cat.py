@@ -11,7 +11,7 @@ from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
-from girih.nn.functional.chunks import Continuation, Reached, chunk_table, max_tokens
+from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
 from girih.nn.functional.fused import is_product
 from girih.nn.functional.masking import check_mask, own_mask
 from girih.nn.functional.state import check_batch
@@ -72,7 +72,7 @@ class CatState(NamedTuple):
     ids: Tensor
     header: Tensor
     kv: tuple[KeyValues, ...]
-    seq_lengths: Reached
+    seq_lengths: SequenceLengths
 
     def with_room(self, tokens: int) -> "CatState":
         """The same with slots for sequences of so many tokens, so that no step until then makes new tensors
@@ -247,7 +247,7 @@ class CatModel(Backbone):
         sequence = torch.arange(ids.shape[0], device=ids.device)
         state.ids[sequence, n % C] = ids[:, 0]
         n.add_(1)
-        seq_lengths = Reached(n, host_tokens)
+        seq_lengths = SequenceLengths(n, host_tokens)
         x = self.embed_tokens(ids)
         if (compressions := seq_lengths.find_compressions(C)) is not None:
             sequences = compressions.sequences

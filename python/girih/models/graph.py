@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from girih import _torch_internals as internals
 from girih.nn import map_state
-from girih.nn.functional.state import by_itself, stepped
-from girih.nn.functional.step import by_weights_alone
+from girih.nn.functional.state import is_unobserved, stepped
+from girih.nn.functional.step import use_weights_only
 
 if TYPE_CHECKING:
     from girih.models.base import Backbone
@@ -187,7 +187,7 @@ class StepGraphs:
             return None
         if (
             self.refused
-            or not (by_itself(ids) and can_capture(ids))
+            or not (is_unobserved(ids) and can_capture(ids))
             or model.training
             or any(layer.record_past or layer.reread is not None for layer in cache.layers)
             or not model.is_plain_step(cache, chunk)
@@ -284,12 +284,12 @@ class StepGraphs:
 
 
 def call_by_weights(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls `call` with `by_weights_alone` set: a model's blocks compute their step from the weights."""
-    token = by_weights_alone.set(True)
+    """Calls `call` with `use_weights_only` set: a model's blocks compute their step from the weights."""
+    token = use_weights_only.set(True)
     try:
         return call(*arguments)
     finally:
-        by_weights_alone.reset(token)
+        use_weights_only.reset(token)
 
 
 def weak_callback(method: Callable[[], None]) -> Callable[[Any], None]:

@@ -43,7 +43,7 @@ def words(op: str, name: str) -> tuple[str, ...]:
 
 
 class Explanation(NamedTuple):
-    """path: "tensor cores", "exact fp32" (kernels in fp32) or "aten" (PyTorch's operators).
+    """path: "tensor cores", "fp32" (kernels in fp32) or "aten" (PyTorch's operators).
 
     why: the reason for this path, and why no faster path is possible.
     """
@@ -78,7 +78,7 @@ def explain(name: str, /, *args: Any, device: str | None = None, **kwargs: Any) 
     >>> print(explain("gla", q, k, v, device="cuda"))
     tensor cores: 16-bit products, sums and states in fp32
     >>> explain("gla", q.float(), k.float(), v.float(), device="cuda").path
-    'exact fp32'
+    'fp32'
     """
     from girih import ops
 

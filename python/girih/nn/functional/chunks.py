@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from girih.nn.functional.masking import valid_first
+from girih.nn.functional.masking import sort_valid_first
 
 
 class ChunkTable(NamedTuple):
@@ -74,7 +74,7 @@ class Compressions(NamedTuple):
         return torch.where(self.is_complete.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
-class Reached(NamedTuple):
+class SequenceLengths(NamedTuple):
     """Number of tokens of each of N sequences.
 
     tokens: `[N]` int64 on the device, for computations.
@@ -138,7 +138,12 @@ class Continuation:
     """
 
     def __init__(
-        self, x: Tensor, chunk: int, attention_mask: Tensor | None, past: Reached | None, use_cache: bool
+        self,
+        x: Tensor,
+        chunk: int,
+        attention_mask: Tensor | None,
+        past: SequenceLengths | None,
+        use_cache: bool,
     ):
         N, self.T = x.shape[:2]
         if torch.jit.is_tracing():  # sizes are tensors, but a tensor `host_tokens` means different lengths
@@ -148,7 +153,7 @@ class Continuation:
         host_tokens = 0 if past is None else past.host_tokens
         new, count = self.T, self.T
         if attention_mask is not None:
-            self.order, place, count = valid_first(attention_mask.bool())
+            self.order, place, count = sort_valid_first(attention_mask.bool())
             self.row = place.minimum(count[:, None] - 1)
             new = count.cpu() if use_cache else self.T
         after = host_tokens + new
@@ -162,7 +167,7 @@ class Continuation:
         self.first_chunk = start // chunk
         self.chunks = max_tokens(host_tokens % chunk + new) // chunk + 1
         if use_cache:
-            self.seq_lengths = Reached(start + count, after)
+            self.seq_lengths = SequenceLengths(start + count, after)
             self.current_chunk = self.seq_lengths.tokens // chunk - self.first_chunk
 
     def scatter(self, x: Tensor, before: Tensor | None) -> Tensor:

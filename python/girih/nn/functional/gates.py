@@ -7,7 +7,7 @@ from torch import Tensor
 from girih.nn.functional.fused import has_fused_kernel
 
 
-def at_least_fp32(x: Tensor) -> Tensor:
+def promote_to_fp32(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 when x is fp64: the dtype in which gates and step sizes are activated."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -26,7 +26,7 @@ def apply_gate(
     bias, rate: `[features]`, fp32 or fp64.
     """
     if gate == "none" or (gate == "linear" and bias is None):
-        return r if gate == "none" else at_least_fp32(r)
+        return r if gate == "none" else promote_to_fp32(r)
     if has_gate_kernel(r, bias, rate):
         return torch.ops.girih.row_gates(r, gate, bias, rate, scale)
     return aten_gate(r, gate, bias, rate, scale)
@@ -43,10 +43,10 @@ def has_gate_kernel(r: Tensor, *optional_vectors: Tensor | None) -> bool:
 
 
 def aten_gate(r: Tensor, gate: str, bias: Tensor | None, rate: Tensor | None, scale: float) -> Tensor:
-    z = at_least_fp32(r) if bias is None else at_least_fp32(r) + bias
+    z = promote_to_fp32(r) if bias is None else promote_to_fp32(r) + bias
     if gate == "linear":
         return z
     if gate == "decay":
-        return -at_least_fp32(rate).exp() * F.softplus(z)
+        return -promote_to_fp32(rate).exp() * F.softplus(z)
     y = z.sigmoid() if gate == "sigmoid" else F.logsigmoid(z)
     return y if scale == 1.0 else scale * y

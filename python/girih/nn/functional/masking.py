@@ -17,7 +17,7 @@ def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return attention_mask[:, -tokens:].bool()
 
 
-def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sort_valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A stable permutation `[B, T]` that moves the valid tokens of each row to the front, the inverse
     permutation `[B, T]`, and the number of valid tokens `[B]`."""
     count = valid.sum(1)
@@ -28,7 +28,7 @@ def valid_first(valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(inverse_order).scatter_(1, inverse_order, token), inverse_order, count
 
 
-def joined_masks(past: Tensor | None, current: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
+def join_masks(past: Tensor | None, current: Tensor | None, tokens: int, x: Tensor) -> Tensor | None:
     """Concatenates the mask `past` of `tokens` tokens and the mask `current` of x `[B, T, ...]`:
     `[B, tokens + T]`. A mask None counts as ones; the result is None if both are."""
     if past is None and current is None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from girih.nn.functional.fused import PACK, has_fused_kernel
-from girih.nn.functional.step import by_weights_alone
+from girih.nn.functional.step import use_weights_only
 
 MAX_HEAD_DIM = 256  # largest head_dim of the kernel
 
@@ -59,7 +59,7 @@ def split_and_rotate(
     """qkv `[B, T, sum of heads, D]` -> q and k rotated by `rotary`, and v."""
     if (
         has_fused_kernel(qkv, needs_contiguous=False)
-        and (torch.is_grad_enabled() or by_weights_alone.get())
+        and (torch.is_grad_enabled() or use_weights_only.get())
         and qkv.shape[-1] % (2 * PACK) == 0
         and qkv.shape[-1] <= MAX_HEAD_DIM
         and qkv.shape[0] * qkv.shape[1] < 2**31

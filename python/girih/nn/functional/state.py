@@ -108,7 +108,7 @@ def first_tensor(state: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-def by_itself(x: Tensor) -> bool:
+def is_unobserved(x: Tensor) -> bool:
     """Whether operators on x run immediately and unobserved: no compiler, tracer, gradient, dispatch mode,
     transform or CUDA graph capture is active."""
     return not (

@@ -15,9 +15,9 @@ from girih.nn.functional.gates import apply_gate
 
 # True while a step is captured: the model's blocks have no hooks or adapters, so a step reads their weights
 # only.
-by_weights_alone: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
+use_weights_only: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
 
-ROWS, MAX_MATRICES, MAX_WIDTH, MAX_ELEMENTS = 16, 8, 8192, 96 * 1024  # limits of the kernel
+MAX_ROWS, MAX_MATRICES, MAX_WIDTH, MAX_ELEMENTS = 16, 8, 8192, 96 * 1024  # limits of the kernel
 
 
 class Product(NamedTuple):
@@ -82,7 +82,7 @@ def has_skinny_gemm(
         x.is_cuda
         and hasattr(torch.ops.girih, "few_rows")  # absent if the library was built without CUDA
         and x.dtype in (torch.bfloat16, torch.float16)
-        and 1 <= rows <= ROWS
+        and 1 <= rows <= MAX_ROWS
         and width % 8 == 0
         and width <= MAX_WIDTH
         and rows * width <= MAX_ELEMENTS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from girih._torch_internals import register_dataclass
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.linears import apply_linears
-from girih.nn.functional.masking import check_mask, joined_masks
+from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.state import Like, by_itself, check_state
@@ -22,7 +22,7 @@ from girih.nn.layers.projections import projections
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 
-def with_spare(tokens: int) -> int:
+def choose_capacity(tokens: int) -> int:
     """Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time;
     a full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan
     for each size, which takes tens of milliseconds."""
@@ -98,7 +98,7 @@ class AttentionState(NamedTuple):
             return None
         return (), self._replace(tokens=self.tokens + 1)
 
-    def with_slots(self, slots: int, theta: float, window: int | None) -> "AttentionState":
+    def grow_cache(self, slots: int, theta: float, window: int | None) -> "AttentionState":
         def padded(cached: Tensor, value: bool) -> Tensor:
             return F.pad(cached, (0, 0) * (cached.dim() - 2) + (0, slots - cached.shape[1]), value=value)
 
@@ -249,8 +249,8 @@ class Attention(SequenceLayer):
         before_k, before_v, before_valid = (None, None, None) if state is None else state[:3]
         if before_valid is not None:
             before_valid = before_valid[:, :past]
-        valid = joined_masks(before_valid, attention_mask, past, x)
-        slots = with_spare(past + T) if in_place else past + T
+        valid = join_masks(before_valid, attention_mask, past, x)
+        slots = choose_capacity(past + T) if in_place else past + T
         cached = append_tokens(before_k, past, k, slots), append_tokens(before_v, past, v, slots)
         k, v = (part[:, : past + T] for part in cached)
         see = self.make_mask(past, T, valid, cu_seqlens, x.device)
@@ -277,7 +277,7 @@ class Attention(SequenceLayer):
         state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
         can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
-            state = state.with_slots(with_spare(state.tokens + 1), self.rope_theta, self.window)
+            state = state.grow_cache(choose_capacity(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
         turn = slots.turn.index_select(0, place)[:, None, None].unbind(3)
         q, k, v = rotate_row(qkv, self.heads, turn)

@@ -80,7 +80,7 @@ class Block(nn.Module):
         else:
             projected = products(x, specs, norm_of(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
-            (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.before_output(), residual=x)
+            (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.output_prologue(), residual=x)
         if mlp is None:
             return x, state
         gate, up = products(

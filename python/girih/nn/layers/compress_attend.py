@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.chunks import Continuation, Reached, chunk_table, max_tokens
+from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
@@ -24,7 +24,7 @@ class CompressAttendState(NamedTuple):
     x: Tensor
     header: Tensor
     kv: KeyValues
-    seq_lengths: Reached
+    seq_lengths: SequenceLengths
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
         """The kind of a step is the number of chunks that it compresses."""
@@ -169,7 +169,7 @@ class CompressAttend(SequenceLayer):
         state.x[sequence, n % C] = x[:, 0].to(state.x.dtype)
         place = n // C * (C + 1) + n % C + 1
         n.add_(1)
-        seq_lengths = Reached(n, host_tokens)
+        seq_lengths = SequenceLengths(n, host_tokens)
         if (compressions := seq_lengths.find_compressions(C)) is not None:
             # The header of the next chunk. The current token does not attend to it.
             sequences = compressions.sequences

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.step import Product
 from girih.nn.layers.layer import Layer, projection
 
 
-def first_step_bias(chunk: int) -> float:
+def initial_step_size_bias(chunk: int) -> float:
     """The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)).
 
     All gradients of a chunk are computed at the chunk's first state, so the sum of the chunk's steps must not
@@ -41,8 +41,8 @@ class DecayGate(Layer):
         super().__init__()
         self.largest_step = largest_step
         self.proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.A_log = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
-        self.dt_bias = nn.Parameter(at_least_fp32(torch.empty(num_heads)))
+        self.A_log = nn.Parameter(promote_to_fp32(torch.empty(num_heads)))
+        self.dt_bias = nn.Parameter(promote_to_fp32(torch.empty(num_heads)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,5 +55,5 @@ class DecayGate(Layer):
         return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dt = F.softplus(at_least_fp32(projection(self, "proj", x)) + self.dt_bias)
-        return -at_least_fp32(self.A_log).exp() * dt, dt
+        dt = F.softplus(promote_to_fp32(projection(self, "proj", x)) + self.dt_bias)
+        return -promote_to_fp32(self.A_log).exp() * dt, dt

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import silu_norm
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
@@ -82,7 +82,7 @@ class GatedSlotAttention(RecurrentLayer):
             self.f_proj = nn.Linear(hidden_size, kv_heads * num_slots, bias=False)
         else:
             self.f_proj = None
-            self.decay_logits = nn.Parameter(at_least_fp32(torch.empty(kv_heads, num_slots)))
+            self.decay_logits = nn.Parameter(promote_to_fp32(torch.empty(kv_heads, num_slots)))
         self.norm = RMSNorm(num_heads * head_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.reset_parameters()
@@ -124,7 +124,7 @@ class GatedSlotAttention(RecurrentLayer):
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
         if self.f_proj is None:
-            decay = F.logsigmoid(at_least_fp32(self.decay_logits)) / self.gate_logit_normalizer
+            decay = F.logsigmoid(promote_to_fp32(self.decay_logits)) / self.gate_logit_normalizer
             f = decay.expand(*qkv.shape[:2], -1, -1)
         else:
             f = f[0].unflatten(-1, (-1, self.num_slots))
@@ -144,7 +144,7 @@ class GatedSlotAttention(RecurrentLayer):
         )
         return o.flatten(-2), LayerState(conv, memory) if use_cache else None
 
-    def before_output(self) -> RowInput:
+    def output_prologue(self) -> RowInput:
         return RowInput("silu_rms_norm", self.norm.weight, self.norm.eps)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import head_widths, heads_of
 from girih.nn.functional.fused import residual_norm
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
@@ -85,7 +85,7 @@ class HGRN2(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
         q, f, v = split_heads(projected[0], self.heads, self.key_dim, self.value_dim)
-        logits, bound = at_least_fp32(f), self.lower_bound
+        logits, bound = promote_to_fp32(f), self.lower_bound
         # g = log f. sigmoid(logits) may underflow: without a bound use logsigmoid.
         g = torch.log(bound + (1 - bound) * logits.sigmoid()) if bound else F.logsigmoid(logits)
         k = ((1 - bound) * torch.sigmoid(-logits)).to(v.dtype)  # 1 - f
@@ -102,7 +102,7 @@ class HGRN2(RecurrentLayer):
         )
         return o.flatten(-2), LayerState(None, memory) if use_cache else None
 
-    def before_output(self) -> RowInput:
+    def output_prologue(self) -> RowInput:
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
 from girih.nn.functional.step import Product
-from girih.nn.layers.decay import DecayGate, first_step_bias
+from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
-from girih.nn.layers.norm import GatedRMSNorm, gated_output
+from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
 from girih.nn.layers.projections import projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
@@ -83,7 +83,7 @@ class Lattice(RecurrentLayer):
         self.v_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.gamma_proj = GateLinear(hidden_size, num_heads)
         self.decay = DecayGate(hidden_size, num_heads, largest_step=0.01) if gated else None
-        self.memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, head_dim, num_slots)))
+        self.memory = nn.Parameter(promote_to_fp32(torch.empty(num_heads, head_dim, num_slots)))
         self.g_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu") if post_norm else None
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
@@ -93,7 +93,7 @@ class Lattice(RecurrentLayer):
     def reset_parameters(self) -> None:
         for slots in self.memory:  # [D, M] of one head
             nn.init.orthogonal_(slots)
-        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
+        nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
         names = ["qk_proj", "v_proj", "g_proj", "gamma_proj"]
@@ -121,7 +121,7 @@ class Lattice(RecurrentLayer):
         if self.objective == "encode":
             v = unit_rows(v)
         if memory is None:
-            memory = at_least_fp32(self.memory)
+            memory = promote_to_fp32(self.memory)
             if self.normalize:
                 memory = unit_rows(memory.mT.contiguous()).mT
         o, memory = advance(
@@ -139,7 +139,7 @@ class Lattice(RecurrentLayer):
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )
-        return gated_output(self.norm, o, gate).flatten(-2), LayerState(
+        return apply_output_gate(self.norm, o, gate).flatten(-2), LayerState(
             (q_state, k_state), memory
         ) if use_cache else None
 

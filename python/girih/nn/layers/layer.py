@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 
 
 def projection(layer: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Layer(nn.Module):
         def cast(t: Tensor) -> Tensor:
             to = fn(t)
             low = id(t) in fp32_ids and to.dtype in (torch.float16, torch.bfloat16)
-            return at_least_fp32(t.to(to.device)) if low else to
+            return promote_to_fp32(t.to(to.device)) if low else to
 
         return super()._apply(cast, recurse)
 
@@ -67,10 +67,10 @@ class GateLinear(nn.Linear, Layer):
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features)
-        self.bias = nn.Parameter(at_least_fp32(self.bias.detach()))
+        self.bias = nn.Parameter(promote_to_fp32(self.bias.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return at_least_fp32(F.linear(x, self.weight)) + self.bias
+        return promote_to_fp32(F.linear(x, self.weight)) + self.bias
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:

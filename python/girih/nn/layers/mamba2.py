@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import residual_norm, silu_product
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product, RowInput
@@ -68,7 +68,7 @@ class Mamba2(RecurrentLayer):
         self.conv = ShortConv(width + 2 * state_size, conv_size, bias=True)
         self.dt_proj = nn.Linear(hidden_size, self.heads, bias=False)
         self.z_proj = nn.Linear(hidden_size, width, bias=False)
-        self.A_log, self.dt_bias = (nn.Parameter(at_least_fp32(torch.empty(self.heads))) for _ in range(2))
+        self.A_log, self.dt_bias = (nn.Parameter(promote_to_fp32(torch.empty(self.heads))) for _ in range(2))
         self.skip = nn.Parameter(torch.empty(self.heads))
         self.norm = RMSNorm(width, norm_eps)
         self.o_proj = nn.Linear(width, hidden_size, bias=False)
@@ -103,7 +103,7 @@ class Mamba2(RecurrentLayer):
         x, k, q = xbc.split((self.heads * self.head_dim, N, N), -1)  # x, B, C
         x = x.unflatten(-1, (self.heads, -1))
         dt = F.softplus(dt + self.dt_bias)
-        g = -at_least_fp32(self.A_log).exp() * dt
+        g = -promote_to_fp32(self.A_log).exp() * dt
         o, memory = self.scan(
             "gla",
             q[:, :, None],
@@ -118,7 +118,7 @@ class Mamba2(RecurrentLayer):
         o = o + x * self.skip[:, None].to(x.dtype)
         return silu_product(z, o.flatten(-2)), LayerState(conv, memory) if use_cache else None
 
-    def before_output(self) -> RowInput:
+    def output_prologue(self) -> RowInput:
         return RowInput("rms_norm", self.norm.weight, self.norm.eps)
 
     def output(self, o: Tensor) -> Tensor:

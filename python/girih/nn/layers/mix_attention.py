@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.layers.layer import Layer
 from girih.nn.layers.mixers import MIXERS, register
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -72,9 +72,9 @@ class MemoryAsGate(Layer):
         check_mixture(weight, learned)
         self.initial_weight, self.learned, self.cross = weight, learned, cross
         if learned:
-            self.logit = nn.Parameter(at_least_fp32(torch.empty(1)))  # fully_shard does not accept scalars
+            self.logit = nn.Parameter(promote_to_fp32(torch.empty(1)))  # fully_shard does not accept scalars
         else:
-            self.register_buffer("weight", at_least_fp32(torch.empty(())))
+            self.register_buffer("weight", promote_to_fp32(torch.empty(())))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -45,6 +45,6 @@ class GatedRMSNorm(RMSNorm):
         return ops.gated_rms_norm(x, self.weight, gate.to(x.dtype), activation=self.activation, eps=self.eps)
 
 
-def gated_output(norm: GatedRMSNorm | None, o: Tensor, gate: Tensor) -> Tensor:
+def apply_output_gate(norm: GatedRMSNorm | None, o: Tensor, gate: Tensor) -> Tensor:
     """norm(o, gate); without a norm, o * gelu(gate)."""
     return o * F.gelu(gate.to(o.dtype)) if norm is None else norm(o, gate)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from girih.nn.functional.linears import apply_linears
-from girih.nn.functional.masking import check_mask, valid_first
+from girih.nn.functional.masking import check_mask, sort_valid_first
 from girih.nn.functional.state import advance
 from girih.nn.layers.sequence_layer import SequenceLayer
 
@@ -31,7 +31,7 @@ class RecurrentLayer(SequenceLayer):
         if attention_mask is None:
             return self.mix(x, state, use_cache, cu_seqlens)
         check_mask(x, attention_mask, cu_seqlens)
-        order, inverse_order, count = valid_first(attention_mask.bool())
+        order, inverse_order, count = sort_valid_first(attention_mask.bool())
         bounds = torch.stack((torch.zeros_like(count), count), 1)
         y, state = self.mix(x.take_along_dim(order[..., None], 1), state, use_cache, bounds)
         return y.take_along_dim(inverse_order[..., None], 1), state
@@ -52,6 +52,6 @@ class RecurrentLayer(SequenceLayer):
         raise NotImplementedError
 
     def output(self, o: Tensor) -> Tensor:
-        """y of core's o, computed by the layer's modules; `before_output` and `o_proj` describe the same by
+        """y of core's o, computed by the layer's modules; `output_prologue` and `o_proj` describe the same by
         weights."""
         return apply_linears(o, [self.o_proj])[0]

@@ -51,9 +51,9 @@ class SequenceLayer(Layer):
     def core(
         self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """The layer between the projections and `before_output`. Returns o and the state."""
+        """The layer between the projections and `output_prologue`. Returns o and the state."""
         raise NotImplementedError
 
-    def before_output(self) -> RowInput:
+    def output_prologue(self) -> RowInput:
         """The function of core's output that precedes `o_proj`."""
         return PLAIN

@@ -13,7 +13,7 @@ ACTIVATIONS = ops.words("short_conv", "activation")
 MAX_WIDTH = ops.describe()["short_conv"]["sizes"]["W"]["most"]
 
 
-def convolution_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
+def cast_conv_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
     """state in the dtype in which x is convolved; calls with and without autocast differ in it."""
     dtype = autocast_dtype(x) or x.dtype
     if state is None or state.x.dtype == dtype or not state.x.is_floating_point():
@@ -61,7 +61,7 @@ class ShortConv(RecurrentLayer):
     ) -> tuple[Tensor, ops.ShortConvState | None]:
         if self.weight is None:
             return (F.silu(x) if self.activation else x), None
-        state = convolution_state(state, x)
+        state = cast_conv_state(state, x)
         y, state = advance(
             "short_conv",
             x,

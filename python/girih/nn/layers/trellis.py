@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
 from girih.nn.functional.step import Product
-from girih.nn.layers.decay import DecayGate, first_step_bias
+from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
-from girih.nn.layers.norm import GatedRMSNorm, gated_output
+from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
 from girih.nn.layers.projections import projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
@@ -100,7 +100,7 @@ class Trellis(RecurrentLayer):
         self.a_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
         self.gamma_proj = GateLinear(hidden_size, num_heads)
         self.decay = DecayGate(hidden_size, num_heads, largest_step=1e-4) if gated else None
-        self.key_memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, num_slots, head_dim)))
+        self.key_memory = nn.Parameter(promote_to_fp32(torch.empty(num_heads, num_slots, head_dim)))
         self.value_memory = nn.Parameter(torch.empty_like(self.key_memory))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
         self.norm = GatedRMSNorm(head_dim, norm_eps, activation="gelu") if post_norm else None
@@ -110,7 +110,7 @@ class Trellis(RecurrentLayer):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.key_memory)  # entries of size 1: normalizing phis divide by their size
         nn.init.normal_(self.value_memory)
-        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
+        nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
         names = ["v_proj", "a_proj", "g_proj", "gamma_proj", *self.reads]
@@ -141,7 +141,7 @@ class Trellis(RecurrentLayer):
         if self.normalize_kv:
             k, v = unit_rows(k), unit_rows(v)
         if memory is None:
-            memory = (at_least_fp32(self.key_memory), at_least_fp32(self.value_memory))
+            memory = (promote_to_fp32(self.key_memory), promote_to_fp32(self.value_memory))
         o, memory = advance(
             "trellis",
             q,
@@ -158,8 +158,8 @@ class Trellis(RecurrentLayer):
             cu_seqlens=cu_seqlens,
         )
         if self.value_read == "phi":
-            o = torch.ops.girih.trellis_phi(at_least_fp32(o), self.phi).to(o.dtype)
-        return gated_output(self.norm, o, gate).flatten(-2), LayerState(
+            o = torch.ops.girih.trellis_phi(promote_to_fp32(o), self.phi).to(o.dtype)
+        return apply_output_gate(self.norm, o, gate).flatten(-2), LayerState(
             (q_state, k_state), memory
         ) if use_cache else None
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
-from girih.nn.functional.gates import at_least_fp32
+from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import Product
-from girih.nn.layers.decay import first_step_bias
+from girih.nn.layers.decay import initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import GatedRMSNorm
@@ -69,7 +69,7 @@ class TTTLinear(RecurrentLayer):
         self.k_conv = ShortConv(channels, conv_size)
         self.v_proj = nn.Linear(hidden_size, channels, bias=False)
         self.gamma_proj = GateLinear(hidden_size, num_heads)
-        self.memory = nn.Parameter(at_least_fp32(torch.empty(num_heads, head_dim, head_dim)))
+        self.memory = nn.Parameter(promote_to_fp32(torch.empty(num_heads, head_dim, head_dim)))
         self.inner_weight = nn.Parameter(torch.empty(num_heads, head_dim))
         self.inner_bias = nn.Parameter(torch.empty(num_heads, head_dim))
         self.g_proj = nn.Linear(hidden_size, channels, bias=False)
@@ -81,7 +81,7 @@ class TTTLinear(RecurrentLayer):
         nn.init.normal_(self.memory)  # entries of size 1: the layer norm divides by their size
         nn.init.ones_(self.inner_weight)
         nn.init.zeros_(self.inner_bias)
-        nn.init.constant_(self.gamma_proj.bias, first_step_bias(self.chunk))
+        nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
     def projected(self, x: Tensor) -> list[Tensor]:
         names = ["v_proj", "g_proj", "gamma_proj", "q_proj", "k_proj"]
@@ -118,7 +118,7 @@ class TTTLinear(RecurrentLayer):
             chunk=self.chunk,
             phi="layer_norm",
             f="layer_norm",
-            state=at_least_fp32(self.memory) if memory is None else memory,
+            state=promote_to_fp32(self.memory) if memory is None else memory,
             in_place=use_cache and state is not None,
             cu_seqlens=cu_seqlens,
         )

@@ -1,0 +1,107 @@
+// Shared memory, barriers and roles of scan_fused.
+#pragma once
+
+#include "delta_product/scan_space.cuh"
+
+namespace girih::kernels::delta_product {
+
+// StateGroups: 1 or 2 state warpgroups with 64 columns of V each.
+template <int StateGroups>
+struct FusedRoles {  // numbers of warps
+  static constexpr int kStateWarps = 4 * StateGroups, kProducerGroupWarps = 4,
+                       kProducerGroups = StateGroups == 1 ? 2 : 1;
+  static constexpr int kThreads = 32 * (kStateWarps + kProducerGroups * kProducerGroupWarps + 2 + kLoadWarps);
+  static constexpr int kStateRegisters = StateGroups == 1 ? 240 : 208,
+                       kProducerRegisters = StateGroups == 1 ? 96 : 64,
+                       kOtherRegisters = StateGroups == 1 ? 80 : 32;
+  static_assert(StateGroups * kStateRegisters + kProducerGroups * kProducerRegisters + kOtherRegisters <=
+                launch_registers(kThreads));
+};
+
+constexpr int kMaxQueryStages = 4;
+
+// The lane index. With two state warpgroups registers are scarce, so values derived from it are recomputed at
+// each use.
+template <int StateGroups>
+__device__ inline int recomputed_lane() {
+  return StateGroups == 1 ? lane() : opaque_value(lane());
+}
+
+struct FusedBarriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];  // ring of keys and values
+  uint64_t query_full[kMaxQueryStages], scores_full[kMaxQueryStages], query_empty[kMaxQueryStages],
+      output_full[kMaxQueryStages];                                    // queries, outputs
+  uint64_t state_full[kMaxStateStages], state_empty[kMaxStateStages];  // ring of S
+};
+
+// Rows: rows of a tile of tokens.
+template <typename T, int D, int Rows, int StateGroups>
+struct FusedSpace {
+  static constexpr int kStateGroups = StateGroups;
+  static constexpr int kBlockColumns = StateGroups * kScanColumns;
+
+  using State = BlockTile<T, D, kBlockColumns>;
+  using Keys = Stage<T, D, false>;
+  using V = BlockTile<T, kBlockColumns>;
+  // A stage of queries holds the queries of a chunk, later its output, and P^T.
+  using Query = BlockTile<T, D, Rows>;
+  using Output = BlockTile<T, kBlockColumns, Rows>;  // in the memory of the queries after their last use
+  using MaskedScores = BlockTile<T, 64>;             // P^T
+  static_assert(Output::kBytes <= Query::kBytes);
+
+  static constexpr int kStageBytes = Keys::kBytes + V::kBytes, kStateStageBytes = State::kBytes;
+  static constexpr int kQueryStageBytes = Query::kBytes + MaskedScores::kBytes;
+  // Offset of the factors of tokens in a stage, after the row factors.
+  static constexpr int kTokens = Keys::kPrepared + kDeltaInverseLo;
+  static_assert(kTokens + Rows * 8 <= Keys::kBytes);
+  static constexpr int kBarrierBytes = 256;
+  static_assert(sizeof(FusedBarriers) <= kBarrierBytes);
+
+  unsigned char* data;
+  int stages, query_stages, state_stages;
+
+  __host__ __device__ static constexpr int bytes(int stages, int query_stages, int state_stages) {
+    return kBarrierBytes + stages * kStageBytes + query_stages * (kQueryStageBytes + kDeltaChunkRows * 4) +
+           state_stages * kStateStageBytes;
+  }
+
+  __device__ Keys stage(int i) const { return {data + i * kStageBytes}; }
+  __device__ V values(int i) const { return {reinterpret_cast<T*>(data + i * kStageBytes + Keys::kBytes)}; }
+  __device__ Query query(int i) const { return {reinterpret_cast<T*>(query_stage(i))}; }
+  __device__ Output output(int i) const { return {reinterpret_cast<T*>(query_stage(i))}; }
+  __device__ MaskedScores masked_scores(int i) const {
+    return {reinterpret_cast<T*>(query_stage(i) + Query::kBytes)};
+  }
+  __device__ State state(int i) const { return {reinterpret_cast<T*>(state_stage(i))}; }
+  // {scale rho_t, L_t} of the tokens of stage i; if can_weigh_inverse() the first is scale rho_t e^{L_t -
+  // L_C}.
+  __device__ float2* tokens(int i) const {
+    return reinterpret_cast<float2*>(data + i * kStageBytes + kTokens);
+  }
+  // scale rho_t e^{L_t} of the tokens of query_stage i.
+  __device__ float* read_factors(int i) const {
+    return reinterpret_cast<float*>(state_stage(state_stages) + kBarrierBytes) + i * kDeltaChunkRows;
+  }
+  __device__ FusedBarriers& barriers() const {
+    return *reinterpret_cast<FusedBarriers*>(state_stage(state_stages));
+  }
+
+ private:
+  __device__ unsigned char* query_stage(int i) const {
+    return data + stages * kStageBytes + i * kQueryStageBytes;
+  }
+  __device__ unsigned char* state_stage(int i) const {
+    return query_stage(query_stages) + i * kStateStageBytes;
+  }
+};
+
+// If true, the factor w moves from U to X and P: X yields w U instead of U, and P_tj is divided by w_j. Then
+// one rounding of w U serves the update and the output, and P needs no exponential of every pair (1 x 32768
+// tokens, 8 heads of 128, with gates: 249 us instead of 253). For unit keys P / w is at most 2^64 times as
+// large as P, which bf16 can represent.
+template <typename T>
+__device__ inline bool can_weigh_inverse(bool has_inverse_lo, float log_end) {
+  return std::is_same_v<T, __nv_bfloat16> && !has_inverse_lo && log_end > -64.f;
+}
+
+}  // namespace girih::kernels::delta_product

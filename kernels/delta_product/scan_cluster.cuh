@@ -1,0 +1,128 @@
+// The scan by a cluster of two blocks, if the GPU has two multiprocessors for each. Block 0 has the state
+// warps, block 1 has three output warpgroups instead of two: the warps that hold the state in block 0 compute
+// output in block 1. In one block both roles compete for the tensor cores and for instruction issue (a chunk
+// of 4 x 4096 tokens, 16 heads of 64: 0.84 us instead of 1.10). With two output warpgroups the state warps
+// would wait for an eighth of their time.
+#pragma once
+
+#include "delta_product/scan_output_warps.cuh"
+#include "delta_product/scan_output_warps_transposed.cuh"
+#include "delta_product/scan_roles.cuh"
+#include "delta_product/scan_state_warps.cuh"
+#include "pipe/clusters.h"
+
+namespace girih::kernels::delta_product {
+
+constexpr int kClusterOutputGroups = 3;
+static_assert(kClusterOutputGroups <= kMaxStages && kClusterOutputGroups <= kMaxStateStages,
+              "a place for each");
+
+// A warp of block 0 copies S and U to block 1 as soon as they are stored.
+template <typename T, int D, int Rows>
+__device__ inline void send_states(const BlockWork& work, int state_stages,
+                                   const ScanSpace<T, D, Rows>& space) {
+  using Space = ScanSpace<T, D, Rows>;
+  ScanBarriers& barriers = space.barriers();
+  PipelineState state_pipe;
+#pragma unroll 1
+  for (int c = 0; c < work.chunks; ++c) {
+    wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+    if (lane() == 0)
+      copy_to_remote(space.state(state_pipe.stage).data, Space::State::kBytes,
+                     &barriers.state_full[state_pipe.stage], 1);
+    __syncwarp();
+    wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
+    __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
+    if (lane() == 0)
+      copy_to_remote(space.update(state_pipe.stage).data, Space::Update::kBytes,
+                     &barriers.update_full[state_pipe.stage], 1);
+    __syncwarp();
+    state_pipe.next(state_stages);
+  }
+}
+
+// Selects the role of a warp in either block.
+template <typename T, int D, int Rows>
+__device__ inline void run_cluster_block(const ScanParams& params, const BlockWork& work,
+                                         const ScanSpace<T, D, Rows>& space, bool has_output) {
+  using Roles = ScanRoles<D, Rows>;
+  using Registers = ScanRegisters<D, Rows>;
+  const int warp = warp_index(),
+            other = warp - Roles::kStateGroupWarps - Roles::kOutputGroups * Roles::kOutputGroupWarps;
+  if (warp < Roles::kStateGroupWarps && !has_output) {
+    setmaxnreg_inc<Registers::kState>();
+    return run_state_warps(params, work, space, 0, warp);
+  }
+  if (other < 0) {
+    static_assert(kClusterOutputGroups * Roles::kOutputGroupWarps ==
+                  Roles::kStateGroupWarps + Roles::kOutputGroups * Roles::kOutputGroupWarps);
+    static_assert(kClusterOutputGroups * Registers::kOutput + Registers::kOther <=
+                  launch_registers(Roles::kThreads));
+    const int output_group = warp / Roles::kOutputGroupWarps, warp_of_group = warp % Roles::kOutputGroupWarps;
+    setmaxnreg_dec<Registers::kOutput>();
+    if (!has_output) {
+      if (warp == Roles::kStateGroupWarps) send_states(work, params.state_stages, space);
+      return;
+    }
+    if constexpr (Rows == ScanSpace<T, D, Rows>::kTokens) {
+      return run_transposed_output_warps<true>(params, work, space, output_group, warp_of_group);
+    } else {
+      return run_output_warps<true>(params, work, space, output_group, warp_of_group);
+    }
+  }
+  setmaxnreg_dec<Registers::kOther>();
+  if (other == 0) {
+    if (!has_output) store_states<T>(params, work, space);
+  } else if (other == 1) {
+    fence_stages(params, work, space);
+  } else {
+    load_stages<T, D>(params, work, space, !has_output, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
+  }
+}
+
+template <typename T, int D, int Rows>
+__global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
+    scan_cluster(const __grid_constant__ ScanParams params) {
+  using Roles = ScanRoles<D, Rows>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  BlockWork work;
+  if (!find_work(params.scan.shape, params.grid, blockIdx.x / 2, work)) return;
+  const bool has_output = cluster_rank() == 1;
+  const ScanSpace<T, D, Rows> space{shared, params.stages, params.state_stages, params.output_groups};
+  if (threadIdx.x == 0) {
+    ScanBarriers& barriers = space.barriers();
+    for (int i = 0; i < params.stages; ++i) {
+      init_barrier(&barriers.full[i], 32 * kLoadWarps);
+      init_barrier(&barriers.proxy_full[i], arrival_count(1));
+      init_barrier(&barriers.empty[i],
+                   arrival_count(has_output ? Roles::kOutputGroupWarps : Roles::kStateGroupWarps));
+    }
+    for (int i = 0; i < params.state_stages; ++i) {
+      init_barrier(&barriers.state_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
+      init_barrier(&barriers.update_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
+      init_barrier(
+          &barriers.state_empty[i],
+          Roles::kOutputGroupWarps + (params.scan.states == nullptr ? 0 : arrival_count(Roles::kStoreWarps)));
+    }
+    fence_barrier_init();
+  }
+  cluster_sync();
+  run_cluster_block(params, work, space, has_output);
+  // A block must not exit while the other block accesses its shared memory.
+  cluster_sync();
+}
+
+template <typename T, int D, int Rows>
+cudaError_t launch_scan_cluster(ScanParams params, int64_t blocks, int limit, cudaStream_t stream) {
+  using Space = ScanSpace<T, D, Rows>;
+  // Copies may complete out of order. Each stage of states belongs to one output warpgroup, which sees all
+  // phases of its barriers.
+  params.state_stages = params.output_groups = kClusterOutputGroups;
+  constexpr auto kernel = scan_cluster<T, D, Rows>;
+  if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
+  return launch_clusters<kernel>(params, static_cast<unsigned>(2 * blocks), 2, ScanRoles<D, Rows>::kThreads,
+                                 Space::bytes(params.stages, params.state_stages, params.output_groups),
+                                 stream);
+}
+
+}  // namespace girih::kernels::delta_product

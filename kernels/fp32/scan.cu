@@ -1,0 +1,142 @@
+// gated_scan in fp32. The update of a chunk does not depend on the state. One kernel computes the updates of
+// all chunks in parallel and stores each in the place of the state before the chunk. join_segments then scans
+// the chunks and replaces the updates by the states.
+#include "fp32/tiles.cuh"
+#include "gsa/join.h"
+
+namespace girih::kernels {
+namespace fp32 {
+namespace {
+
+struct UpdateParams {
+  GatedScan scan;
+  float* decay;  // [chunks, heads, M]: the sum of the gates of a chunk
+};
+
+constexpr int kFloats = 2 * kTileFloats + kTotalsFloats;
+
+inline __host__ __device__ int slab_count(int width) { return (width + kTile - 1) / kTile; }
+
+// forward   U = x^T (s * e^{L_C - L})      reverse   U = x^T (s * e^{L})
+// A block computes 64 rows and 64 columns of U.
+template <bool Reverse>
+__global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_constant__ UpdateParams problem) {
+  extern __shared__ __align__(16) float shared[];
+  float *const x_tile = shared, *const s_tile = x_tile + kTileFloats, *const totals = s_tile + kTileFloats;
+  const GatedScan& p = problem.scan;
+  const unsigned tiles = (p.M + kTile - 1) / kTile, first_slabs = slab_count(p.memory[0].width),
+                 slabs = first_slabs + slab_count(p.memory[1].width);
+  unsigned job = blockIdx.x;
+  const int col = static_cast<int>(job % tiles) * kTile;
+  job /= tiles;
+  const unsigned slab = job % slabs;
+  job /= slabs;
+  const int head = static_cast<int>(job % p.heads);
+  const int64_t number = job / p.heads;
+  // A chunk without tokens stores zeros: with overlapping bounds in cu_seqlens, join_segments reads it.
+  const ChunkRows<false> chunk{token_range_at(p.tokens, number, kChunk)};
+  const int memory_index = slab >= first_slabs,
+            first = static_cast<int>(slab - memory_index * first_slabs) * kTile;
+  const ScannedMemory& memory = p.memory[memory_index];
+  const int a = row_lane(), b = row_block();
+
+  // The decay between a token and the end (Reverse: the start) of the chunk.
+  Pack<4> weight[4];
+  {
+    Pack<4> g[4], total = zeros<4>();
+    chunk.load_gates(g, p.g, head, col, p.M);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) add_scaled(total, 1.f, g[r]);
+    store_four(totals, b, 4 * a, total);
+    __syncthreads();
+    Pack<4> sum = zeros<4>();
+    if (Reverse) {
+      for (int block = b - 1; block >= 0; --block) add_scaled(sum, 1.f, load_four(totals, block, 4 * a));
+    } else {
+      for (int block = b + 1; block < kBlocks; ++block) add_scaled(sum, 1.f, load_four(totals, block, 4 * a));
+    }
+    if (slab == 0 && b == (Reverse ? kBlocks - 1 : 0) && col + 4 * a < p.M) {
+      add_scaled(total, 1.f, sum);
+      store<4>(problem.decay + (number * p.heads + head) * p.M + col + 4 * a, total);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = Reverse ? i : 3 - i;
+      if (Reverse) add_scaled(sum, 1.f, g[r]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) weight[r].at[c] = expf(sum.at[c]);
+      if (!Reverse) add_scaled(sum, 1.f, g[r]);
+    }
+  }
+
+  Pack<4> u[4];
+  clear(u);
+#pragma unroll 1
+  for (int member = 0; member < (chunk.range.length > 0 ? p.group : 0); ++member) {
+    Pack<4> s[4];
+    chunk.load_own(s, memory.s, head * p.group + member, col, p.M);
+    __syncthreads();
+    chunk.load_tile(x_tile, memory.x, head * p.group + member, first, memory.width);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      multiply(s[r], weight[r]);
+      store_four(s_tile, 4 * b + r, 4 * a, s[r]);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int t = 0; t < kTile; ++t) {
+      const Pack<4> x = load_four(x_tile, t, 4 * b), weighted = load_four(s_tile, t, 4 * a);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) add_scaled(u[r], x.at[r], weighted);
+    }
+  }
+
+  const int rows = p.memory[0].width + p.memory[1].width;
+  float* to = static_cast<float*>(p.states) +
+              ((number * p.heads + head) * rows + memory_index * p.memory[0].width + first) *
+                  static_cast<int64_t>(p.M) +
+              col + 4 * a;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int row = 4 * b + r;
+    if (first + row < memory.width && col + 4 * a < p.M) store<4>(to + static_cast<int64_t>(row) * p.M, u[r]);
+  }
+}
+
+template <bool Reverse>
+cudaError_t launch_updates(const UpdateParams& problem, cudaStream_t stream) {
+  const GatedScan& p = problem.scan;
+  constexpr int kBytes = kFloats * static_cast<int>(sizeof(float));
+  const int64_t blocks = token_range_count(p.tokens, kChunk) * p.heads *
+                         (slab_count(p.memory[0].width) + slab_count(p.memory[1].width)) *
+                         divide_up(p.M, kTile);
+  return launch_kernel<update_kernel<Reverse>>(problem, blocks, kThreads, kBytes, stream);
+}
+
+}  // namespace
+}  // namespace fp32
+
+int64_t fp32_scan_workspace(const GatedScan& p) {
+  return token_range_count(p.tokens, kChunk) * p.heads * p.M * static_cast<int64_t>(sizeof(float));
+}
+
+cudaError_t fp32_scan(const GatedScan& p, cudaStream_t stream) {
+  float* const decay = static_cast<float*>(p.workspace);
+  const fp32::UpdateParams updates{p, decay};
+  const cudaError_t error =
+      p.reverse ? fp32::launch_updates<true>(updates, stream) : fp32::launch_updates<false>(updates, stream);
+  if (error != cudaSuccess) return error;
+  const SegmentJoin join{p.tokens,
+                         kChunk,
+                         p.heads,
+                         p.M,
+                         p.reverse,
+                         static_cast<float*>(p.states),
+                         decay,
+                         {p.memory[0].width, p.memory[1].width},
+                         {p.memory[0].initial, p.memory[1].initial},
+                         {p.memory[0].final, p.memory[1].final}};
+  return join_segments(join, stream);
+}
+
+}  // namespace girih::kernels

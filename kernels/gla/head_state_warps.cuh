@@ -1,0 +1,98 @@
+// The state warps of head_read_kernel: S^T in registers in fp32. Before each chunk these warps write the
+// rounded S^T for the output warps.
+#pragma once
+
+#include "gla/head_block.cuh"
+#include "tile/strided_elements.h"
+
+namespace girih::kernels {
+
+// S^T <- e^{L_C} S^T + (w v)^T k
+template <typename T, int D, bool Reverse>
+__device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
+  constexpr int kKeys = D <= 128 ? D : 128, kN = kKeys / 8;
+  const int first_value = (warp - kFirstStateWarp) % 4 * kWarpRows,
+            first_key = (warp - kFirstStateWarp) / 4 * kKeys;
+  const auto for_each_element = [&](Accumulator<kN>& state, auto* first, int64_t by_value, int64_t by_key,
+                                    const auto& f) {
+    for_each_strided_element<kN>([&](int n) -> float(&)[4] { return state.at[n]; },
+                                 col + first_value + lane_row(), shape.values, first_key + lane_col(),
+                                 shape.keys, first, by_value, by_key, f);
+  };
+  const int64_t initial_index = params.segmentation.tokens == 0 ? range.sequence.index : segment_index;
+  Accumulator<kN> state;
+  fill(state, 0.f);
+  if (p.initial.data != nullptr) {
+    const float* from = static_cast<const float*>(p.initial.data) + initial_index * p.initial.stride[0] +
+                        state_head * p.initial.stride[1];
+    for_each_element(state, from, p.initial.stride[2], p.initial.stride[3],
+                     [](float& element, const float& at) { element = at; });
+  }
+  float total = 0.f;
+  // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
+  AFragment<4> weighted;
+  const auto load_weighted_values = [&](AFragment<4>& to, const PipelineState& of) {
+    wait(&ring.full[of.stage], of.phase);
+    const Values v = values_at(of.stage);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      load_scaled_transposed<T>(to.at[k], v, first_value, 16 * k, ring.weights[of.stage] + 16 * k);
+    }
+  };
+  PipelineState at, of_values, to;
+  if (range.chunks > 0) load_weighted_values(weighted, of_values);
+#pragma unroll 1
+  for (int step = 0; step < range.chunks; ++step) {
+    if (!is_local_scan) {
+      wait(&ring.state_empty[to.stage], to.phase ^ 1);
+      const State state_full = state_at(to.stage);
+      AFragment<kN / 2> rounded;
+      round_to_a_fragment<T>(rounded, state);
+      // With store_blocks, which has one address for all blocks, ptxas spills twice as much.
+#pragma unroll
+      for (int k = 0; k < kN / 2; ++k) {
+        store_block(state_full, first_value, first_key + 16 * k, rounded.at[k]);
+      }
+      fence_async_proxy();
+      arrive(&ring.state_full[to.stage]);
+      to.next(params.state_stages);
+    }
+
+    const float chunk_sum = ring.sums[of_values.stage][kChunk - 1], decay = exp2_fast(chunk_sum);
+    arrive(&ring.values_empty[of_values.stage]);
+    total += chunk_sum;
+    scale_rows(state, {decay, decay});
+    fence_async_proxy();
+    wgmma_fence(state);
+    wgmma_start<T>(state, weighted, stage_at(at.stage).k, first_key);
+    wgmma_commit();
+    of_values.next(params.values);
+    AFragment<4> next;
+    const bool has_next = step + 1 < range.chunks, has_stages = params.stages > 1;
+    if (has_next && has_stages) load_weighted_values(next, of_values);
+    wgmma_wait<0>(state);
+    keep_registers(weighted);
+    arrive(&ring.stage_empty[at.stage]);
+    at.next(params.stages);
+    if (has_next && !has_stages) load_weighted_values(next, of_values);
+    if (has_next) weighted = next;
+  }
+
+  if (is_local_scan && warp == kFirstStateWarp) {
+    for (int key = lane(); key < shape.keys; key += 32) {
+      params.segmentation.decay[(segment_index * scanned_heads + state_head) * shape.keys + key] =
+          total / kLog2E;
+    }
+  }
+  // Query heads with the same memory head compute the same state; the first writes it.
+  const bool is_writer = Reverse || query_head % group_size == 0;
+  if (p.final.data != nullptr && is_writer && (is_local_scan || range.is_last_segment)) {
+    float* to = static_cast<float*>(p.final.data) +
+                (is_local_scan ? segment_index : range.sequence.index) * p.final.stride[0] +
+                state_head * p.final.stride[1];
+    for_each_element(state, to, p.final.stride[2], p.final.stride[3],
+                     [](float element, float& at) { at = element; });
+  }
+}
+
+}  // namespace girih::kernels

@@ -1,0 +1,17 @@
+// The kernels of elementwise on the emulator, for test_emulated_elementwise.py, which fills their structs.
+#include "elementwise/elementwise.h"
+
+#include "call.h"
+
+using namespace girih::kernels;
+
+extern "C" {
+void run_norm(const ResidualNorm* call) { must(residual_norm(*call, nullptr)); }
+int64_t norm_partials(const ResidualNormShape* shape) { return residual_norm_partials(*shape); }
+void run_norm_backward(const ResidualNormBackward* call) { must(residual_norm_backward(*call, nullptr)); }
+void run_product(const SiluProduct* call) { must(silu_product(*call, nullptr)); }
+void run_product_backward(const SiluProductBackward* call) { must(silu_product_backward(*call, nullptr)); }
+void run_rotary(const Rotary* call) { must(rotary(*call, nullptr)); }
+void run_rotary_backward(const RotaryBackward* call) { must(rotary_backward(*call, nullptr)); }
+void run_cross_entropy(const CrossEntropy* call) { must(cross_entropy(*call, nullptr)); }
+}

@@ -1,0 +1,180 @@
+"""The kernels of gate_activations, gates of many rows, forward and backward, at their edges."""
+
+import pytest
+import torch
+from girih.nn.functional.gates import apply_gate, aten_gate
+from padding import Padded
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GATES = ["linear", "sigmoid", "logsigmoid", "decay"]
+COLUMNS = [1, 3, 8, 12, 16, 24, 72, 100, 1024, 2056, 2051]
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def assert_close(got, want, name, terms=1):
+    """Off by two roundings of the result, and by those of a sum of n terms in fp32."""
+    assert got.shape == want.shape, name
+    if want.numel():
+        eps = 2 * torch.finfo(got.dtype).eps
+        bound = eps * want.abs() + 4e-7 * terms**0.5 * (1 + want.abs().amax())
+        error = (got.double() - want).abs()
+        assert (error <= bound).all(), f"{name}: off by {error.max().item():.3g}"
+
+
+def numbers_of(columns, gate, with_bias):
+    bias = normal(columns, seed=1) if with_bias or gate == "linear" else None
+    return bias, normal(columns, seed=2) if gate == "decay" else None
+
+
+def check(run, x, gate, with_bias=True, scale=1.5):
+    """`run(x, dy, gate, bias, rate, scale)` gives y, dx and, where there are numbers, their gradients."""
+    bias, rate = numbers_of(x.shape[-1], gate, with_bias)
+    scale = 1.0 if gate in ("linear", "decay") else scale
+    dy = normal(*x.shape, seed=3)
+    y, dx, *of_numbers = run(x, dy, gate, bias, rate, scale)
+    assert y.dtype == torch.float32 and dx.dtype == x.dtype
+    given = [n for n in (bias, rate) if n is not None]
+    wide = [t.detach().double().requires_grad_() for t in (x, *given)]
+    left = iter(wide[1:])
+    want = aten_gate(
+        wide[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+    )
+    exact = torch.autograd.grad(want, wide, dy.double())
+    assert_close(y, want.detach(), "y")
+    rows = max(x.shape[:-1].numel(), 1)
+    for name, got, exactly in zip(("dx", "dbias", "drate"), (dx, *of_numbers), exact, strict=False):
+        assert_close(got, exactly, name, rows if name != "dx" else 1)
+    assert len(of_numbers) == len(given)
+
+
+def run(x, dy, gate, bias, rate, scale):
+    leaves = [t.detach().requires_grad_() for t in (x, bias, rate) if t is not None]
+    left = iter(leaves[1:])
+    y = apply_gate(
+        leaves[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+    )
+    assert "RowGates" in y.grad_fn.name()
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_every_width(columns, dtype, gate):
+    check(run, normal(2, 19, columns, dtype=dtype), gate)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "logsigmoid", "decay"])
+@pytest.mark.parametrize("rows", [0, 1, 2, 127, 128, 129, 9000])
+@pytest.mark.parametrize("columns", [12, 16, 600])
+def test_every_number_of_rows(columns, rows, gate):
+    check(run, normal(rows, columns, dtype=torch.bfloat16), gate, with_bias=False)
+
+
+def test_blocks_that_walk_over_many_rows():
+    check(run, normal(2**18 + 5, 9), "sigmoid")
+    check(run, normal(20000, 1032), "decay")
+
+
+@pytest.mark.parametrize("layout", ["columns", "odd columns", "transposed", "expanded", "odd"])
+def test_any_layout_is_read(layout):
+    whole = normal(3, 7, 64, dtype=torch.bfloat16)
+    x = {
+        "columns": lambda: whole[..., 16:32],
+        "odd columns": lambda: whole[..., 3:19],
+        "transposed": lambda: whole[..., :16].transpose(0, 1),
+        "expanded": lambda: whole[:, :1, :16].expand(3, 7, 16),
+        "odd": lambda: whole.flatten()[1 : 1 + 3 * 7 * 16].view(3, 7, 16),
+    }[layout]()
+    check(run, x, "sigmoid")
+
+
+def test_gates_that_are_wide_open_or_shut():
+    x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 3e4, -3e4, 20.5, -20.5]], device=DEVICE)
+    for gate in GATES:
+        check(run, x, gate)
+
+
+def test_only_what_is_wanted_has_a_gradient():
+    x, bias = normal(9, 16).requires_grad_(), normal(16)
+    assert_close(
+        torch.autograd.grad(apply_gate(x, "sigmoid", bias).sum(), x)[0],
+        torch.autograd.grad(aten_gate(x.double(), "sigmoid", bias, None, 1.0).sum(), x)[0].double(),
+        "dx",
+    )
+    rate = normal(16).requires_grad_()
+    y = apply_gate(x.detach(), "decay", bias, rate)
+    (drate,) = torch.autograd.grad(y.sum(), rate)
+    assert_close(drate, y.detach().double().sum(0), "drate", 9)
+
+
+@pytest.mark.parametrize("rows", [(5,), ()], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_can_be_differentiated_once_more(gate, rows):
+    bias, rate = numbers_of(16, gate, True)
+    leaves = [t.requires_grad_() for t in (normal(*rows, 16), bias, rate) if t is not None]
+
+    def second(of):
+        y = of(*leaves[:2], leaves[2] if gate == "decay" else None)
+        grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+    found = second(lambda x, b, r: apply_gate(x, gate, b, r))
+    want = second(lambda x, b, r: aten_gate(x, gate, b, r, 1.0))
+    for ours, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rest_goes_to_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.ops.girih, "row_gates", None)
+    x, bias = normal(4, 16), normal(16)
+    assert apply_gate(x.double(), "sigmoid", bias).dtype == torch.float64
+    apply_gate(x, "sigmoid", bias.double())
+    apply_gate(x, "sigmoid", normal(1))
+    assert apply_gate(x, "none") is x and apply_gate(x.bfloat16(), "linear").dtype == torch.float32
+    torch.func.vmap(lambda row: apply_gate(row, "sigmoid", bias))(x)
+
+
+def test_nothing_is_read_or_written_but_what_is_there():
+    pad, rows = Padded(8, range(1), device=DEVICE), Padded(16, range(2), device=DEVICE)
+    x, dense = rows(normal(9, 40)), Padded(16, range(2), outer=1, device=DEVICE)
+    bias, rate, dy = pad(normal(40, seed=1)), pad(normal(40, seed=2)), dense(normal(9, 40, seed=3))
+    assert torch.ops.girih.row_gates(x, "decay", bias, rate, 1.0).isfinite().all()
+    for out in torch.ops.girih.row_gates_backward(dy, x, "decay", bias, rate, 1.0, True):
+        assert out.isfinite().all()
+    for padded in (pad, rows, dense):
+        padded.assert_untouched()
+
+
+def test_equal_calls_have_the_same_bits():
+    x, dy, bias, rate = normal(30000, 24), normal(30000, 24, seed=3), normal(24), normal(24, seed=2)
+    once, again = (
+        torch.ops.girih.row_gates_backward(dy, x, "decay", bias, rate, 1.0, True) for _ in range(2)
+    )
+    assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+
+
+def test_what_they_refuse():
+    x, bias, ops = normal(4, 16), normal(16), torch.ops.girih
+    for call, said in [
+        (lambda: ops.row_gates(x.double(), "sigmoid", bias, None, 1.0), "x is Double"),
+        (lambda: ops.row_gates(x, "tanh", bias, None, 1.0), "a gate is 'tanh'"),
+        (lambda: ops.row_gates(x, "none", None, None, 1.0), ": gate is 'none'"),
+        (lambda: ops.row_gates(x, "sigmoid", bias[:8], None, 1.0), r"bias is Float \[8\]"),
+        (lambda: ops.row_gates(x, "sigmoid", bias.double(), None, 1.0), "bias is Double"),
+        (lambda: ops.row_gates(x, "decay", bias, None, 1.0), "rate should be a tensor for the gate decay"),
+        (lambda: ops.row_gates(x, "sigmoid", bias, bias, 1.0), "rate should be a tensor for the gate decay"),
+        (
+            lambda: ops.row_gates_backward(x[:2], x, "sigmoid", bias, None, 1.0, True),
+            r"dy has shape \[2, 16\]",
+        ),
+    ]:
+        with pytest.raises(RuntimeError, match=said):
+            call()
