@@ -27,13 +27,13 @@ ChunkDefiningScan::ChunkDefiningScan(const Tensor& like, int64_t B, int64_t T, i
                                      const OptionalTensor& cu_seqlens, const OptionalTensor& position)
     : C_(C),
       // With chunks of one token every token begins a chunk, so the position has no effect.
-      n_(count_chunks_in_block(T, C, C > 1 && given(position))),
+      n_(count_chunks_in_block(T, C, C > 1 && is_defined(position))),
       // Chunks would clamp the position to the length of a block; the position must be clamped to the length
       // of a chunk.
       chunks_(like, B, T, C * n_, cu_seqlens,
-              C > 1 && given(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
+              C > 1 && is_defined(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
               Chunks::Cut::at_start) {
-  has_whole_chunks_ = !given(cu_seqlens) && !(C > 1 && given(position)) && T % (C * n_) == 0;
+  has_whole_chunks_ = !is_defined(cu_seqlens) && !(C > 1 && is_defined(position)) && T % (C * n_) == 0;
 }
 
 ChunkDefiningScan::Run ChunkDefiningScan::run(const Tensors& inputs, const Chunks::States& initial,
@@ -71,10 +71,10 @@ ChunkDefiningScan::Run ChunkDefiningScan::run(const Tensors& inputs, const Chunk
   const auto scan =
       chunks_.scan(initial, [&](int64_t b, const Chunks::States& block_states) -> Chunks::States {
         const auto run_block = [make, states, n,
-                                flags = complete_per_block[b]](const Tensors& given) -> Tensors {
-          const auto block = make({given.begin() + states, given.end()}, flags);
+                                flags = complete_per_block[b]](const Tensors& arguments) -> Tensors {
+          const auto block = make({arguments.begin() + states, arguments.end()}, flags);
           std::vector<Tensors> starts(states);
-          Chunks::States state(given.begin(), given.begin() + states);
+          Chunks::States state(arguments.begin(), arguments.begin() + states);
           for (int64_t c = 0; c < n; ++c) {
             for (size_t i = 0; i < states; ++i) starts[i].push_back(state[i]);
             state = block->step(c, state);
@@ -85,9 +85,9 @@ ChunkDefiningScan::Run ChunkDefiningScan::run(const Tensors& inputs, const Chunk
           results.insert(results.end(), state.begin(), state.end());
           return results;
         };
-        Tensors given(block_states);
-        for (const auto& x : chunked_inputs) given.push_back(x[b]);
-        const auto results = checkpoint(run_block, given);
+        Tensors arguments(block_states);
+        for (const auto& x : chunked_inputs) arguments.push_back(x[b]);
+        const auto results = checkpoint(run_block, arguments);
         o.push_back(results[0]);
         return {results.begin() + 1, results.end()};
       });

@@ -21,7 +21,7 @@ constexpr KernelLimits kHeadGateLimits{256, std::numeric_limits<int64_t>::max()}
 inline c10::SymInt count_chunks(const Tensor& q, const c10::SymInt& sequences,
                                 const OptionalTensor& cu_seqlens, int64_t tokens) {
   const auto B = q.sym_size(0), T = q.sym_size(1);
-  if (given(cu_seqlens) && cu_seqlens->dim() == 1) return T / tokens + sequences;
+  if (is_defined(cu_seqlens) && cu_seqlens->dim() == 1) return T / tokens + sequences;
   return B * ((T + tokens - 1) / tokens);
 }
 
@@ -41,10 +41,10 @@ inline std::vector<c10::SymInt> saved_states_shape(const Tensor& q, const c10::S
 }
 
 // Checks that `name` of a backward call has the shape and the dtype that forward saved.
-inline void check_saved_tensor(std::string_view op, std::string_view name, const Tensor& given,
+inline void check_saved_tensor(std::string_view op, std::string_view name, const Tensor& saved,
                                const std::vector<c10::SymInt>& expected, at::ScalarType type) {
-  GIRIH_CHECK(given.sym_sizes().equals(expected) && given.scalar_type() == type, op, "_backward: ", name,
-              " has shape ", given.sym_sizes(), " and dtype ", given.scalar_type(), " but should have shape ",
+  GIRIH_CHECK(saved.sym_sizes().equals(expected) && saved.scalar_type() == type, op, "_backward: ", name,
+              " has shape ", saved.sym_sizes(), " and dtype ", saved.scalar_type(), " but should have shape ",
               c10::SymIntArrayRef(expected), " and dtype ", type, ", as ", op,
               "_forward saves it with save=True");
 }
