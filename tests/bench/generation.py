@@ -133,9 +133,9 @@ class Decoder:
                 block.mixer.position.fill_(tokens)
         else:
             layer = self.cache.layers[0]
-            reached = layer.state.reached
+            seq_lengths = layer.state.seq_lengths
             layer.state = layer.state._replace(
-                reached=reached._replace(tokens=reached.tokens.fill_(tokens), known=tokens)
+                seq_lengths=seq_lengths._replace(tokens=seq_lengths.tokens.fill_(tokens), host_tokens=tokens)
             )
 
     def graphs(self):
