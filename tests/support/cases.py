@@ -113,7 +113,8 @@ class Case:
         if lengths is not None:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
         if normalised and dtype != torch.float64:  # a norm of few entries is steep
-            at |= {letter: at[letter] + (13 if dtype in LOST else 3) for letter in "DVM"}
+            more, letters = (13, "DVM") if dtype in LOST else (3, set("DVM") - set(sizes))
+            at |= {letter: at[letter] + more for letter in letters}
         at["K"] = max(1, at["H"] // at.get("shared", 1))
         at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
         steady = torch.float64 if dtype == torch.float64 else torch.float32
