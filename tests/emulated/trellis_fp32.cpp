@@ -128,7 +128,8 @@ extern "C" void run_fp32(const Fp32Call* call) {
     std::copy(dout, dout + queries * space.M, dr);
   }
   auto rows = space.map(y);
-  rows.dr = dr, rows.reads[0] = of_reads, rows.reads[1] = c.passes == 2 ? of_reads + queries : nullptr;
+  rows.dr = dr, rows.read_dots[0] = of_reads,
+  rows.read_dots[1] = c.passes == 2 ? of_reads + queries : nullptr;
   must(trellis_fp32_read_map(rows, nullptr));
   space.key_read(dr, 0, c.dq);
 

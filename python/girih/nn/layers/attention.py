@@ -15,7 +15,7 @@ from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import Like, by_itself, check_state
+from girih.nn.functional.state import Like, check_state, is_unobserved
 from girih.nn.functional.step import Product
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import projections
@@ -49,7 +49,7 @@ def make_slots(cached: Tensor, theta: float, window: int | None) -> Slots:
     """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
     `turn` is as large as the keys and values of one head of a sequence."""
     slots, head_dim = cached.shape[1], cached.shape[-1]
-    shared = by_itself(cached)
+    shared = is_unobserved(cached)
     if shared:
         stream = torch.cuda.current_stream(cached.device) if cached.is_cuda else None
         key = slots, head_dim, theta, window, cached.dtype, cached.device, stream
