@@ -1,9 +1,6 @@
-// Every operator: its tensors with their shapes, its options with their defaults, words and ranges. Data
-// first, then state, then packing, then options. Nothing else says these things again: see ops/operator.h.
-//
-// Letters: B batch, T tokens, HQ query heads, H memory heads, HK key heads where memories may share keys, HO
-// heads of the output (the larger of HQ and H), D key width, V value width, M slots, N sequences, n steps a
-// token, W taps.
+// The declarations of all operators: tensors with shapes, options with defaults, values and ranges, in the
+// order data, state, packing, options. Schemas and checks are derived from them: see
+// ops/registration/operator.h.
 #include <torch/library.h>
 
 #include "ops/registration/operator.h"
@@ -140,7 +137,7 @@ const std::vector<Operator>& operators() {
                 .packing = "cu_chunks",
                 .options = {{"int chunk", {}, 2, 256}, {"float? scale=None"}},
                 .output = {"o", "[B, T, HQ, V]"},
-                // The output itself is kept, by its name: backward has do . o of it.
+                // The output is saved under its own name: backward computes do . o.
                 .saved = {{"lse", "[B, T, HQ]"}, {"o", "[B, T, HQ, V]"}}}),
   };
   return all;

@@ -1,5 +1,5 @@
-// Calls of PyTorch outside its public C++ API that change between versions: one `#if` for each difference.
-// Tests: tests/cpp/torch_internals.cpp, tests/ops/test_transforms.py.
+// PyTorch functions outside of its public C++ API that change between versions, with one `#if` per
+// difference. Tests: tests/cpp/torch_internals.cpp, tests/ops/test_transforms.py.
 //
 // girih builds with PyTorch 2.11 to 2.15 (cmake/torch_versions.cmake).
 #pragma once
@@ -25,10 +25,10 @@ namespace girih::torch_internals {
 
 using torch::autograd::variable_list;
 
-// ---- a node of the graph with a name of its own -------------------------------------------------
+// ---- named autograd nodes -----------------------------------------------------------------------
 
-// torch::autograd::Function<T> names its nodes after the C++ type T. A NamedNode has its operator's name, as
-// profilers and error messages show it; otherwise it is what Function<T>::apply makes.
+// torch::autograd::Function<T> names its nodes after the C++ type T. A NamedNode is the same node with the
+// name of its operator, for profilers and error messages.
 
 template <class T>
 class NamedNode : public torch::autograd::CppNode<T> {
@@ -57,7 +57,7 @@ NodePointer<NamedNode<T>> make_node(std::string name) {
 }
 #endif
 
-// Connects a new node to the graph: its gradients flow to `inputs`, which are defined.
+// Connects a new node to `inputs`, which are defined: they receive its gradients.
 template <class T>
 void connect_inputs(const NodePointer<NamedNode<T>>& node, const variable_list& inputs) {
   node->set_ctx_grad_fn(node);
@@ -67,7 +67,7 @@ void connect_inputs(const NodePointer<NamedNode<T>>& node, const variable_list& 
   for (const auto& input : inputs) node->input_info_.emplace_back(input);
 }
 
-// Sets `node` as the history of `outputs`. Saves what the context keeps: add nothing to the context
+// Sets `node` as the history of `outputs`, and saves the tensors of the context: add nothing to the context
 // afterwards.
 template <class T>
 variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variable_list& inputs,
@@ -98,8 +98,8 @@ variable_list attach_outputs(const NodePointer<NamedNode<T>>& node, const variab
 
 // ---- the autograd engine ------------------------------------------------------------------------
 
-// While it lives, the engine runs backward passes on the calling thread, where the guards of the caller hold.
-// Otherwise the engine hands CUDA work to a thread of its own.
+// While an object exists, the autograd engine runs on the calling thread, where the guards of the caller
+// apply. Otherwise the engine runs CUDA work on its own thread.
 class SingleThreadedEngine {
  public:
   SingleThreadedEngine() { set(false); }
@@ -114,8 +114,8 @@ class SingleThreadedEngine {
   const bool before_ = state().get_multithreading_enabled();
 };
 
-// While it lives, this thread does not hold Python's lock, under which the engine refuses to run. libgirih.so
-// is not linked with Python: the functions are those of the process, where there are some.
+// Releases the GIL of Python while an object exists; the autograd engine refuses to run with it. libgirih.so
+// is not linked with Python: the functions are looked up in the process.
 class GilRelease {
  public:
   GilRelease() {
@@ -141,7 +141,7 @@ class GilRelease {
   void* thread_ = nullptr;
 };
 
-// The keys of this thread with autograd on, as within torch.enable_grad, and autocast off.
+// Dispatch keys of this thread with autograd enabled, as within torch.enable_grad, and autocast disabled.
 inline c10::impl::ForceDispatchKeyGuard autograd_without_autocast() {
   const auto tls = c10::impl::tls_local_dispatch_key_set();
   return {tls.included_, (tls.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView) |
@@ -150,7 +150,7 @@ inline c10::impl::ForceDispatchKeyGuard autograd_without_autocast() {
 
 // ---- torch.func ---------------------------------------------------------------------------------
 
-// Raises an error where a transform of torch.func is active that cannot see through a node written in C++.
+// Raises an error within a transform of torch.func that does not support autograd nodes written in C++.
 inline void check_no_transform_of_nodes() {
   if (const auto& functorch = at::functorch::functorchTLSAccessor())
     functorch->checkSupportsCppAutogradFunction();
@@ -163,15 +163,15 @@ inline int64_t vmap_level() {
   return layer->layerId();
 }
 
-// A tensor without its mapped dimension of this level, and which dimension that is; none where it is not
-// mapped.
+// The tensor without the mapped dimension of this level, and the index of this dimension; nullopt if the
+// tensor is not mapped.
 inline std::pair<at::Tensor, std::optional<int64_t>> remove_mapped_dimension(const at::Tensor& tensor,
                                                                              int64_t level) {
   auto [inside, dimension] = at::functorch::unwrapTensorAtLevel(tensor, level);
   return {std::move(inside), dimension};
 }
 
-// A tensor whose first dimension is the mapped one of this level.
+// Marks the first dimension of the tensor as mapped at this level.
 inline at::Tensor add_mapped_dimension(const at::Tensor& tensor, int64_t level) {
   return at::functorch::makeBatched(tensor, 0, level);
 }

@@ -1,3 +1,4 @@
+// AdamW by torch._fused_adamw_: one call for all parameters of a device and dtype.
 #include <ATen/ops/_fused_adamw.h>
 #include <girih/nn.h>
 
@@ -8,12 +9,12 @@ namespace {
 
 using torch::optim::AdamWParamState;
 
-// What one launch takes: parameters of one device and dtype.
+// Arguments of _fused_adamw_ for the parameters of one device and dtype.
 struct Lists {
   std::vector<Tensor> weights, gradients, means, squares, largest, steps;
 };
 
-// The kernels go through memory as it lies: element i of one is element i of the other.
+// Whether element i of x's memory corresponds to element i of y's memory, as the fused kernels assume.
 bool lie_alike(const Tensor& x, const Tensor& y) {
   return x.defined() && x.layout() == at::kStrided && x.scalar_type() == y.scalar_type() &&
          x.device() == y.device() && x.sizes() == y.sizes() && x.strides() == y.strides();
@@ -42,7 +43,7 @@ Tensor AdamW::step(LossClosure closure) {
   const auto options_of = [](const torch::optim::OptimizerParamGroup& group) -> auto& {
     return static_cast<const torch::optim::AdamWOptions&>(group.options());
   };
-  // All is looked at before anything is written.
+  // If any parameter is unsupported, LibTorch's step updates all: check before the first write.
   for (const auto& group : param_groups()) {
     for (const auto& weight : group.params()) {
       if (weight.grad().defined() && !fits(weight, kept(weight), options_of(group).amsgrad())) {
@@ -54,7 +55,7 @@ Tensor AdamW::step(LossClosure closure) {
   for (const auto& group : param_groups()) {
     const auto& options = options_of(group);
     std::map<std::pair<std::string, at::ScalarType>, Lists> all;
-    std::map<std::pair<std::string, int64_t>, Tensor> counts;  // of steps, on every device
+    std::map<std::pair<std::string, int64_t>, Tensor> counts;  // step counts by device and value
     std::vector<AdamWParamState*> states;
     for (const auto& weight : group.params()) {
       if (!weight.grad().defined()) continue;
@@ -82,7 +83,8 @@ Tensor AdamW::step(LossClosure closure) {
       at::_fused_adamw_(lists.weights, lists.gradients, lists.means, lists.squares, lists.largest,
                         lists.steps, options.lr(), of_mean, of_square, options.weight_decay(), options.eps(),
                         options.amsgrad(), /*maximize=*/false);
-      // It tells nobody that it has written; a backward that still wants the old weights must know.
+      // The operator does not bump versions; autograd needs them to detect a backward with overwritten
+      // weights.
       for (const auto* written : {&lists.weights, &lists.means, &lists.squares, &lists.largest})
         for (const auto& x : *written) x.unsafeGetTensorImpl()->bump_version();
     }

@@ -1,3 +1,4 @@
+// The guard that turns autocast on, the C++ twin of torch.autocast.
 #include <ATen/autocast_mode.h>
 #include <girih/nn.h>
 

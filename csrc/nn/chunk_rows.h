@@ -1,11 +1,11 @@
-// Room for more headers in what a ChunkAttention keeps.
+// Growth of the key-value cache of ChunkAttention.
 #pragma once
 
 #include <girih/nn.h>
 
 namespace girih::nn {
 
-// kept [N, slots, ...], or a copy of it with slots for at least so many headers.
+// kept [N, slots, ...] if it has slots for `headers` headers, else a zero-padded copy that has.
 Tensor with_room(const Tensor& kept, int64_t chunk, int64_t headers);
 
 }  // namespace girih::nn

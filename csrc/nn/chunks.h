@@ -1,78 +1,80 @@
-// Tokens on whole chunks: of packed sequences, and of sequences that go on from call to call.
+// Layouts that place tokens in whole chunks: for packed sequences, and for sequences continued over calls.
 #pragma once
 
 #include "layer.h"
 
 namespace girih::nn {
 
-// Every packed sequence on chunks of its own, the sequences one after the other, with `room` free rows after
-// each one's last token. Never waits for the device.
+// Layout of packed sequences in chunks: every sequence starts a new chunk. At least `room` rows after the
+// last token of a sequence are free. Sizes are bounds computed from shapes, so the host does not wait for the
+// device.
 struct ChunkTable {
-  Tensor row;        // [T]: where in the table's chunks * chunk rows a token stands; of none: after the last
-  Tensor index;      // [chunks]: how many chunks of its sequence came before
-  Tensor cu_chunks;  // [N + 1]: the sequences' chunks; chunks that no sequence needs belong to the last one
+  Tensor row;    // [T]: row of a token among chunks * chunk rows; chunks * chunk for a token of no sequence
+  Tensor index;  // [chunks]: index of the chunk in its sequence
+  Tensor cu_chunks;  // [N + 1]: first chunk of each sequence; unused chunks belong to the last sequence
   int64_t chunk;
 
   // For x [1, T, ...].
   ChunkTable(const Tensor& x, int64_t chunk, const Tensor& cu_seqlens, int64_t room = 0);
-  // x [1, T, ...] -> [1, chunks, chunk, ...], zero where no token stands.
+  // x [1, T, ...] -> [1, chunks, chunk, ...]; rows without a token are zero.
   Tensor spread(const Tensor& x) const;
-  // y [1, chunks, chunk, ...] -> [1, T, ...]: the row `shift` after each token's.
+  // y [1, chunks, chunk, ...] -> [1, T, ...]: for each token the row at offset `shift` from its row.
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
 };
 
-// The chunks that a step compresses.
+// The K chunks that a decoding step compresses.
 struct Compressions {
-  Tensor sequences;    // int64 [K]: which of N, on the device
-  Tensor is_complete;  // [K]: whose chunk has ended; undefined: all of them
+  Tensor sequences;    // int64 [K] on the device: index of the chunk's sequence, 0 to N - 1
+  Tensor is_complete;  // [K]: whether the chunk is complete; undefined: all are
 
-  // fresh [K, ...] where a chunk has ended, else old; in old's dtype.
+  // fresh [K, ...] where the chunk is complete, else old; in the dtype of old.
   Tensor select(const Tensor& fresh, const Tensor& old) const;
 };
 
-// How many tokens each of N sequences has, int64 [N]: on the device for what is computed, and known to the
-// host, which decides what runs.
+// Number of tokens of each of N sequences, int64 [N]: `tokens` on the device, for computations; `known` on
+// the CPU, for the host's choice of kernels and sizes.
 struct Reached {
   Tensor tokens, known;
 
   int64_t most() const { return known.numel() > 0 ? known.max().item<int64_t>() : 0; }
-  // Whether all sequences are as long.
+  // Whether all sequences have the same length.
   bool level() const { return known.numel() > 0 && (known == known[0]).all().item<bool>(); }
-  // Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of chunks
-  // that have ended, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra
-  // rows are computed and discarded.
+  // Number of chunks that the last step compresses. Equal lengths: 0 or N. Otherwise the number of complete
+  // chunks, rounded up to a power of two, at most N: a CUDA graph has fixed sizes, and the extra rows are
+  // computed and discarded.
   int64_t count_compressions(int64_t chunk) const;
-  // The chunks of count_compressions, found on the device; none: no chunk has ended.
+  // The chunks of count_compressions, found on the device; nullopt: no chunk is complete.
   std::optional<Compressions> find_compressions(int64_t chunk) const;
 };
 
-// T more tokens of N sequences on chunks: the chunk that each had begun, from its start, and those after.
-// Masked tokens go behind the valid ones, where nothing that is asked for sees them. With `keep` the
-// sequences go on after this call, and how far they have come is read here: a mask is waited for.
+// Layout of T further tokens of N sequences in chunks. The first chunk of a row is the sequence's incomplete
+// chunk, with its earlier tokens. Masked tokens are moved behind the valid tokens, which do not attend to
+// them. `keep`: the sequences continue after this call. Then the host reads the lengths, and waits for the
+// device if there is a mask.
 class Continuation {
  public:
-  // past.tokens is undefined at the start of the sequences.
+  // past: lengths before the call; past.tokens is undefined at the start of the sequences.
   Continuation(const Tensor& x, int64_t chunk, const Tensor& attention_mask, const Reached& past, bool keep);
 
-  // x [N, T, ...] after the tokens of the begun chunk, [N, chunk, ...] -> [N, chunks, chunk, ...]. What
-  // stands after the last token means nothing.
+  // x [N, T, ...], placed after the tokens `before` [N, chunk, ...] of the incomplete chunk ->
+  // [N, chunks, chunk, ...]. Rows after the last token are unspecified.
   Tensor spread(const Tensor& x, const Tensor& before) const;
-  // y [N, chunks, chunk, ...] -> [N, T, ...]: the row `shift` after each token's, and for a masked token that
-  // of the last valid one, wherever it stood.
+  // y [N, chunks, chunk, ...] -> [N, T, ...]: for each token the row at offset `shift` from its row; a masked
+  // token gets the row of the sequence's last valid token.
   Tensor gather(const Tensor& y, int64_t shift = 0) const;
-  // table [N, chunks, ...] -> [N, ...]: what belongs to the chunk of the token after the last.
+  // table [N, chunks, ...] -> [N, ...]: the entry of the chunk that the next token belongs to.
   Tensor last(const Tensor& table) const;
 
-  Tensor begun;     // [N]: the chunks that lie behind the table's first
-  int64_t chunks;   // how many the table has, one of which holds the token after the last
-  Reached reached;  // after the call, with `keep`
+  Tensor begun;     // [N]: index of the table's first chunk in the sequence
+  int64_t chunks;   // chunks of the table; the next token's chunk is one of them
+  Reached reached;  // lengths after the call, with `keep`
 
  private:
   int64_t chunk_, T_;
   Tensor order_, row_, phase_, passed_;
 };
 
-// index [N, T] as take_along_dim wants it of x [N, ?, ...].
+// index [N, T] -> [N, T, 1, ...], with as many dimensions as x, for take_along_dim.
 inline Tensor along(const Tensor& index, const Tensor& x) {
   auto sizes = index.sizes().vec();
   sizes.resize(x.dim(), 1);

@@ -1,4 +1,4 @@
-// A text token by token, each a CUDA graph where there can be one.
+// Token-by-token decoding of a language model, with CUDA graphs where they are available.
 #pragma once
 
 #include <girih/language_model.h>
@@ -7,36 +7,36 @@
 
 namespace girih::nn {
 
-// Makes work on the device that can be done again.
+// Captures device work for replay.
 class Recorder {
  public:
   virtual ~Recorder() = default;
-  // What does again what `work` does on the device, which has done nothing of it on return.
+  // Captures the device work of `work` without executing it. The returned function executes it.
   virtual std::function<void()> record(const std::function<void()>& work) = 0;
 };
 
-// CUDA graphs of what continues ids; null where they are not on a GPU, or none can be recorded.
+// A recorder of CUDA graphs on the device of ids; null if ids are on the CPU or capture is not possible.
 std::unique_ptr<Recorder> recorder_for(const Tensor& ids);
 
-// Texts of one model that go on with each call. A step, of one token for every sequence, runs as ever the
-// first time, is recorded the second time and replayed from then on, for each kind of step that the model
-// tells (LayerImpl::stepped). All that was recorded is dropped where keys need more room.
+// Continues a batch of texts with each call. A step has one token for every sequence. For each kind of step
+// that LayerImpl::stepped reports, the first step runs eagerly, the second is captured, later ones are
+// replayed. All graphs are dropped when a key-value cache grows.
 class Decoder {
  public:
-  // recorder: null for steps that run as ever.
+  // recorder: null: every step runs eagerly.
   Decoder(LanguageModelImpl& model, std::unique_ptr<Recorder> recorder)
       : model_(model), recorder_(std::move(recorder)) {}
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  // ids [B, T] -> the logits after the last of them, [B, vocab_size], there until the next call.
+  // ids [B, T] -> logits of the token after them, [B, vocab_size]; the next call may overwrite the result.
   Tensor operator()(const Tensor& ids, const Tensor& attention_mask = {});
   const State& state() const { return state_; }
 
  private:
   struct Step {
     std::function<void()> replay;
-    Tensor logits;  // where it leaves them
+    Tensor logits;  // output of the replay
   };
   Tensor run(const Tensor& ids, const Tensor& attention_mask);
   std::function<void()> recorded(const State& after, const Tensor& logits);
@@ -44,7 +44,7 @@ class Decoder {
   LanguageModelImpl& model_;
   std::unique_ptr<Recorder> recorder_;
   State state_;
-  Tensor ids_;  // where steps read them
+  Tensor ids_;  // input of captured steps
   std::map<std::vector<int64_t>, Step> steps_;
 };
 

@@ -1,5 +1,5 @@
-// The fields of a configuration: their names, their bounds and their words, once for reading, writing and
-// checking.
+// Lists of the fields of a configuration, with names and allowed values. Reading, writing and checking
+// iterate over these lists.
 #pragma once
 
 #include <girih/language_model.h>
@@ -11,7 +11,7 @@
 
 namespace girih::nn {
 
-// What a field may be: a number between bounds, or one of some words.
+// The values that a field may have: numbers from least to most, or one of `words`.
 struct Allowed {
   double least = 0, most = 0;
   std::vector<std::string> words = {};
@@ -22,18 +22,18 @@ inline Allowed words_of(const char* op, const char* option) {
   return {.words = describe(op).option(option).words};
 }
 
-// The width of a short convolution; 0 for none.
+// Width of a short convolution; 0: no convolution.
 inline Allowed conv_width() {
   const auto& conv = describe("short_conv");
   return between(0, double(conv.letters[conv.letter("W")].most));
 }
 
-// Refuses what is not allowed, by name.
+// Throws an error that names the field unless the value is allowed.
 void check_value(const char* name, int64_t value, const Allowed& allowed);
 void check_value(const char* name, const std::string& value, const Allowed& allowed);
 
-// visit(name, field, allowed) of every field but the mixer. The largest sizes are far beyond any use: they
-// keep a slip of the pen from asking for all memory there is.
+// Calls visit(name, field, allowed) for every field except mixer. The upper bounds of sizes only catch typing
+// errors, which could allocate all memory.
 template <class AnyConfig, class Visit>
 void for_each_field(AnyConfig& c, Visit&& visit) {
   const auto size = between(1, 1 << 20), layers = between(1, 4096), id = between(-1, 0x7fffffff),
@@ -87,7 +87,7 @@ void for_each_field(AnyConfig& c, Visit&& visit) {
   visit("pad_token_id", c.pad_token_id, id);
 }
 
-// visit(name, option, allowed) of a linear path's options.
+// Calls visit(name, option, allowed) for every option of a linear path.
 template <class AnyOptions, class Visit>
 void for_each_path_option(AnyOptions& o, Visit&& visit) {
   visit("n", o.n, between(1, 4));
@@ -101,7 +101,7 @@ void for_each_path_option(AnyOptions& o, Visit&& visit) {
 }
 void check_path(const LinearPathOptions& options);
 
-// visit(name, field, allowed) of every field of an injection.
+// Calls visit(name, field, allowed) for every field of an injection.
 template <class AnyInjection, class Visit>
 void for_each_injected(AnyInjection& i, Visit&& visit) {
   visit("layers", i.layers, between(0, 0x7fffffff));
@@ -111,7 +111,7 @@ void for_each_injected(AnyInjection& i, Visit&& visit) {
   visit("cross", i.mix.cross, Allowed{});
 }
 
-// visit(field, option) of the fields that are options of a layer too.
+// Calls visit(field, option) for every field of a configuration that `Options` has too.
 template <class AnyConfig, class Options, class Visit>
 void for_each_option(AnyConfig& c, Options& o, Visit&& visit) {
 #define GIRIH_OPTION(name) \

@@ -1,3 +1,4 @@
+// Choice between the fused functions of ops/fused and PyTorch.
 #include "fused.h"
 
 #include <ATen/autocast_mode.h>
@@ -11,7 +12,7 @@ namespace girih::nn {
 namespace {
 
 using girih::fused::kPack;
-constexpr int64_t kWidestRow = 8192;  // elements that the kernels take
+constexpr int64_t kWidestRow = 8192;  // elements of the widest row that the kernels support
 
 bool takes(const Tensor& x, bool dense = true) {
 #ifdef GIRIH_WITH_CUDA
@@ -75,7 +76,7 @@ Tensor gated(const Tensor& r, const Product& product) {
 
 at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
   const auto device = x.device().type();
-  if (device == at::kMeta || x.scalar_type() == at::kDouble) return other;  // which autocast leaves alone
+  if (device == at::kMeta || x.scalar_type() == at::kDouble) return other;  // autocast does not cast these
   return at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device) : other;
 }
 
@@ -97,7 +98,7 @@ Tensor silu_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 Tensor unit_rows(const Tensor& x) {
-  constexpr double kZero = 1e-12;  // a row so long has no direction
+  constexpr double kZero = 1e-12;  // lower bound of |x|
   const auto width = x.size(-1);
   if (!takes(x) || width % kPack != 0 || width > kWidestRow) return unit(x, -1);
   const double eps = kZero * kZero / double(width);
@@ -130,7 +131,7 @@ std::vector<Tensor> together(const Tensor& x, const std::vector<Product>& wanted
     results = girih::fused::linears(x, weights);
   } else {
     for (const auto& product : wanted) {
-      const bool added = product.gate == "none";  // a gate's bias is added in fp32
+      const bool added = product.gate == "none";  // `gated` adds the bias of a gate in fp32
       results.push_back(at::linear(x, product.weight, ops::none_if_absent(added ? product.bias : Tensor())));
     }
   }

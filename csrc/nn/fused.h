@@ -1,6 +1,6 @@
-// What layers compute beside their mixers: by the functions of ops/fused where these take the tensors, plain
-// dense ones on a GPU, else by PyTorch's. python/girih/nn/functional has the same in fused.py, linears.py,
-// gates.py and rotary.py, and what a compiler is given.
+// Norms, linear layers, gates, SwiGLU and rotary positions: by the fused functions of ops/fused for
+// contiguous tensors on a GPU, else by PyTorch. The Python twins are fused.py, linears.py, gates.py and
+// rotary.py of python/girih/nn/functional.
 #pragma once
 
 #include <array>
@@ -9,11 +9,11 @@
 
 namespace girih::nn {
 
-// What autocast has products of x in, or `other`.
+// The dtype in which autocast computes products of x; `other` without autocast.
 at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other);
 
-// s = x + branch, or x, and its norm over the last dimension. Under autocast the kernel's result is rounded
-// to autocast's dtype, as the product behind it would do.
+// s = x + branch (x if branch is undefined), and the RMS norm of s over the last dimension. Under autocast
+// the kernel rounds the norm to the dtype of the product that follows.
 std::pair<Tensor, Tensor> residual_norm(const Tensor& x, const Tensor& branch, const Tensor& weight,
                                         double eps);
 inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
@@ -21,19 +21,19 @@ inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 Tensor silu_rms_norm(const Tensor& x, const Tensor& weight, double eps);
 
-// x / |x|, x [..., dim]; a row of zeros stays one.
+// x / |x| over the last dimension; a zero row stays zero.
 Tensor unit_rows(const Tensor& x);
 
-// q, k and v of qkv [B, T, sum of heads, D], q and k by `rotary`.
+// qkv [B, T, sum of heads, D] -> q and k rotated by `rotary`, and v.
 std::array<Tensor, 3> turned(const Tensor& qkv, at::IntArrayRef heads, const Tensor& position, double theta);
 
 // silu(gate) * up
 Tensor silu_product(const Tensor& gate, const Tensor& up);
 
-// What each product makes of x; in training on a GPU together.
+// Computes every product of x; in training on a GPU by one operator, fused::linears.
 std::vector<Tensor> together(const Tensor& x, const std::vector<Product>& wanted);
 
-// silu(gate) * up through one product without a gate or a bias.
+// Applies a product to silu(gate) * up.
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Product& product);
 
 }  // namespace girih::nn

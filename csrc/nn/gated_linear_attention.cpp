@@ -1,3 +1,4 @@
+// GatedLinearAttention: linear attention, RetNet and GLA, by the operator gla.
 #include "layer.h"
 #include "mixers.h"
 
@@ -44,7 +45,7 @@ void GatedLinearAttentionImpl::reset_parameters() {
   if (gate_proj) torch::nn::init::zeros_(gate_proj->bias);
 }
 
-// g, and the step dt where the gate has one.
+// The log decay g and, for gate = scalar, the step dt.
 std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   if (options.gate == "none") return {};
   if (options.gate == "fixed") {
@@ -90,11 +91,11 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
 namespace {
 
 AnyLayer linear_mixer(const Config& c, GatedLinearAttentionOptions own) {
-  const auto has_rotary = own.rotary && c.rotary;  // a field of retnet's
+  const auto has_rotary = own.rotary && c.rotary;  // the field `rotary` is read by retnet only
   auto options = options_of(c, std::move(own));
   options.rotary = has_rotary;
   if (!has_rotary)
-    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // other layers' of the model
+    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // the field belongs to other layers
   return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
@@ -112,12 +113,12 @@ std::vector<MixerField> linear_fields(std::initializer_list<MixerField> own) {
 
 const Registered plain({"linear_attention", [](const Config& c) { return linear_mixer(c, {.gate = "none"}); },
                         linear_fields({}), [](const Config& c) { head_widths(c, 1, 1); }});
-// Values twice as wide as keys, rotary positions (Sun et al. 2023).
+// expand_v = 2 and rotary positions (Sun et al. 2023).
 const Registered retnet(
     {"retnet",
      [](const Config& c) { return linear_mixer(c, {.expand_v = 2, .gate = "fixed", .rotary = true}); },
      linear_fields({"rotary", "rope_theta"}), check_retnet, "had expand_v = 1, rotary = false"});
-// d_k = d / 2, d_v = d (Yang et al. 2024).
+// expand_k = 0.5 (Yang et al. 2024).
 const Registered gla({"gla",
                       [](const Config& c) { return linear_mixer(c, {.expand_k = 0.5, .gate = "vector"}); },
                       linear_fields({}), [](const Config& c) { head_widths(c, 0.5, 1); },

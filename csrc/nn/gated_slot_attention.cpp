@@ -1,3 +1,4 @@
+// GatedSlotAttention: gsa, and abc without a gate.
 #include "mixers.h"
 #include "step.h"
 
@@ -25,8 +26,8 @@ GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_
   reset_parameters();
 }
 
-// Time constants -1 / g from 4 to 4096 tokens over the slots, spread evenly in the logarithm: with equal ones
-// all slots would hold the same and stay equal.
+// Initializes time constants -1 / g from 4 to 4096 tokens, evenly spaced in the logarithm over the slots.
+// With equal time constants all slots would hold equal values forever.
 void GatedSlotAttentionImpl::reset_parameters() {
   if (!decay_logits.defined()) return;
   at::NoGradGuard no_grad;
@@ -67,7 +68,7 @@ namespace {
 AnyLayer slots(const Config& c, bool gated) {
   auto options = options_of<GatedSlotAttentionOptions>(c);
   options.gated = gated;
-  if (!gated) options.data_dependent_decay = true;  // what gsa layers of the same model have
+  if (!gated) options.data_dependent_decay = true;  // the field belongs to gsa layers of the model
   return std::make_shared<GatedSlotAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 

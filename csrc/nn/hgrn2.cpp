@@ -1,3 +1,4 @@
+// HGRN2: gla with g = log f and k = 1 - f.
 #include "mixers.h"
 #include "step.h"
 
@@ -33,7 +34,7 @@ Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto [q, f, v] = split_heads(projected[0], heads_, key_dim_, value_dim_);
   const auto logits = at_least_fp32(f);
   const auto bound = options.lower_bound;
-  // log f; without a bound sigmoid(logits) may be too small for its logarithm.
+  // g = log f. sigmoid(logits) may underflow: without a bound use log_sigmoid.
   const auto g = bound > 0 ? at::log(bound + (1 - bound) * logits.sigmoid()) : at::log_sigmoid(logits);
   const auto k = ((1 - bound) * at::sigmoid(-logits)).to(v.scalar_type());  // 1 - f
   const ops::GLAOptions gla{
@@ -53,7 +54,7 @@ const Registered hgrn2({
     },
     {"head_dim", "expand_k", "expand_v", "norm_eps"},
     [](const Config& c) {
-      if (!c.reads("num_kv_heads")) expect_ungrouped(c, "hgrn2");  // other layers may have groups
+      if (!c.reads("num_kv_heads")) expect_ungrouped(c, "hgrn2");  // else a field of other layers
       head_widths(c, 1, 1);
     },
 });

@@ -1,3 +1,4 @@
+// Lattice: slots on the unit sphere, updated along the tangent space.
 #include "fused.h"
 #include "mixers.h"
 #include "step.h"
@@ -26,7 +27,7 @@ LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions 
 
 void LatticeImpl::reset_parameters() {
   at::NoGradGuard no_grad;
-  for (auto& slots : memory.unbind(0)) torch::nn::init::orthogonal_(slots);  // one head's [D, M]
+  for (auto& slots : memory.unbind(0)) torch::nn::init::orthogonal_(slots);  // [D, M] of one head
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
 

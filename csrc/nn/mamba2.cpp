@@ -1,3 +1,4 @@
+// Mamba2: the mixer of Mamba-2, computed by gla with q = C, k = B, v = dt x.
 #include "fused.h"
 #include "mixers.h"
 #include "step.h"
@@ -5,7 +6,7 @@
 namespace girih::nn {
 namespace {
 
-// expand_v heads for each of num_heads.
+// Number of heads, expand_v * num_heads.
 int64_t head_count(int64_t num_heads, double expand_v) {
   const auto heads = expand_v * double(num_heads), whole = std::round(heads);
   TORCH_CHECK_VALUE(whole >= 1 && std::abs(heads - whole) < 1e-6 * heads, "expand_v is ", expand_v,
@@ -35,7 +36,8 @@ Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options set
   reset_parameters();
 }
 
-// Rates exp(A_log) spread evenly from 1 to 16; steps softplus(dt_bias) from 0.001 to 0.1, in the logarithm.
+// Initializes rates exp(A_log) uniformly in [1, 16] and steps softplus(dt_bias) log-uniformly in
+// [0.001, 0.1].
 void Mamba2Impl::reset_parameters() {
   const at::NoGradGuard no_grad;
   A_log.uniform_(1, 16).log_();

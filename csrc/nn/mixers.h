@@ -1,4 +1,4 @@
-// The mixers that a configuration can name. Each registers itself beside its layer:
+// Registry of the mixers that a configuration can name. The file of a layer registers the layer's mixers:
 //
 //   const Registered trellis({"trellis", [](const Config& c) -> AnyLayer { ... }, {"num_slots", ...}});
 #pragma once
@@ -13,8 +13,8 @@
 
 namespace girih::nn {
 
-// A field that a mixer reads beside hidden_size and num_heads, with bounds of its own where the
-// configuration's are wider.
+// A field that a mixer reads, apart from hidden_size and num_heads; least and most where they are narrower
+// than the configuration's.
 struct MixerField {
   // NOLINTBEGIN(google-explicit-constructor): fields are listed by name
   MixerField(const char* name) : name(name) {}
@@ -27,23 +27,23 @@ struct MixerField {
 
 struct Mixer {
   std::string name;
-  // The layer of a completed configuration.
+  // Builds the layer from a completed configuration.
   AnyLayer (*build)(const Config& config);
   std::vector<MixerField> fields;
-  // What it asks of several fields together; throws c10::ValueError.
+  // Checks conditions on several fields; throws c10::ValueError.
   void (*check)(const Config& config) = [](const Config&) {};
-  // What the mixer of this name was in earlier versions, where its tensors had other shapes.
+  // For error messages: how this mixer differed in earlier versions, whose tensors had other shapes.
   const char* earlier = "";
   // Whether its blocks have a feed-forward layer.
   bool has_mlp = true;
 };
 
-// One of these in a layer's file makes its mixer known.
+// Registers a mixer; a static object in the layer's file.
 struct Registered {
   explicit Registered(Mixer mixer);
 };
 
-// A field from an option or the other way round; what is not given leaves it.
+// Assigns a field to an option or an option to a field; an empty optional leaves the target unchanged.
 template <class To, class From>
 void take(To& to, const From& from) {
   if constexpr (requires { to = from; }) {
@@ -53,18 +53,19 @@ void take(To& to, const From& from) {
   }
 }
 
-// A layer's options from a configuration: `otherwise` where it says nothing.
+// A layer's options from a configuration; `otherwise` has the values of fields that are empty.
 template <class Options>
 Options options_of(const Config& config, Options otherwise = {}) {
   for_each_option(config, otherwise, [](const auto& field, auto& option) { take(option, field); });
   return otherwise;
 }
 
-// Config::completed but for the options that no mixer reads: a layer has options that its mixer's name sets.
+// Config::completed without the check of options that no mixer reads: a layer has options that a
+// configuration sets by the name of the mixer.
 Config completed_for_layer(const Config& config);
 
-// The options of a layer that is made directly, with num_kv_heads and head_dim: refused where a configuration
-// of `mixer` would be, in the same words.
+// Completes and checks the options of a layer that is constructed directly: fills in num_kv_heads and
+// head_dim, and throws the errors of a configuration of `mixer`.
 template <class Options>
 Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Options options) {
   Config config{.hidden_size = hidden_size, .num_hidden_layers = 1, .num_heads = num_heads};
@@ -73,29 +74,30 @@ Options completed(const char* mixer, int64_t hidden_size, int64_t num_heads, Opt
   return options_of(completed_for_layer(config), std::move(options));
 }
 
-// The layers that an injection names.
+// Indices of the layers that an injection changes.
 std::vector<int64_t> injected_layers(const Config& config, const Injection& injection);
 
-// Attention as a completed configuration has it, with a linear path beside it.
+// Attention of a completed configuration, with a linear path in parallel.
 AnyLayer make_injected(const Config& config, const Injection& injection);
 
-// Every mixer, by name.
+// All mixers by name.
 const std::map<std::string, Mixer>& mixers();
 
-// Behind the error for a folder whose tensors are not those of its configuration: `earlier` of its mixers.
+// Suffix of the error for a folder whose tensors do not match its configuration: Mixer::earlier of its
+// mixers.
 std::string earlier_mixers(const Config& config);
 
-// "chunk" as an operator bounds it, less the rows of a chunk that are no tokens.
+// The field "chunk" with the operator's bounds, minus `headers` rows of a chunk that hold no token.
 MixerField chunk_of(const char* op, int64_t headers = 0);
 
-// q and k share a projection, so there are as many memories as queries.
+// Throws unless num_kv_heads equals num_heads: the mixer has one memory for each query head.
 void expect_ungrouped(const Config& config, const char* mixer);
 
-// Rotary positions turn pairs of channels.
+// Throws unless head_dim is even: rotary positions rotate pairs of channels.
 void expect_pairs(const Config& config);
 
-// The channels of a head's keys and values: head_dim times expand_k and expand_v, or times the mixer's own
-// where the configuration has none. Throws c10::ValueError where these are not whole numbers.
+// Channels of the keys and the values of a head: head_dim times expand_k and expand_v of the configuration,
+// or times the arguments where these fields are empty. Throws c10::ValueError unless both are whole numbers.
 struct HeadWidths {
   int64_t key, value;
 };
@@ -107,20 +109,20 @@ HeadWidths head_widths(const Options& options) {
   return head_widths(config, options.expand_k, options.expand_v);
 }
 
-// Refuses a completed configuration whose model has more than `most` parameters for certain: its sizes may be
-// a slip of the pen. why: what bounds them.
+// Throws if a lower bound of the model's parameters exceeds `most`: a size is probably a typing error. why:
+// the end of the error message, which says what limits the parameters.
 void expect_parameters(const Config& config, double most, const char* why);
 
-// Refuses a completed configuration whose model, in numbers of `element_size` bytes, there is no memory for,
-// before any is asked for.
+// Throws if the model's parameters, of `element_size` bytes each, exceed the memory of this machine. Called
+// before anything is allocated.
 void expect_memory(const Config& config, int64_t element_size);
 
-// The chunk lengths of the whole CAT model: `chunks`, or `chunk` alone.
+// The chunk lengths of the CAT model: `chunks`, or `chunk` alone.
 inline std::vector<int64_t> chunk_lengths(const Config& config) {
   return config.chunks.value_or(std::vector<int64_t>{config.chunk});
 }
 
-// What the whole CAT model asks, where `mixer` is "cat" and not a list.
+// Checks the fields of the CAT model, which is chosen by mixer = "cat" (not by a list).
 void check_cat_model(const Config& config);
 
 }  // namespace girih::nn

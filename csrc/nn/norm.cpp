@@ -1,4 +1,4 @@
-// RMS norms, the gated feed-forward layer, the decay gate.
+// RMSNorm, GatedRMSNorm, SwiGLU and DecayGate.
 #include <algorithm>
 
 #include "fields.h"
@@ -44,11 +44,11 @@ DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double larg
   reset_parameters();
 }
 
-// Rates exp(A_log) from 1 to 16 and steps up to largest_step, over a hundredfold range, both spread evenly in
-// the logarithm.
+// Initializes rates exp(A_log) log-uniformly in [1, 16] and steps softplus(dt_bias) log-uniformly in
+// [largest_step / 100, largest_step].
 void DecayGateImpl::reset_parameters() {
   torch::nn::init::uniform_(A_log, 0.0, std::log(16.0));
-  const double most = std::log(largest_step);  // softplus(b) = exp(b) down here
+  const double most = std::log(largest_step);  // softplus(b) is close to exp(b) for small b
   torch::nn::init::uniform_(dt_bias, most - std::log(100.0), most);
 }
 

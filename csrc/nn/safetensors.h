@@ -1,4 +1,5 @@
-// The safetensors format: 8 bytes with the header's length, a header in JSON, the tensors' bytes.
+// The safetensors format: 8 bytes with the length of the header, the header in JSON, the bytes of the
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +13,8 @@
 
 namespace girih::nn {
 
-// A file of tensors. All that it says of them is checked when it is opened: each has the bytes of its shape,
-// they lie one behind the other and fill the file. Throws std::runtime_error otherwise.
+// A file of tensors. The constructor checks that every tensor has the bytes of its shape and that the tensors
+// are contiguous and fill the file, and throws std::runtime_error otherwise.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(std::filesystem::path file);
@@ -21,11 +22,11 @@ class SafetensorsFile {
   struct Entry {
     at::ScalarType dtype;
     std::vector<int64_t> shape;
-    uint64_t begin, end;  // in the file
+    uint64_t begin, end;  // offsets in the file
   };
   const std::map<std::string, Entry>& entries() const { return entries_; }
   const std::filesystem::path& file() const { return file_; }
-  // On the CPU, in the file's dtype.
+  // The tensor on the CPU, in the dtype of the file.
   at::Tensor read(const Entry& entry) const;
 
  private:
@@ -36,10 +37,10 @@ class SafetensorsFile {
 using NamedTensors = std::map<std::string, at::Tensor>;
 void write_safetensors(const std::filesystem::path& file, const NamedTensors& tensors);
 
-// What `write` puts out, whole or not at all: written beside `file` and moved there.
+// Writes a file atomically: calls `write` on a temporary file in the same folder and renames it to `file`.
 void write_whole(const std::filesystem::path& file, const std::function<void(std::ostream&)>& write);
 
-// A name as a message shows it: in quotes, in one short line whatever it holds.
+// A name for an error message: in quotes, escaped, at most 100 characters.
 std::string quoted(const std::string& name);
 
 }  // namespace girih::nn

@@ -1,3 +1,4 @@
+// ShortConv: depthwise causal convolution, then SiLU.
 #include "fields.h"
 #include "fused.h"
 #include "layer.h"

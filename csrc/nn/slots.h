@@ -1,20 +1,20 @@
-// What attention's steps read of the slots that keys and values stand in.
+// Tables that a decoding step of attention reads, one entry for each slot of the key-value cache.
 #pragma once
 
 #include "layer.h"
 
 namespace girih::nn {
 
-// Made once for so many slots. None of it belongs to a sequence.
+// Depends on the number of slots only; shared by all sequences.
 struct Slots {
-  Tensor turn;  // [slots, 2, head_dim]: x * turn[i, 0] + x.roll(D / 2) * turn[i, 1] is `rotary` at position i
-  Tensor see;   // [2 slots - 1]: what is added to the scores of a token at i, from slots - 1 - i on
+  Tensor turn;  // [slots, 2, head_dim]: rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1]
+  Tensor see;   // [2 slots - 1]: see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf
   double theta;
-  int64_t window;  // tokens that a query sees, or 0: all
+  int64_t window;  // tokens that a query attends to; 0: all
 };
 
-// Those that are the same in several layers of a model become one: `turn` is as large as one sequence's keys
-// and values of one head.
+// Lets layers of a model with equal tables share one object: `turn` is as large as the keys and values of one
+// head of a sequence.
 void share_slots(State& state);
 
 }  // namespace girih::nn

@@ -10,14 +10,15 @@
 namespace girih::nn {
 namespace {
 
-constexpr int64_t kRows = 16, kMatrices = 8, kWidest = 8192, kElements = 96 * 1024;  // of the kernel
+// Limits of the few_rows kernel.
+constexpr int64_t kRows = 16, kMatrices = 8, kWidest = 8192, kElements = 96 * 1024;
 
 using FewRows = std::vector<Tensor>(const Tensor&, at::TensorList, const std::vector<std::string>&,
                                     const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&,
                                     at::ArrayRef<double>, std::string_view, const OptionalTensor&, double,
                                     const OptionalTensor&);
 
-// Null where the library was built without CUDA.
+// The operator's handle; empty if the library was built without CUDA.
 const std::optional<c10::TypedOperatorHandle<FewRows>>& few_rows() {
   static const auto op = [] {
     const auto found = c10::Dispatcher::singleton().findSchema({"girih::few_rows", ""});

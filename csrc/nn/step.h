@@ -1,28 +1,30 @@
-// Products of a few rows, all that a decoding step computes beside its mixers' own steps.
+// Linear products of up to 16 rows with the norm before and the gate after, as one launch: all that a
+// decoding step computes beside the steps of the mixers.
 #pragma once
 
 #include "layer.h"
 
 namespace girih::nn {
 
-// Each product of what `given` makes of x [..., width]; residual is added to that of a single one without a
-// gate. One launch where `has_kernel`, of whose sums nothing is rounded before the end; else by fused.h.
+// Applies `given` to x [..., width], then computes every product of the result. residual is added to the
+// result of a single product without gate. If `has_kernel`, one launch, which rounds only the final results;
+// else the functions of fused.h.
 std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
                              const Tensor& residual = {});
 
-// A GPU, kernels, 16 bits, up to 16 rows, no gradient, no autocast, and tensors as they were made: dense, of
-// one dtype.
+// Whether the few_rows kernel supports the call: CUDA build, fp16 or bf16 on a GPU, 1 to 16 rows, no
+// gradient, no autocast, contiguous tensors of one dtype.
 bool has_kernel(const Tensor& x, const std::vector<Product>& wanted, const RowInput& given = {},
                 const Tensor& residual = {});
 
-// Rows as few as those of decoding, without gradients: products take what stands beside them along, where
-// `has_kernel`.
+// Whether x has at most 16 rows and no gradient is recorded. Then blocks pass the norm and the residual to
+// `products`, which fuses them if `has_kernel`.
 bool are_few(const Tensor& x);
 
-// What `given` makes of x.
+// Applies `given` to x.
 Tensor made_of(const Tensor& x, const RowInput& given);
 
-// What a linear layer computes.
+// The product of a linear layer.
 inline Product product_of(const torch::nn::Linear& proj, const std::string& gate = "none",
                           double scale = 1.0) {
   return {proj->weight, gate, proj->bias, {}, scale};

@@ -1,3 +1,4 @@
+// Trellis: two memories that learn to map keys and values to one target.
 #include "../ops/trellis/phi.h"
 #include "fused.h"
 #include "mixers.h"
@@ -32,7 +33,7 @@ TrellisImpl::TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions 
 }
 
 void TrellisImpl::reset_parameters() {
-  torch::nn::init::normal_(key_memory);  // of size 1, which the normalising phis divide by
+  torch::nn::init::normal_(key_memory);  // entries of size 1: normalizing phis divide by their size
   torch::nn::init::normal_(value_memory);
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));
 }
@@ -93,7 +94,7 @@ const Registered trellis({
     [](const Config& c) { expect_ungrouped(c, "trellis"); },
 });
 
-// For Python, and for autograd by the operators that it is made of.
+// phi(x) for Python. It calls ATen operators, which autograd differentiates.
 Tensor phi_of(const Tensor& x, std::string_view phi) { return trellis::Phi(phi)(x); }
 
 }  // namespace

@@ -1,3 +1,4 @@
+// TTTLinear: ttt with targets a = v - k - b and f = layer_norm.
 #include "fused.h"
 #include "mixers.h"
 #include "step.h"
@@ -26,7 +27,7 @@ TTTLinearImpl::TTTLinearImpl(int64_t hidden_size, int64_t num_heads, TTTLinearOp
 }
 
 void TTTLinearImpl::reset_parameters() {
-  torch::nn::init::normal_(memory);  // of size 1, which the layer norm divides by
+  torch::nn::init::normal_(memory);  // entries of size 1: the layer norm divides by their size
   torch::nn::init::ones_(inner_weight);
   torch::nn::init::zeros_(inner_bias);
   torch::nn::init::constant_(gamma_proj->bias, first_step_bias(options.chunk));

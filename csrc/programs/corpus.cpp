@@ -1,3 +1,4 @@
+// Reads a corpus, splits it and takes windows of it.
 #include "corpus.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,4 +1,4 @@
-// Bytes of text to train on: the split and the windows of girih.data in Python.
+// A corpus of bytes: split into training and held-out text, and windows of it, as girih.data does in Python.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,20 +10,20 @@ namespace girih::programs {
 
 struct Corpus {
   at::Tensor train, held_out;  // uint8 [bytes]
-  uint64_t digest;             // of all bytes in order
+  uint64_t digest;             // FNV-1a hash of all bytes in order
 };
 
-// A file, or every file below a folder in the order of their names, without what is hidden, linked, in the
-// folder of a run, not text (a zero byte) or there twice. Cut into stretches of 64 KiB, or a twentieth of
-// less, the last of every twenty is held out. Throws c10::ValueError where that leaves less than `context`
-// bytes for a side.
+// Reads a file, or all files of a folder in the order of their names. Skips hidden files, links, folders of
+// runs, files with a zero byte and duplicates. The text is cut into stretches of 64 KiB (a twentieth of a
+// shorter text); the last of every twenty stretches is held out. Throws c10::ValueError unless both parts
+// have `context` bytes.
 Corpus read_corpus(const std::filesystem::path& path, int64_t context);
 
-// `count` windows of `context` bytes at places drawn by `seed`: where they begin, int64 [count].
+// Starts of `count` random windows of `context` bytes, int64 [count]. seed: of the random generator.
 at::Tensor drawn(const at::Tensor& text, int64_t count, int64_t context, uint64_t seed);
-// At most `count` that do not overlap, evenly spread.
+// Starts of at most `count` windows, evenly spaced and without overlap.
 at::Tensor spread(const at::Tensor& text, int64_t count, int64_t context);
-// The windows that begin at `starts`, as tokens, int64 [windows, context].
+// The windows at `starts`, as tokens, int64 [windows, context].
 at::Tensor windows_of(const at::Tensor& text, const at::Tensor& starts, int64_t context);
 
 }  // namespace girih::programs

@@ -1,11 +1,12 @@
-// girih-train CORPUS: a byte-level language model, trained as `make train` trains it, without Python.
+// girih-train CORPUS: trains a byte-level language model as `make train` does, without Python.
 //
-// A run lives in one folder, can be stopped at any time (Ctrl-C) and is continued by the same command:
-//   arguments.json   what was asked for; a folder of other arguments is refused
-//   checkpoints/     until the run is finished
-//   model/           what from_pretrained loads, here and in Python
+// A run has one folder and can be interrupted at any time (Ctrl-C); the same command continues it. The
+// folder has:
+//   arguments.json   the arguments; a command with other arguments is refused
+//   checkpoints/     removed when the run is finished
+//   model/           the model, for from_pretrained in C++ and Python
 //   sample.txt
-//   result.json      written last: where it stands, the run is finished
+//   result.json      written last: exists only if the run is finished
 #include <ATen/CPUGeneratorImpl.h>
 #include <fcntl.h>
 #include <girih/girih.h>
@@ -35,7 +36,7 @@ namespace fs = std::filesystem;
 using at::Tensor;
 using nlohmann::json;
 
-// "phi=identity  chunk=1" -> "chunk=1 phi=identity": the same options have one label.
+// Sorts options: "phi=identity  chunk=1" -> "chunk=1 phi=identity", so that equal options have equal labels.
 std::string in_order(const std::string& options) {
   std::istringstream in(options);
   std::multiset<std::string> words;
@@ -47,7 +48,7 @@ struct Options {
   std::string corpus, mixer = "gsa", size = "small", options, folder, device;
   std::optional<int64_t> steps, context;
   std::vector<int64_t> chunks;
-  int64_t seed = 0, at_once = int64_t{1} << 15;  // tokens; as girih.train's
+  int64_t seed = 0, at_once = int64_t{1} << 15;  // tokens; the default of girih.train
 };
 
 void describe(CLI::App& app, Options& of) {
@@ -77,7 +78,7 @@ void stop(int signal) {
   stopped = signal;
 }
 
-// Keeps other runs out of a folder, as girih.training does by the same file.
+// Locks the folder of a run against other processes. girih.training locks the same file.
 class Lock {
  public:
   explicit Lock(const fs::path& folder)
@@ -101,7 +102,7 @@ class Lock {
   int at_;
 };
 
-// Text of any bytes.
+// JSON as text; bytes that are not UTF-8 are replaced.
 std::string text_of(const json& content, int indent = -1) {
   return content.dump(indent, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
@@ -132,7 +133,7 @@ class Run {
     corpus_ = read_corpus(of.corpus, size_.context);
     auto name = of.mixer + (of.chunks.empty() ? "" : "-adaptive") + (options.empty() ? "" : "-") + options +
                 "-" + of.size + (of.context ? "-" + std::to_string(*of.context) : "");
-    // As girih.train names it.
+    // The name that girih.train gives the folder.
     std::ranges::replace_if(
         name, [](char c) { return c == ' ' || c == ','; }, '-');
     std::ranges::replace(name, '/', '_');
@@ -193,7 +194,7 @@ class Run {
   static double rounded(double x) { return std::round(x * 1e4) / 1e4; }
   fs::path checkpoints() const { return folder_ / "checkpoints"; }
 
-  // The corpus is known by its bytes, whatever its name.
+  // Compares arguments. The corpus is identified by its digest, not by its name.
   bool is_same(json other) const {
     auto own = arguments_;
     own.erase("corpus"), other.erase("corpus");
@@ -235,8 +236,7 @@ class Run {
     optimizer_ = std::make_unique<nn::AdamW>(std::move(own));
   }
 
-  // Sequences that go through the model at once: as many as divide a batch and have at most `at_once` tokens,
-  // or one.
+  // Sequences of a forward pass: the largest divisor of the batch with at most `at_once` tokens, at least 1.
   static int64_t part_of(const Recipe& size, int64_t at_once) {
     TORCH_CHECK_VALUE(at_once >= 1, "--at-once is ", at_once, "; expected at least 1");
     auto part = size.batch;
@@ -244,7 +244,8 @@ class Run {
     return part;
   }
 
-  // The chunk of an adaptive model for one part of all that are read, the same if the run is resumed.
+  // Sets the chunk of an adaptive model for the part with this index. Depends on the seed and the index only,
+  // so that a resumed run draws the same chunks.
   void draw_chunk(int64_t part) {
     const auto& chunks = model_->config.chunks;
     if (!chunks) return;
@@ -285,7 +286,8 @@ class Run {
     return mean;
   }
 
-  // To a length of 1 at most, all of them together. LibTorch's function would wait for the device.
+  // Scales the gradients so that their total norm is at most 1. LibTorch's clip_grad_norm_ would wait for the
+  // device.
   void clip_gradients() const {
     std::vector<Tensor> gradients;
     for (const auto& weight : model_->parameters())
@@ -302,7 +304,7 @@ class Run {
     std::fflush(stdout);
   }
 
-  // Written beside its place and moved there; the two newest stay.
+  // Writes a checkpoint to a temporary folder and renames it; keeps the two newest checkpoints.
   void save(int64_t step) const {
     const auto named = [&](int64_t of) { return checkpoints() / ("step-" + std::to_string(of)); };
     const fs::path part = named(step).string() + ".part";
@@ -328,7 +330,7 @@ class Run {
     return steps;
   }
 
-  // The step to go on with.
+  // Loads the newest checkpoint; returns its step, or 0.
   int64_t resume() {
     const auto steps = saved();
     if (steps.empty()) return 0;
@@ -390,7 +392,7 @@ class Run {
     publish(folder_ / "result.json", text_of(result, 2) + "\n");
     fs::remove_all(checkpoints());
     std::printf("\nA sample, after 64 bytes of held-out text:\n\n");
-    std::fwrite(sample.data(), 1, sample.size(), stdout);  // zero bytes too
+    std::fwrite(sample.data(), 1, sample.size(), stdout);  // the sample may contain zero bytes
     std::printf("\n\n%s\n", text_of(result).c_str());
   }
 

@@ -1,4 +1,4 @@
-// Which instance a call takes.
+// Launches of the kernels of cat_attention: choice of the instance and of the kernel.
 #include <algorithm>
 
 #include "cat_attention/header_list.h"
@@ -9,7 +9,7 @@
 namespace girih::kernels {
 namespace {
 
-// launch(columns of a tile): the fewest that hold them.
+// Calls launch(tile) with the smallest tile of columns that holds D and V.
 template <class Launch>
 cudaError_t by_tile(int D, int V, const Launch& launch) {
   return by_width<64, 128, kCatWidest>(std::max(D, V), launch);
@@ -24,8 +24,8 @@ cudaError_t by_instance(const CatShape& shape, const Launch& launch) {
   });
 }
 
-// Of the largest kernel: two stages of queries, or of keys and values, and a tile that stays. What describes
-// queries is at most this much of every kernel.
+// Shared memory of the kernel that needs most of it: two stages of queries, or of keys and values, and a tile
+// that stays. The records of queries are at most this much in every kernel.
 template <typename T, int Tile>
 constexpr int largest() {
   const int row = kCatRowBytes<T, Tile>, queries = 2 * 64 * row, stages = 4 * kCatQueries<T, Tile> * row;
@@ -87,7 +87,7 @@ cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t strea
   });
 }
 
-// Whichever kernel sums them.
+// The maximum over the kernels that may compute the partials.
 int64_t cat_partials(const CatShape& shape) {
   int64_t numbers = 0;
   by_tile(shape.D, shape.V, [&](auto tile) {

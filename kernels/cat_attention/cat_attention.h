@@ -1,18 +1,19 @@
-// CAT's attention. Row 0 of every chunk of C rows is its header; row t of chunk c reads the headers of the
-// chunks of its sequence before c, and the rows of its own chunk up to itself:
+// The attention of CAT. Row 0 of every chunk of C rows is its header. Row t of chunk c attends to the headers
+// of the chunks of its sequence before c, and to the rows of its own chunk up to itself:
 //
 //     a_j = scale q_t.k_j        o_t = sum_j e^{a_j - lse_t} v_j        lse_t = log sum_j e^{a_j}
 //
-// Forward is one kernel. Backward forms p_j = e^{a_j - lse_t} again, and with delta_t = do_t.o_t
+// Forward is one kernel. Backward recomputes p_j = e^{a_j - lse_t}, and with delta_t = do_t.o_t
 //
 //     da_j = p_j (do_t.v_j - delta_t)     dq_t = scale sum_j da_j k_j     dk_j = scale sum_t da_j q_t
 //     dv_j = sum_t p_j do_t
 //
-// in three: dq, by tiles of queries, which leaves what the others need to know of a query; what headers get
-// of later chunks, blocks of headers by tiles of queries, cut into runs of equal length whose sums are left
-// in fp32; what keys get of their own chunk, which adds these sums in their order. Where a product of a warp
-// is all that a chunk's rows give each other (cat_joins()), the first kernel has the last one's keys and
-// queries at hand, and writes dk and dv of all rows but the headers, whose shares it leaves for a sum.
+// in three kernels. The first computes dq by tiles of queries and writes a CatQuery for each query. The
+// second computes the terms of dk and dv of headers from later chunks: blocks of headers times tiles of
+// queries, cut into runs of equal length, whose sums are written in fp32. The third computes the terms of dk
+// and dv from the rows of the own chunk, and adds the sums of the second in their order. If the rows of a
+// chunk are within one product of a warp (cat_joins()), the first kernel also computes dk and dv of all rows
+// but headers, and the own-chunk terms of headers (shares), which the third kernel adds.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,12 +25,12 @@
 
 namespace girih::kernels {
 
-constexpr int kCatWidest = 256, kCatWidestFloat = 128;  // D and V, of 16 bits and of fp32
+constexpr int kCatWidest = 256, kCatWidestFloat = 128;  // maximum of D and V for 16-bit elements and for fp32
 
-// Rows of every array of elements start at 16 bytes, and widths are multiples of 8. T and K are below
+// Rows of every array of elements are aligned to 16 bytes, and widths are multiples of 8. T and K are below
 // 2^31 - 2^16.
 struct CatShape {
-  Tokens chunks;  // counted in chunks: K of a batch row, cu_chunks
+  Tokens chunks;  // in units of chunks: K of a batch row, cu_chunks
   int rows;       // T
   int size;       // C
   int heads, query_heads;
@@ -44,11 +45,12 @@ struct CatForward {
   CatShape shape;
   In<4> q, k, v;  // [B, T, HQ, D], [B, T, H, D], [B, T, H, V]
   Out<4> o;       // [B, T, HQ, V]
-  Out<3> lse;     // [B, T, HQ] fp32, optional; infinite where no sequence owns the row
+  Out<3> lse;     // [B, T, HQ] fp32, optional; infinite for rows outside of all sequences
 };
 cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream);
 
-// What backward knows of a query: it reads the headers from `first` up to `chunk`, its own.
+// The record of a query for backward. The query attends to the headers from `first` to before `chunk`, its
+// own chunk.
 struct CatQuery {
   float lse, delta;  // lse times kCatUnit (softmax.h)
   int first, chunk;
@@ -59,9 +61,9 @@ struct CatQueryGradients {
   In<4> q, k, v, o, dout;
   In<3> lse;
   Out<4> dq;
-  CatQuery* queries;  // [B, HQ, T], written
-  Out<4> dk, dv;      // some rows written, maybe
-  float* partials;    // likewise
+  CatQuery* queries;  // [B, HQ, T], output
+  Out<4> dk, dv;      // output, if cat_joins(): rows other than headers
+  float* partials;    // output, if cat_joins(): shares of headers
 };
 cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream);
 
@@ -69,7 +71,7 @@ struct CatHeaderGradients {
   CatShape shape;
   In<4> q, k, v, dout;
   const CatQuery* queries;
-  float* partials;  // written
+  float* partials;  // output
 };
 cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
 
@@ -79,14 +81,14 @@ struct CatOwnGradients {
   const CatQuery* queries;
   const float* partials;
   Out<4> dk, dv;
-  bool groups = false;  // whether the sums are those of warpgroups: cat_own_gradients() sees to it
+  bool groups = false;  // whether the partials are from the warpgroup kernel; set by cat_own_gradients()
 };
 cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
-// Numbers of the headers' sums, which the three hand on.
+// Number of floats in `partials`, which the three kernels of backward share.
 int64_t cat_partials(const CatShape& shape);
 
-// Whether the current device has the shared memory for these widths.
+// fits: whether the current device has enough shared memory for these widths.
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits);
 
 }  // namespace girih::kernels

@@ -1,4 +1,4 @@
-// o and lse of a tile of queries: softmax over blocks of keys as they come.
+// o and lse of a tile of queries, by online softmax over blocks of keys.
 #pragma once
 
 #include "cat_attention/keys.cuh"
@@ -16,7 +16,7 @@ struct CatForwardPass {
 
   const CatForward& p;
   const Queries& tile;
-  int from;  // the warp's first row of the tile
+  int from;  // first row of the warp in the tile
   const CatScale scale;
   Sums<Tile / 8> o[A];
   CatSoftmax<T> softmax[A];
@@ -27,7 +27,8 @@ struct CatForwardPass {
     for (int m = 0; m < A; ++m) fill(o[m], 0.f);
   }
 
-  // Rows of the warp's own chunks, sixteen by sixteen: of chunks of 16 a sixteen of queries meets one.
+  // The rows of the warp's own chunks, in blocks of 16 x 16. With chunks of 16 rows, 16 queries have one
+  // block.
   __device__ void own(int block) {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
@@ -54,7 +55,7 @@ struct CatForwardPass {
     }
   }
 
-  // kHeaders headers of a block, from row `key` of it on, of which all rows read all, or some.
+  // kHeaders headers of a block, from row `key` of the block. all: all rows attend to all of these headers.
   __device__ void headers(int block, int key, bool all) {
     Sums<kHeaders / 8> s[A];
 #pragma unroll
@@ -97,7 +98,7 @@ struct CatForwardPass {
     }
   }
 
-  // O / sum; lse = log sum + m
+  // o = O / sum; lse = log sum + m
   __device__ void store() {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
@@ -117,7 +118,7 @@ struct CatForwardPass {
       }
       each_sum<Tile / 8>(
           [&](int n, int e) { o[m].at[n][e] = by[e >> 1] == 0.f ? 0.f : o[m].at[n][e] * by[e >> 1]; });
-      // The queries of these rows are the warp's alone, and have been read.
+      // Only this warp reads the queries of these rows, and has read them.
       put_sums(tile.queries(0), from + 16 * m, o[m]);
     }
     __syncwarp();

@@ -1,5 +1,5 @@
-// What headers get of the chunks after their own: a run of the list in header_list.h for every block of the
-// grid, and a sum for every item of the run.
+// The terms of dk and dv of headers from later chunks. A block of the grid has a run of the list in
+// header_list.h and writes a sum for every item of the run.
 #pragma once
 
 #include "cat_attention/header_list.h"
@@ -36,7 +36,7 @@ struct CatHeaderPass {
       if (all && at + kStep <= queries) {
         tile.template add<kStep / 8>(n, at, [](int, int, const CatQuery&) { return true; });
       } else {
-        // A query that is not there reads nothing.
+        // Queries past the last row attend to no header.
         tile.template add<kStep / 8>(n, at, [&](int half, int, const CatQuery& query) {
           const int h = row + lane_row() + 8 * half;
           return query.first <= h && h < query.chunk;

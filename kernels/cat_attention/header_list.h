@@ -1,11 +1,11 @@
-// What later chunks give headers, as one list: every block of headers of every head of keys with every tile
-// of queries that reads it. Blocks of a grid take runs of it, all of one length, and leave a sum for every
-// item that their run touches: an item is a block of headers of a head, and of its columns where these are
-// too many for one.
+// The work of the header gradients as one list: each entry is a block of headers of a key head, with a tile
+// of queries that attends to it. A block of the grid has a run of the list; all runs have the same length. A
+// run writes a sum for every item that it touches. An item is a block of headers of a key head, and a part of
+// its columns if one block does not hold all columns.
 //
-// Of blocks of N headers, those from N b on are read from row (N b + 1) C on, which is in tile b step + skip
-// of Q rows, with step = N C / Q and skip = C / Q rounded down: Q divides N. So block b has A - b step tiles
-// of a head of queries, A = tiles - skip.
+// With blocks of N headers, the first row that attends to the headers from N b is row (N b + 1) C. This row
+// is in tile b step + skip of Q rows, with step = N C / Q and skip = C / Q rounded down; Q divides N. So
+// block b has A - b step tiles of a query head, A = tiles - skip.
 #pragma once
 
 #include "cat_attention/cat_attention.h"
@@ -14,11 +14,11 @@
 
 namespace girih::kernels {
 
-// A run is worth its start from so many tiles on.
+// Minimum length of a run, in tiles; shorter runs do not pay for their start.
 constexpr int64_t kCatShortestRun = 8;
 
-// How a list is made. Runs: the blocks that 132 multiprocessors hold, on whatever card, so that sums are the
-// same on all.
+// The sizes of a list. runs: the number of blocks that fit on 132 multiprocessors, independent of the device,
+// so that sums are the same on all devices.
 struct CatHeaderTiles {
   int headers, queries, columns, runs;
 };
@@ -27,17 +27,17 @@ __host__ __device__ constexpr CatHeaderTiles header_tiles() {
   return {kCatBlock, kCatQueries<T, Tile>, kCatColumns<Tile>, 264};
 }
 
-// Of warpgroups, which take 128 headers: a block of theirs fills a multiprocessor.
+// For the warpgroup kernel, which has blocks of 128 headers; one block fills a multiprocessor.
 template <int Tile>
 __host__ __device__ constexpr CatHeaderTiles group_header_tiles() {
   return {128, 64, Tile, 132};
 }
 
 struct CatHeaderList {
-  int64_t tiles, skip, step;  // of queries
-  int64_t group, parts;       // heads of queries, and of columns, of a head of keys
-  int64_t blocks;             // of headers that are read
-  int64_t each;               // entries of a head of keys and a part of its columns
+  int64_t tiles, skip, step;  // of queries: number of tiles; skip and step as above
+  int64_t group, parts;       // query heads, and parts of the columns, for each key head
+  int64_t blocks;             // number of blocks of headers that any query attends to
+  int64_t each;               // entries for each key head and part of its columns
   int64_t items, total, run, runs;
 
   int headers, queries, columns;
@@ -60,12 +60,12 @@ struct CatHeaderList {
     runs = divide_up(total, run);
   }
 
-  // Entries of a block of headers, and of those before it, of one head of keys.
+  // of(): entries of a block of headers; before(): entries of the blocks before it; of one key head.
   __host__ __device__ int64_t of(int64_t block) const { return group * (tiles - skip - block * step); }
   __host__ __device__ int64_t before(int64_t block) const {
     return group * (block * (tiles - skip) - step * (block * (block - 1) / 2));
   }
-  // The last block with entries at or before this one.
+  // The last block whose entries start at or before this entry.
   __host__ __device__ int64_t block_at(int64_t entry) const {
     int64_t low = 0, high = blocks - 1;
     while (low < high) {
@@ -78,23 +78,24 @@ struct CatHeaderList {
     }
     return low;
   }
-  // Where an item's sums of a run lie, dk [headers, columns] and then dv, in fp32: from one pair that meet to
-  // the next, one of the two grows.
+  // Offset of the sums of an item in a run, in fp32: dk [headers, columns], then dv. From one pair (run,
+  // item) of the list to the next, either the run or the item increases.
   __host__ __device__ int64_t place(int64_t run_, int64_t item) const { return (run_ + item) * size(); }
   __host__ __device__ int64_t size() const { return 2 * int64_t{headers} * columns; }
   __host__ __device__ int64_t numbers() const { return (runs + items) * size(); }
 };
 
-// The part of an item that a run has: tiles of queries of one head after another's.
+// The part of an item in a run: tiles of queries of one query head after the other.
 struct CatHeaderRun {
-  int batch, head;              // of keys
-  int header, headers, column;  // the item's first header, how many there are, and the first of its columns
-  int from, end;                // rows that read any of them
-  int first, tiles, queries;  // of tiles of queries that may: the first row, how many of a head, rows of each
-  int entry, until;           // of the item
-  int64_t place;              // of its sums
+  int batch, head;              // key head
+  int header, headers, column;  // first header of the item, number of headers, first column
+  int from, end;                // rows that attend to any of the headers
+  int first, tiles, queries;  // first row of the tiles of queries that may attend to them, number of tiles of
+                              // a query head, rows of a tile
+  int entry, until;           // entries of the item
+  int64_t place;              // offset of its sums
 
-  // The item at an entry of the list, as far as the run goes.
+  // The item at entry `at` of the list, up to the end of the run.
   __device__ CatHeaderRun(const CatShape& shape, const CatHeaderList& list, int64_t run, int64_t at,
                           int64_t run_end)
       : queries(list.queries) {
@@ -106,7 +107,7 @@ struct CatHeaderRun {
     header = static_cast<int>(block) * list.headers;
     headers = min(static_cast<int>(shape.chunks.tokens) - header, list.headers);
     from = (header + 1) * shape.size;
-    // The last header's sequence ends last; the last chunk of all may lack rows.
+    // The sequence of the last header ends last. The last chunk of a batch row may be incomplete.
     const Sequence sequence = sequence_of(shape.chunks, batch, header + headers - 1);
     end = static_cast<int>(min(sequence.end * shape.size, int64_t{shape.rows}));
     first = static_cast<int>(list.skip + block * list.step) * queries;
@@ -117,8 +118,8 @@ struct CatHeaderRun {
 
   __device__ int row_at(int i) const { return first + i % tiles * queries; }
   __device__ int head_at(const CatShape& shape, int i) const { return head * shape.group() + i / tiles; }
-  // The first entry from i on whose queries read the headers: of packed sequences, those that come after the
-  // headers' own do not.
+  // The first entry from i whose queries attend to the headers. With packed sequences, queries of later
+  // sequences do not.
   __device__ int next(int i) const {
     while (i < until && !(row_at(i) < end && row_at(i) + queries > from)) ++i;
     return i;

@@ -1,5 +1,5 @@
-// Keys and values that a block holds, 64 rows of which a warp has 16, and the queries and the gradients of
-// their outputs that it meets, tile after tile:
+// A tile of 64 keys and values, 16 rows for each warp, and its products with tiles of queries and of the
+// gradients of their outputs:
 //
 //     P^T = e^{scale K Q^T - lse}    dV += P^T dO    dA^T = P^T * (V dO^T - delta)    dK += dA^T Q
 #pragma once
@@ -23,8 +23,8 @@ struct CatKeyTile {
   const CatShape& shape;
   unsigned char* shared;
   int stages;
-  float scale;  // times kCatUnit, as lse
-  int column;   // of dk and dv, the first
+  float scale;  // multiplied by kCatUnit, as lse
+  int column;   // first column of dk and dv
   Sums<kColumns / 8> dk, dv;
 
   __device__ CatKeyTile(const CatShape& shape, unsigned char* shared, int stages)
@@ -43,7 +43,7 @@ struct CatKeyTile {
 
   __device__ void begin() { fill(dk, 0.f), fill(dv, 0.f); }
 
-  // Rows `row`, `row` + apart, ...
+  // Loads rows `row`, `row` + apart, ...
   __device__ void load_keys(const In<4>& k, const In<4>& v, int64_t batch, int64_t row, int apart, int rows,
                             int head) const {
     load_async<kCatThreads>(keys(), row_of<T>(k, batch, row, head), apart * k.stride[1], rows, shape.D,
@@ -51,7 +51,7 @@ struct CatKeyTile {
     load_async<kCatThreads>(values(), row_of<T>(v, batch, row, head), apart * v.stride[1], rows, shape.V,
                             threadIdx.x);
   }
-  // What there is of the queries from `row` on; the rest is zero.
+  // Loads the queries from `row`; rows past the last are zero.
   __device__ void load_queries(int n, const In<4>& q, const In<4>& dout, const CatQuery* all, int64_t batch,
                                int row, int head) const {
     const int rows = min(kQueries, shape.rows - row);
@@ -65,8 +65,8 @@ struct CatKeyTile {
     commit_copies();
   }
 
-  // Sums of the warp's 16 keys with 8 N queries of tile n from `first` on; seen(i, j, query): whether query
-  // first + j is to be reckoned for row lane_row() + 8 i.
+  // Adds the terms of 8 N queries of tile n, from `first`, to dk and dv of the warp's 16 keys. seen(i, j,
+  // query): whether query first + j attends to row lane_row() + 8 i.
   template <int N, class Seen>
   __device__ void add(int n, int first, const Seen& seen) {
     const int row = 16 * warp_index();

@@ -1,5 +1,5 @@
-// A tile of queries and the keys that it reads, block after block: rows of their own chunks first, so that
-// every row meets itself before anything else and has a finite maximum, then headers.
+// A tile of queries and the blocks of keys that it attends to: first the rows of the tile's own chunks, so
+// that every row has a finite maximum after the first block, then headers.
 #pragma once
 
 #include "cat_attention/cat_attention.h"
@@ -18,11 +18,11 @@ __device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t row, int hea
   return static_cast<T*>(x.data) + offset_of(x, batch, row, head);
 }
 
-// A row reads the headers from `first` up to `chunk`, its own, without it.
+// A row attends to the headers from `first` to before `chunk`, its own chunk.
 struct CatSeen {
   int first, chunk;
 };
-constexpr int kCatOutside = 0x7fffffff;  // `first` where no sequence owns the row
+constexpr int kCatOutside = 0x7fffffff;  // `first` of rows outside of all sequences
 
 __device__ inline CatSeen cat_seen(const CatShape& shape, int64_t batch, int row) {
   const int chunk = row / shape.size;
@@ -30,17 +30,17 @@ __device__ inline CatSeen cat_seen(const CatShape& shape, int64_t batch, int row
   return {sequence.inside ? static_cast<int>(sequence.start) : kCatOutside, chunk};
 }
 
-// Where a tile of queries lies, and what it reads. In shared memory: registers are few.
+// The position of a tile of queries and the keys that it attends to. In shared memory, to save registers.
 struct CatPlan {
-  int batch, head;         // of queries
-  int row, rows;           // the first, and how many there are
-  int own, header;         // the first row of a chunk that is read, and the first header
-  int header_end;          // one past the last
-  int own_blocks, blocks;  // of keys
+  int batch, head;         // batch row and query head
+  int row, rows;           // first row, number of rows
+  int own, header;         // first row of the own chunks, first header
+  int header_end;          // one past the last header
+  int own_blocks, blocks;  // blocks of own rows, and all blocks of keys
 };
 
-// Rows x Tile queries of a head, and what the block has of keys in shared memory: `Queries` tiles of the
-// former, two pairs of tiles of the latter, and what every query sees.
+// Shared memory of a block: `Queries` tiles [Rows, Tile] of a query head, two pairs of tiles of keys and
+// values, and a CatSeen for every query.
 template <typename T, int Tile, int Rows, int Queries, int Keys>
 struct CatQueryTile {
   static constexpr int kKeys = Keys;
@@ -54,7 +54,7 @@ struct CatQueryTile {
   CatSeen* seen;  // [Rows]
   CatPlan& plan;
 
-  // The last tiles read most: they begin.
+  // The last tiles of a batch row have more keys than the others, so they are scheduled first.
   __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
       : shape(shape),
         shared(shared),
@@ -69,7 +69,7 @@ struct CatQueryTile {
     __syncthreads();
     if (threadIdx.x == 0) {
       const CatSeen first = seen[0], last = seen[rows - 1];
-      // Sixteens of keys begin where sixteens of queries do: a chunk of 16 is one product.
+      // Blocks of 16 keys are aligned like blocks of 16 queries, so that a chunk of 16 rows is one product.
       const int own = first.chunk * shape.size / 16 * 16, own_blocks = (row + rows - own + kKeys - 1) / kKeys;
       const int header = min(first.first, first.chunk), header_end = max(last.chunk, header);
       const int blocks = own_blocks + (header_end - header + kKeys - 1) / kKeys;
@@ -87,7 +87,7 @@ struct CatQueryTile {
   __device__ KeyRows values(int block) const { return {keys(block).data + KeyRows::kRows * Tile}; }
 
   __device__ bool is_own(int block) const { return block < plan.own_blocks; }
-  // The first row of a block of chunks' rows, or the first of a block of headers.
+  // The first row of a block of own rows, or the first header of a block of headers.
   __device__ int first_of(int block) const {
     return is_own(block) ? plan.own + block * kKeys : plan.header + (block - plan.own_blocks) * kKeys;
   }
@@ -96,7 +96,7 @@ struct CatQueryTile {
     load_async<kCatThreads>(queries(which), row_of<T>(x, plan.batch, plan.row, plan.head), x.stride[1],
                             plan.rows, width, threadIdx.x);
   }
-  // Headers are the rows of a matrix whose rows are C apart.
+  // Headers are the rows of a matrix with a row stride of C rows.
   __device__ void load_keys(int block, const In<4>& k, const In<4>& v) const {
     const int from = first_of(block), count = (is_own(block) ? plan.row + plan.rows : plan.header_end) - from;
     const int64_t apart = is_own(block) ? 1 : shape.size, first = from * apart;
@@ -108,7 +108,8 @@ struct CatQueryTile {
     commit_copies();
   }
 
-  // f(block) for all of them, each when it is there; the first is under way, the others come behind.
+  // Calls f(block) for every block after its copies are complete. The caller has started the copies of the
+  // first block.
   template <class F>
   __device__ void for_keys(const In<4>& k, const In<4>& v, const F& f) const {
     for (int block = 0; block < plan.blocks; ++block) {
@@ -125,7 +126,7 @@ struct CatQueryTile {
   }
 };
 
-// What a lane's two rows of sixteen, the first of them `row` of a tile, read.
+// The headers that a lane's two of 16 rows attend to; the 16 rows start at `row` of a tile.
 struct CatRows {
   int first[2], chunk[2];
 
@@ -137,15 +138,15 @@ struct CatRows {
       first[i] = of.first, chunk[i] = of.chunk;
     }
   }
-  // A header, by row lane_row() + 8 i.
+  // Whether row lane_row() + 8 i attends to header n.
   __device__ bool header(int i, int n) const { return first[i] <= n && n < chunk[i]; }
 };
 
-// What `Sixteens` sixteens of queries of a warp read, from row `from` of the tile on; there is one at least.
+// The headers that `count` rows of a tile attend to, from row `from`; one or more of the rows exist.
 struct CatWarp {
-  int first, last;    // of their rows, of the whole tensor's
-  int least, most;    // headers that any of them reads: least..most-1
-  int every, common;  // headers that all of them read: every..common-1
+  int first, last;    // first and last row in the tensor
+  int least, most;    // headers that any row attends to: least..most-1
+  int every, common;  // headers that all rows attend to: every..common-1
 
   template <class Tile>
   __device__ CatWarp(const Tile& tile, int from, int count) {
@@ -159,8 +160,8 @@ struct CatWarp {
   __device__ bool reads_all(int from, int count) const { return from >= every && from + count <= common; }
 };
 
-// f(sixteen of keys in the block, its first row) for those whose chunks' rows the sixteen queries from `row`
-// on to `last` read.
+// Calls f(i, key) for the blocks of 16 keys whose rows the queries up to row `last` attend to in their own
+// chunks: i is the index in the block of keys, key the first row.
 template <int Keys, class F>
 __device__ inline void for_own(const CatShape& shape, int from, int chunk, int last, const F& f) {
   const int start = chunk * shape.size;
@@ -171,8 +172,8 @@ __device__ inline void for_own(const CatShape& shape, int from, int chunk, int l
   }
 }
 
-// f(n, e, whether the row reads it) for every element s.at[n][e] of sixteen queries, from `row` on, with
-// sixteen keys of chunks' rows, from `key` on.
+// Calls f(n, e, seen) for every element s.at[n][e] of the scores of 16 queries, from `row`, with 16 rows of
+// their own chunks, from `key`. seen: whether the query attends to the key.
 template <class F>
 __device__ inline void for_pairs(const CatRows& rows, const CatShape& shape, int row, int key, const F& f) {
   each_sum<2>([&](int n, int e) {

@@ -1,4 +1,4 @@
-// The kernels by element type and columns of a tile; each is compiled in a file of its own.
+// Launch functions for each element type and tile of columns. Each instance is compiled in its own file.
 #pragma once
 
 #include "cat_attention/cat_attention.h"
@@ -16,7 +16,7 @@ cudaError_t launch_cat_header_gradients(const CatHeaderGradients& problem, cudaS
 template <typename T, int Tile>
 cudaError_t launch_cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
-// Of q, o, dq: a block for every so many rows of a head.
+// Number of blocks for q, o and dq: one block for each `rows` rows of a query head.
 inline int64_t query_blocks(const CatShape& shape, int rows) {
   return divide_up(shape.rows, rows) * shape.chunks.batch * shape.query_heads;
 }

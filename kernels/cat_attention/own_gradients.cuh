@@ -1,5 +1,5 @@
-// dk and dv: what keys get of the rows of their own chunk, and headers of later chunks, whose sums are added
-// in the list's order.
+// dk and dv: the terms of keys from the rows of their own chunk, and for headers the sums over later chunks,
+// added in the order of the list.
 #pragma once
 
 #include "cat_attention/header_list.h"
@@ -7,8 +7,8 @@
 
 namespace girih::kernels {
 
-// Keys whose chunks end with their tile meet one tile of queries, which needs no second place: three blocks a
-// multiprocessor instead of two.
+// If the chunks of a tile of keys end with the tile, the tile has one tile of queries and needs one stage:
+// three blocks a multiprocessor instead of two.
 template <typename T, int Tile>
 __host__ __device__ inline int own_stages(const CatShape& shape) {
   return kCatQueries<T, Tile> == kCatBlock && shape.group() == 1 && kCatBlock % shape.size == 0 ? 1 : 2;
@@ -29,11 +29,11 @@ struct CatOwnPass {
   Keys& tile;
   int64_t batch;
   int head, part;
-  int row, rows;    // of keys
-  int tiles;        // of queries, of one head
-  int first, last;  // rows that the warp's keys get something of
+  int row, rows;    // first key row, number of key rows
+  int tiles;        // number of tiles of queries of a query head
+  int first, last;  // rows whose queries attend to the warp's keys
 
-  // Tiles of 64 rows one after another, of one head those of its columns beside each other.
+  // Blocks are in the order of tiles of 64 rows; the blocks of the column parts of a head are adjacent.
   __device__ CatOwnPass(const CatOwnCall& given, Keys& tile) : p(given.call), list(given.list), tile(tile) {
     const auto parts = static_cast<unsigned>(list.parts), heads = static_cast<unsigned>(p.shape.heads),
                all = parts * heads * static_cast<unsigned>(p.shape.chunks.batch), of = blockIdx.x % all;
@@ -47,14 +47,14 @@ struct CatOwnPass {
     last = end_of(min(first + 15, p.shape.rows - 1)) - 1;
   }
 
-  // One past the last row of a row's chunk.
+  // One past the last row of the chunk of row `at`.
   __device__ int end_of(int at) const { return min((at / p.shape.size + 1) * p.shape.size, p.shape.rows); }
   __device__ int row_at(int i) const { return row + i % tiles * kQueries; }
   __device__ void load(int i) const {
     tile.load_queries(i, p.q, p.dout, p.queries, batch, row_at(i), head * p.shape.group() + i / tiles);
   }
 
-  // Sixteen by sixteen: of chunks of 16 a sixteen of keys meets one.
+  // In blocks of 16 x 16. With chunks of 16 rows, 16 keys have one block.
   __device__ void meet(int i) const {
     if (first >= p.shape.rows) return;
     const int end[2] = {end_of(first + lane_row()), end_of(first + lane_row() + 8)};
@@ -86,7 +86,7 @@ struct CatOwnPass {
     }
   }
 
-  // The sums of header h, row lane_row() + 8 i of the warp's.
+  // Adds the sums of header h, row lane_row() + 8 i of the warp.
   __device__ void add_sums(int i, int h) const {
     const int64_t block = h / list.headers;
     if (block >= list.blocks) return;
@@ -111,7 +111,7 @@ struct CatOwnPass {
       if (at < p.shape.rows && at % p.shape.size == 0) add_sums(i, at / p.shape.size);
     }
     scale_rows(tile.dk, {p.shape.scale, p.shape.scale});
-    // By way of the warp's keys and values, which have been read.
+    // Through the warp's rows of keys and values, which have been read.
     put(tile.keys(), tile.dk, p.dk, p.shape.D);
     put(tile.values(), tile.dv, p.dv, p.shape.V);
   }

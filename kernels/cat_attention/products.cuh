@@ -1,5 +1,5 @@
-// What a warp multiplies here: sixteen rows, sums in fp32. 16-bit numbers are multiplied as they are, fp32
-// ones in two parts of each (tile/tf32.h).
+// Products of a warp: 16 rows, fp32 accumulators. 16-bit elements are multiplied directly, fp32 elements in
+// two tf32 parts (tile/tf32.h).
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace girih::kernels {
 
-// 16 x 16 of a left factor.
+// A 16 x 16 block of a left factor.
 template <typename T>
 struct CatLeft {
   uint32_t at[4];
@@ -18,7 +18,7 @@ struct CatLeft {
   __device__ void load(const Tile& tile, int row, int col) {
     load_block(at, tile, row, col);
   }
-  // sign: the sign bits of two 16-bit numbers, or nothing.
+  // Flips signs; sign: the sign bits of two 16-bit numbers, or 0.
   __device__ void flip(uint32_t sign) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] ^= sign;
@@ -30,7 +30,7 @@ struct CatLeft<float> : SplitBlock {
   __device__ void flip(uint32_t sign) { SplitBlock::flip(sign & 0x80000000u); }
 };
 
-// sums[m] += a[m] b^T, b = tile[row..row+8N-1, col..col+15], which is fetched once.
+// sums[m] += a[m] b^T, b = tile[row..row+8N-1, col..col+15]; b is loaded once.
 template <typename T, int N, int A, class Tile>
 __device__ inline void add_scores(Sums<N> (&sums)[A], const CatLeft<T> (&a)[A], const Tile& tile, int row,
                                   int col) {
@@ -53,7 +53,7 @@ __device__ inline void add_scores(Sums<N>& sums, const CatLeft<T>& a, const Tile
                 col);
 }
 
-// sums[m] += weights[m] tile[row..row+8M-1, col..col+8N-1], weights rounded to T, the tile fetched once.
+// sums[m] += weights[m] tile[row..row+8M-1, col..col+8N-1], weights rounded to T; the tile is loaded once.
 template <typename T, int N, int M, int A, class Tile>
 __device__ inline void add_weighted(Sums<N> (&sums)[A], const Sums<M> (&weights)[A], const Tile& tile,
                                     int row, int col = 0) {
@@ -98,7 +98,7 @@ __device__ inline void add_weighted(Sums<N>& sums, const Sums<M>& weights, const
                   row, col);
 }
 
-// The lane's share in the products, row by row, of two tiles' sixteen rows, columns col..col+15.
+// Adds the lane's part of the dot products of rows of two tiles: 16 rows, columns col..col+15.
 template <class Tile, class Other>
 __device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y, int row, int col) {
   using T = typename Tile::Element;
@@ -123,7 +123,7 @@ __device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y,
   }
 }
 
-// The sums, rounded, to sixteen rows of a tile.
+// Stores the sums, rounded, to 16 rows of a tile.
 template <int N, class Tile>
 __device__ inline void put_sums(const Tile& tile, int row, const Sums<N>& sums) {
   using T = typename Tile::Element;
@@ -139,11 +139,11 @@ __device__ inline void put_sums(const Tile& tile, int row, const Sums<N>& sums) 
   }
 }
 
-// A warp's share of a tile's rows to memory.
+// Stores the warp's part of the rows of a tile to global memory.
 template <int Workers, class Tile>
 __device__ inline void store_tile(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
                                   int cols, int worker) {
-  // fp32 rows lie as those of twice as many 16-bit elements do.
+  // fp32 rows have the layout of twice as many 16-bit elements
   constexpr int kHalves = sizeof(typename Tile::Element) / 2;
   using Halves = SharedTile<uint16_t, Tile::kRows, kHalves * Tile::kCols>;
   store_rows<Workers>(Halves{reinterpret_cast<uint16_t*>(tile.data)}, reinterpret_cast<uint16_t*>(to),

@@ -1,4 +1,4 @@
-// dq of a tile of queries, and what the kernels of keys need to know of them.
+// dq of a tile of queries, and the records CatQuery for the kernels of keys.
 #pragma once
 
 #include "cat_attention/keys.cuh"
@@ -15,14 +15,14 @@ struct CatQueryPass {
   static constexpr int kRows = 16 * kCatWarps, kKeys = kCatGradientKeys<T, Tile>,
                        kUnrolled = kCatUnrolled<T, Tile>;
   using Queries = CatQueryTile<T, Tile, kRows, kCatQueryOperands, kKeys>;
-  // O goes to the place of the second block of keys, or where that is too small, of both.
+  // O is loaded to the tiles of the second block of keys, or to those of both blocks if one is too small.
   static constexpr bool kSecond = 2 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes;
   static_assert(4 * Queries::KeyRows::kBytes >= Queries::QueryRows::kBytes);
 
   const CatQueryGradients& p;
   const Queries& tile;
-  int from;     // the warp's first row of the tile
-  float scale;  // times kCatUnit, as lse
+  int from;     // first row of the warp in the tile
+  float scale;  // multiplied by kCatUnit, as lse
   float lse[2], delta[2];
   Sums<Tile / 8> dq;
 
@@ -33,7 +33,7 @@ struct CatQueryPass {
 
   __device__ typename Queries::QueryRows output() const { return {tile.keys(kSecond ? 1 : 0).data}; }
 
-  // delta = sum over V of dO * O, and the numbers of the queries to memory.
+  // delta = sum over V of dO * O; writes the records of the queries.
   __device__ void describe() {
     float sum[2] = {0.f, 0.f};
 #pragma unroll 4
@@ -55,7 +55,7 @@ struct CatQueryPass {
     }
   }
 
-  // N sums of S and dP: S becomes dA = P * (dP - delta), P = e^{scale S - lse}.
+  // S becomes dA = P * (dP - delta), P = e^{scale S - lse}.
   template <int N, class Seen>
   __device__ void gradients(Sums<N>& s, const Sums<N>& dp, const Seen& seen) const {
     each_sum<N>([&](int n, int e) {
@@ -64,7 +64,7 @@ struct CatQueryPass {
     });
   }
 
-  // Rows of the warp's own chunks, sixteen by sixteen.
+  // The rows of the warp's own chunks, in blocks of 16 x 16.
   __device__ void own(int block) {
     const CatWarp warp(tile, from, 16);
     const CatRows rows(tile.seen, from);
@@ -86,7 +86,7 @@ struct CatQueryPass {
     });
   }
 
-  // A block of headers, of which all rows read all, or some.
+  // A block of headers. All: all rows attend to all of its headers.
   template <bool All>
   __device__ void headers(int block) {
     Sums<kKeys / 8> s, dp;
@@ -124,7 +124,7 @@ struct CatQueryPass {
     }
   }
 
-  // dQ = scale dA K, by way of the warp's queries, which have been read.
+  // Stores dQ = scale dA K through the warp's rows of the queries, which have been read.
   __device__ void store() {
     scale_rows(dq, {p.shape.scale, p.shape.scale});
     put_sums(tile.queries(kCatQ), from, dq);

@@ -1,4 +1,4 @@
-// Softmax over scores as they come.
+// Online softmax.
 #pragma once
 
 #include <type_traits>
@@ -7,12 +7,12 @@
 
 namespace girih::kernels {
 
-// scale q.k of sums of q.k: a factor above 0, in units of log2, and q's sign. So the largest sum is the
-// largest score, and a masked one, -infinity, stays what it is: a scale of 0 is one too small to tell any two
-// apart.
+// The scale of scores: a factor above 0 in units of log2, and a sign that is applied to q. So the largest
+// product q.k is the largest score, and a masked score stays -infinity. A scale of 0 becomes a factor too
+// small to distinguish two scores.
 struct CatScale {
-  float natural, by;  // without the sign: as it is, and in units of log2
-  uint32_t sign;      // of two 16-bit numbers; the upper one is an fp32 number's
+  float natural, by;  // absolute value of the scale, unscaled and times log2(e)
+  uint32_t sign;      // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
 
   __device__ explicit CatScale(float scale)
       : natural(fmaxf(fabsf(scale), 1e-37f)), by(natural * kLog2E), sign(scale < 0.f ? 0x80008000u : 0u) {}
@@ -22,9 +22,9 @@ struct CatScale {
   }
 };
 
-// Backward's e^{scale s - lse}, of a scale and an lse that are kCatUnit as large. Elements of 16 bits have
-// them in units of log2, and a weight is two instructions. fp32 has them as they are: the difference is small
-// where the weight is not, and errs no more than lse does.
+// e^{scale s - lse} of backward, with scale and lse multiplied by kCatUnit. For 16-bit elements these are in
+// units of log2, and a weight takes two instructions. For fp32 kCatUnit is 1: for weights that are not small
+// the difference is small, and its error is no larger than that of lse.
 template <typename T>
 constexpr float kCatUnit = std::is_same_v<T, float> ? 1.f : kLog2E;
 template <typename T>
@@ -33,13 +33,13 @@ __device__ inline float cat_weight(float s, float scale, float lse) {
   return exp2_fast(std::is_same_v<T, float> ? log * kLog2E : log);
 }
 
-// Of a lane's two rows of sixteen: the largest sum so far, m, and the lane's share in sum e^{scale (s - m)}.
+// For a lane's two of 16 rows: the largest product so far, m, and the lane's part of sum e^{scale (s - m)}.
 template <typename T>
 struct CatSoftmax {
-  // Less than any sum that is read: what is masked comes to 0 against it.
+  // Less than any product that is not masked, so that masked scores give 0.
   float largest[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f};
 
-  // s <- e^{scale (s - m')}, m' = max(m, s). What was summed before is to be multiplied by what this returns.
+  // s <- e^{scale (s - m')}, m' = max(m, s). Returns the factors for the values summed before.
   template <int N>
   __device__ float2 add(Sums<N>& s, const CatScale& scale) {
     float by[2];
@@ -55,7 +55,7 @@ struct CatSoftmax {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float &x = s.at[n][2 * i], &y = s.at[n][2 * i + 1];
-        if constexpr (std::is_same_v<T, float>) {  // of large scores the base would be rounded
+        if constexpr (std::is_same_v<T, float>) {  // for large scores, base would be rounded
           x = exp2_fast((x - most) * scale.by), y = exp2_fast((y - most) * scale.by);
         } else {
           x = exp2_fast(fmaf(x, scale.by, -base)), y = exp2_fast(fmaf(y, scale.by, -base));
@@ -66,13 +66,13 @@ struct CatSoftmax {
     return {by[0], by[1]};
   }
 
-  // log sum e^{scale s}, of a row's whole sum.
+  // log sum e^{scale s}; whole: the sum over the four lanes of the row.
   __device__ float log_sum(int i, float whole, const CatScale& scale) const {
     return fmaf(largest[i], scale.natural, logf(whole));
   }
 };
 
-// Where any row's factor is not 1: the largest score is soon among those seen.
+// Scales the rows, unless all factors are 1: the maximum rarely changes after the first blocks.
 template <int N>
 __device__ inline void scale_sums(Sums<N>& sums, float2 by) {
   if (__any_sync(~0u, by.x != 1.f || by.y != 1.f)) scale_rows(sums, by);

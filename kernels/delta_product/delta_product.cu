@@ -1,4 +1,4 @@
-// The instance that serves a shape, and how a scan is cut into segments where there are too few heads.
+// Chooses the instance for a shape, and cuts scans into segments if there are too few heads to fill the GPU.
 #include <algorithm>
 
 #include "delta_product/delta_product.h"
@@ -13,7 +13,7 @@ namespace girih::kernels {
 namespace delta_product {
 namespace {
 
-// launch(an element, the columns of a tile of D)
+// Calls launch(a value of the element type, the tile width of D).
 template <class Launch>
 cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
   return by_short_element(shape.dtype, [&](auto element) {
@@ -32,15 +32,16 @@ cudaError_t run(const ReversePass& pass, cudaStream_t stream) {
   });
 }
 
-// Two segments pay already in the scan at D = 128 (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49):
-// the first one's end is the other's start as it is. At D = 64 and in reverse they take longer than one.
+// With two segments the first end state is the second start state, so no join product is needed. The scan at
+// D = 128 gains from two segments (2 x 16384 tokens, 16 heads: 0.42 ms instead of 0.49). At D = 64, and in
+// reverse, two segments are slower than one.
 int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
   const int64_t blocks = shape.tokens.sequences * shape.heads * divide_up(shape.V, kScanColumns);
   return kernels::segment_tokens(shape.tokens, blocks, delta_chunk(shape.n),
                                  reverse || shape.D <= 64 ? 3 : 2);
 }
 
-// Of a segment's end: in the scan its transition's too.
+// Columns of the end state of a segment; the scan also stores the D columns of the transition.
 int64_t end_columns(const DeltaShape& shape, bool reverse) { return shape.V + (reverse ? 0 : shape.D); }
 
 int64_t segments(const DeltaShape& shape, bool reverse) {
@@ -53,20 +54,22 @@ int64_t workspace(const DeltaShape& shape, bool reverse) {
          static_cast<int64_t>(sizeof(float));
 }
 
-// By columns, of the scan's first pass; by rows kept for reverse, whose transition is its transpose.
+// The scan uses the transitions of its first launch, column-major. Reverse uses the saved transitions,
+// row-major, because its transition is the transpose.
 const float* transitions(const DeltaScan& p) {
   return static_cast<const float*>(p.workspace) + int64_t{p.shape.V} * p.shape.D;
 }
 const float* transitions(const DeltaReverse& p) { return p.transitions; }
 
-// A scan in either direction.
+// Launches the scan or reverse: one launch, or with segments the three launches of kernels/README.md.
 template <class Pass, class Problem>
 cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
   Pass pass{problem, Walk(shape, segment_tokens(shape, reverse), reverse)};
   if (pass.walk.segment == 0) return run(pass, stream);
 
-  // The first segment, every other from zero, and in the scan their transitions,
+  // 1. Scan every segment on its own: the first from the initial state, the others from zero. The scan also
+  // computes the transitions.
   float* const states = static_cast<float*>(problem.workspace);
   const int64_t D = shape.D, cols = end_columns(shape, reverse);
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
@@ -76,7 +79,7 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
   std::copy(stride, stride + 4, alone.scan.final.stride);
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
 
-  // what each starts from,
+  // 2. Join: the state before every segment.
   const TransitionJoin join{shape.tokens,   pass.walk.segment,
                             shape.heads,    shape.D,
                             shape.V,        reverse,
@@ -85,7 +88,7 @@ cudaError_t walk(const Problem& problem, bool reverse, cudaStream_t stream) {
                             problem.initial};
   if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
 
-  // and every segment again.
+  // 3. Scan every segment from that state.
   pass.scan.initial.data = states;
   std::copy(stride, stride + 4, pass.scan.initial.stride);
   return run(pass, stream);

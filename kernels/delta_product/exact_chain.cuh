@@ -1,12 +1,12 @@
-// The exact scan's chain. A group of two warps has sixteen columns of V; each has half of D, and what they
-// read of the state they add up.
+// The state warps of the fp32 scan. A group of two warps has sixteen columns of V; each warp has half of D,
+// and the two warps add their partial products with the state.
 #pragma once
 
 #include "delta_product/exact_state.cuh"
 
 namespace girih::kernels::delta_product::by_tile {
 
-// Sums over parts of D that a group's warps hand each other.
+// Adds the partial sums over D of the two warps of a group.
 struct Exchanger {
   Exchange& space;
   const int group, part;
@@ -18,7 +18,7 @@ struct Exchanger {
       space.of_lane[turn][part][2 * which + n][lane()] = {x.at[n][0], x.at[n][1], x.at[n][2], x.at[n][3]};
     }
   }
-  // All have given, and have taken what was given in the turn before.
+  // Barrier: both warps have stored their sums, and have read those of the previous exchange.
   __device__ void meet() const { barrier_wait(1 + group, 32 * kParts); }
   __device__ void add(int which, TileRows& x) const {
 #pragma unroll
@@ -29,9 +29,9 @@ struct Exchanger {
   }
 };
 
-// Forward a visit:   z = w - e^L S^T b, u = X z, once;   o = scale e^L S^T q + P u;
-// at last            S <- e^{L_C} S + k (e^{L_C - L} u)
-// The group's first warp stores u, the second makes o.
+// Forward, visit of a tile by one query head: z = w - e^L S^T b, u = X z for the first head; o = scale e^L
+// S^T q + P u; S <- e^{L_C} S + k (e^{L_C - L} u) for the last head. The first warp of the group stores u,
+// the second computes o.
 template <int Tile>
 __device__ inline void run_forward(ChainState<Tile>& state, const TileSpace<Tile>& space,
                                    Exchanger& exchange) {
@@ -44,7 +44,7 @@ __device__ inline void run_forward(ChainState<Tile>& state, const TileSpace<Tile
   float* const o = at<float>(p.o, batch, start, here.head * here.group, state.col);
   float* const u =
       p.u.data == nullptr ? nullptr : at<float>(p.u, batch, start * shape.n, here.head, state.col);
-  // Of a piece, in which numbers are small: addresses are worked out for every store.
+  // 32-bit offsets from the start of the segment; addresses are recomputed at each store.
   const int u_stride = static_cast<int>(p.u.stride[1]), o_stride = static_cast<int>(p.o.stride[1]),
             o_member = static_cast<int>(p.o.stride[2]);
   float *u_piece = nullptr, *o_piece = nullptr;
@@ -105,9 +105,9 @@ __device__ inline void run_forward(ChainState<Tile>& state, const TileSpace<Tile
   }
 }
 
-// Reverse a visit:   r = e^{L_C - L} dS^T k, once;   r += P^T do,  dS <- dS + scale e^L q do;
-// at last            du = X^T r,   dS <- dS - e^L b du
-// The group's first warp stores du, the second adds P^T do.
+// Reverse, visit of a tile by one query head: r = e^{L_C - L} dS^T k for the first head; r += P^T do and dS
+// <- dS + scale e^L q do; du = X^T r and dS <- dS - e^L b du for the last head. The first warp of the group
+// stores du, the second adds P^T do.
 template <int Tile>
 __device__ inline void run_reverse(ChainState<Tile>& state, const TileSpace<Tile>& space,
                                    Exchanger& exchange) {

@@ -1,15 +1,14 @@
-// The gradients of the gates: what a block of the exact gradients sums beside its products.
+// The gradients of the gates in the fp32 gradients.
 //
-// What a gate scales is never a difference of sums, of which little would be left behind closed gates: of the
-// pairs  E_ij A_ij (x_i . k_j)  those that it lies between are added up, and of F and u dS the rows on its
-// side.
+// A gradient is never a difference of sums, which would lose its digits behind closed gates: the sums contain
+// exactly the pairs E_ij A_ij (x_i . k_j) that the gate lies between, and the rows of F and u dS on its side.
 #pragma once
 
 #include "delta_product/exact_piece.cuh"
 
 namespace girih::kernels::delta_product::by_piece {
 
-// What is added to: the others are written.
+// Clears the accumulated sums; all other members are overwritten.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::clear_gates() const {
   for (int i = thread; i < kWarps * kTile; i += kThreads) {
@@ -18,10 +17,10 @@ __device__ inline void PieceGradients<Gated>::clear_gates() const {
   }
 }
 
-// e^{gates through a token}, e^{those after it}, and E.
+// e^{sum of gates through a token}, e^{sum of gates after it}, and E.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::sum_gates() const {
-  // Not differences of sums: long sums have no digits left for short ones.
+  // Not differences of prefix sums: short sums lose their digits in long ones.
   const float(&gate)[kTile] = gates.gate;
   const int j = thread % kTile, part = thread / kTile;
   if (part == 0) {
@@ -33,7 +32,7 @@ __device__ inline void PieceGradients<Gated>::sum_gates() const {
     for (int t = space.tokens - 1; t > j; --t) after += gate[t];
     gates.after[j] = expf(after);
   }
-  // E of rows: row i of sixteen, column j, zero where j's token is later.
+  // E of rows: row i of sixteen, column j; zero if the token of j is later.
   if (j / kBlock > part) return;
   float* const to = decays + (part * (part + 1) / 2 + j / kBlock) * kBlock * kBlock + j % kBlock;
   float sum = 0.f;
@@ -45,7 +44,8 @@ __device__ inline void PieceGradients<Gated>::sum_gates() const {
   }
 }
 
-// dS as it is at the warp's rows, e^{L_C - L} u dS, and what the gates after them scale of it.
+// dk *= e^{L_C - L}, which makes it the gradient at the warp's rows; sums its product with k for the gates
+// after each row.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::sum_far_writes(Sums<4>& dk) const {
   const int row = from + lane_row();
@@ -62,7 +62,7 @@ __device__ inline void PieceGradients<Gated>::sum_far_writes(Sums<4>& dk) const 
   }
 }
 
-// What the gates up to the warp's rows scale of S.
+// Sums the term of S of the warp's rows, on which the gates up to each row act.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::sum_far(const Sums<8>& sums) const {
 #pragma unroll
@@ -77,8 +77,7 @@ __device__ inline void PieceGradients<Gated>::sum_far(const Sums<8>& sums) const
   }
 }
 
-// Of pairs' shares of the gates between their rows, E_ij A_ij (x_i . k_j), the sums over j before a row and
-// over those i, of the warp's, that are there or later.
+// Sums of E_ij A_ij (x_i . k_j) over j before a row and i, of the warp, at the row or later.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::sum_pairs() const {
   const int reads = blocks();
@@ -102,7 +101,7 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
       const Pack<4> weight = four(tile(kReads + team), from + 8 * i, kBlock * m);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x.at[e] *= weight.at[e];
-      // Of the lanes before, and of all four.
+      // Exclusive sum over the lane's group of four, and the sum of all four.
       float all = x.at[0] + x.at[1] + (x.at[2] + x.at[3]);
       float other = __shfl_xor_sync(~0u, all, 1);
       float sum = lane() & 1 ? other : 0.f;
@@ -128,7 +127,7 @@ __device__ inline void PieceGradients<Gated>::sum_pairs() const {
   }
 }
 
-// dg of the piece's tokens, of these columns of D.
+// dg of the tokens of the segment, for the 64 columns of D of the block.
 template <bool Gated>
 __device__ inline void PieceGradients<Gated>::put_gates() const {
   __syncthreads();

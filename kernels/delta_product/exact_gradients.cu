@@ -1,10 +1,10 @@
-// A block has one piece, one memory head and 64 columns of D. What reads S takes part two by two: the steps
-// and the first query head, then two query heads more. Of each
+// A block has one segment, one memory head and 64 columns of D. It processes the readers of S two at a time:
+// the steps and the first query head, then two more query heads. For each reader
 //
 //     F = do S, or -du S,      A_ij = do_i . u_j, or -du_i . u_j,      and once dk = u dS       over V
 //     dq, db = e^{L_i} F + (E * A) K                                  dk <- dk + (E * A)^T (Q, or B)
 //
-// Every product goes through the tensor cores in two parts of each number (tile/tf32.h).
+// All products are tf32 products of split numbers (tile/tf32.h).
 #include "delta_product/exact_gates.cuh"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -46,7 +46,7 @@ __device__ inline void PieceGradients<Gated>::add_readers(int first_reader) {
   }
   __syncthreads();
   load_keys(first_reader);
-  // What other readers' rows have given.
+  // dk of the previous readers
   if (first_reader > 0) each_key([&](int i, int m, const float* at) { set_four(dk, i, m, load<4>(at)); });
   wait_copies<0>();
   __syncthreads();

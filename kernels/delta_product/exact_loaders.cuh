@@ -1,23 +1,23 @@
-// The warps that bring the exact scan's tiles.
+// The load warps of the fp32 scan.
 #pragma once
 
 #include "delta_product/exact_tiles.cuh"
 
 namespace girih::kernels::delta_product::by_tile {
 
-// A thread's packs of sixteen rows.
+// The thread's packs of the sixteen rows of a tile.
 template <int Tile>
 struct RowCopier {
-  static constexpr int kPacks = Tile / 4, kStep = 32 * kLoaders / kPacks;  // of rows
+  static constexpr int kPacks = Tile / 4, kStep = 32 * kLoaders / kPacks;  // kStep: rows
   static_assert(kStep > 0 && kRows % kStep == 0);
   using Rows = RowsOfTile<Tile>;
 
-  const float* from;  // the sequence's first row, the thread's pack of its row
+  const float* from;  // first row of the sequence, at the thread's pack
   int64_t stride;
   int row, col;
   bool valid;
 
-  // rows: of the array, a token.
+  // rows: rows of the array for a token.
   __device__ RowCopier(const In<4>& x, const Walked& here, int rows, int head, int cols, int thread)
       : stride(x.stride[1]), row(thread / kPacks), col(thread % kPacks * 4), valid(col < cols) {
     from = at<float>(x, here.sequence.batch, here.sequence.start * rows, head, col);
@@ -25,7 +25,7 @@ struct RowCopier {
   __device__ uint32_t address(const Rows& to, int i) const {
     return shared_address(&to.at(0, col & ~15, i, col & 15));
   }
-  // Rows first..first+rows-1, `offset` elements further.
+  // Starts the copies of rows first..first+rows-1, `offset` elements further.
   __device__ void start(const Rows& to, int64_t first, int rows, int64_t offset = 0) const {
     const float* x = from + (first + row) * stride + offset;
 #pragma unroll
@@ -33,7 +33,7 @@ struct RowCopier {
       copy_async(address(to, row + i), x, valid && row + i < rows);
     }
   }
-  // To the rows that end tokens their tokens' rows.
+  // Copies the row of a token to the row of the tile that ends the token.
   template <bool Reverse>
   __device__ void start_tokens(const Rows& to, const TileWalk<Reverse>& walk, int64_t offset) const {
 #pragma unroll 1
@@ -44,9 +44,9 @@ struct RowCopier {
   }
 };
 
-// Every tile has as many visits as a memory has queries. Each brings k and one head's q, at the rows of their
-// tokens' last steps; forward the first has b and w, reverse every one has do and the last b. Rows and
-// columns that do not exist are zero.
+// A tile has one visit for each query head of the memory. Each visit loads k and the q of one head, at the
+// rows of the last steps of their tokens. Forward: the first visit also loads b and w. Reverse: every visit
+// loads do, the last also b. Rows and columns that do not exist are zero.
 template <int Tile, bool Reverse>
 __device__ inline void load_tiles(const DeltaExactScan& p, const Walked& here, const TileSpace<Tile>& space,
                                   int slab, int thread) {

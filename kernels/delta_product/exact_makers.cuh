@@ -1,4 +1,4 @@
-// What the exact scan's chains multiply with beside rows, made ahead of them.
+// The producer warps of the fp32 scan: X, P and the decays of every tile, ahead of the state warps.
 #pragma once
 
 #include "delta_product/exact_tiles.cuh"
@@ -6,16 +6,16 @@
 
 namespace girih::kernels::delta_product::by_tile {
 
-// d += a b, a 8 x 4, b 4 x 8: of a the lane has (lane / 4, lane % 4), of b (lane % 4, lane / 4), of d
-// (lane_row(), lane_col()) and the next.
+// d += a b in fp64, a 8 x 4, b 4 x 8. The lane has a(lane / 4, lane % 4), b(lane % 4, lane / 4) and
+// d(lane_row(), lane_col()) with its right neighbour.
 __device__ inline void mma_f64(double (&d)[2], double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};\n"
       : "+d"(d[0]), "+d"(d[1])
       : "d"(a), "d"(b));
 }
 
-// x y^T, sixteen rows of each. A lane's four columns are neighbours. (In a loop, here and below: the
-// instructions of all roles together have to stay in a multiprocessor's cache.)
+// x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops in this file are not unrolled,
+// so that the code of all roles fits the instruction cache.)
 template <int Tile>
 __device__ inline Sums<2> scores(const RowsOfTile<Tile>& x, const RowsOfTile<Tile>& y) {
   SplitSums<2> sums;
@@ -34,10 +34,10 @@ __device__ inline Sums<2> scores(const RowsOfTile<Tile>& x, const RowsOfTile<Til
   return all;
 }
 
-// Of sixteen rows by sixteen columns the lane's, as of Sums<2>.
+// The lane's elements of a 16 x 16 matrix, in the layout of Sums<2>.
 using Scores64 = double[2][4];
 
-// b k^T, or Reverse k b^T, where b's row is not before k's.
+// b k^T, or with Reverse k b^T, in fp64, for 8 x 8 blocks where the row of b is not before that of k.
 template <bool Reverse, int Tile>
 __device__ inline void exact_scores(Scores64& scores, const RowsOfTile<Tile>& b, const RowsOfTile<Tile>& k) {
   double sums[2][2][2] = {};
@@ -64,14 +64,14 @@ __device__ inline void exact_scores(Scores64& scores, const RowsOfTile<Tile>& b,
   each_sum<2>([&](int n, int i) { scores[n][i] = sums[i / 2][n][i % 2]; });
 }
 
-// e^ of the gates up to every row and after it. Their sums are differences of fp64 ones: of fp32 ones short
-// sums behind long ones would have no digits.
+// e^ of the sum of gates up to each row, and after it. The sums are fp64 because differences of them are
+// used.
 __device__ inline void put_decays(Weights& weights, MakerSpace& own, const float* gates) {
   const int row = lane() % kRows;
   double through = 0., all = 0.;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    // One that closes takes no digits from the others; NaN stays.
+    // A gate of -inf is clamped, so that it does not remove the digits of the others; NaN stays.
     all += gates[i] < -1e4f ? -1e4f : gates[i];
     if (i == row) through = all;
   }
@@ -82,8 +82,8 @@ __device__ inline void put_decays(Weights& weights, MakerSpace& own, const float
   __syncwarp();
 }
 
-// Scores of rows and columns, the read row's and the written one's, or Reverse the other way round: those of
-// a row that reads and one written before it, with `itself` that row too, times their decay and `scale`.
+// Multiplies the scores by decay and `scale`, and clears those whose reading row is before the written one
+// (or equal, unless `itself`). The rows of the matrix are the reading rows, with Reverse the written ones.
 template <bool Reverse, class T>
 __device__ inline void weigh(T (&scores)[2][4], const double* gates, bool itself, float scale) {
   each_sum<2>([&](int n, int i) {
@@ -95,14 +95,14 @@ __device__ inline void weigh(T (&scores)[2][4], const double* gates, bool itself
   });
 }
 
-// Of a row that ends a token which one it is of its piece's; else -1.
+// For a row that ends a token the index of that token in its segment, else -1.
 template <bool Reverse>
 __device__ inline void put_tokens(Weights& weights, const TileWalk<Reverse>& walk) {
   const int i = lane();
   if (i < kRows) weights.token[i] = i < walk.rows() && walk.ends_token(i) ? walk.token_of_piece(i) : -1;
 }
 
-// The lane's column of X = (1 + A)^-1, row after row:   x_i = [i = column] - sum_{m<i} A_im x_m
+// The lane's column of X = (1 + A)^-1 by rows:   x_i = [i = column] - sum_{m<i} A_im x_m
 __device__ inline void solve(double (&x)[kRows], const double (&a)[kRows][kRows], int column) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -117,12 +117,12 @@ __device__ inline void solve(double (&x)[kRows], const double (&a)[kRows][kRows]
   }
 }
 
-// Where row i of those that are summed over lies in a row of X or P.
+// Position of term i of a sum in a row of X or P.
 __device__ constexpr int place_of(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
-// X of A, which the lanes have. Both are fp64, and X is handed on in three parts: where a key comes again and
-// again, and beta is 2, the same roundings of A = 2 k . k, or of X, come back with every token, and a unit in
-// the last place of fp32 is more than all roundings of a tile beside it.
+// Computes X from A in fp64 and stores X as the sum of three tf32 numbers. If a key repeats and beta is 2,
+// the same rounding error of A = 2 k . k or of X returns with every token, and one ulp of fp32 exceeds all
+// other rounding errors of a tile.
 template <bool Reverse>
 __device__ inline void put_inverse(Weights& weights, MakerSpace& own, const Scores64& a) {
   each_sum<2>([&](int n, int i) {
@@ -154,9 +154,8 @@ __device__ inline void put_reads(Weights& weights, const Sums<2>& p) {
   }
 }
 
-// Warp `maker` of the makers makes X and P of every kMakers-th visit. There are no more makers than stages:
-// whoever waits for a stage has seen all visits but the last few, and its phase is not two ahead of the
-// barrier's.
+// Producer warp `maker` computes X and P of every kMakers-th visit. There are at most as many producers as
+// stages, so a producer never waits for a phase that is two ahead of the phase of the barrier.
 //
 //     A_ij = E_ij b_i . k_j  (j < i)     X = (1 + A)^-1     P_ij = scale E_ij q_i . k_j  (j <= i)
 template <int Tile, bool Reverse>
@@ -169,7 +168,7 @@ __device__ inline void make_weights(const DeltaExactScan& p, const Walked& here,
   const int makers = space.stages < kMakers ? space.stages : kMakers;
   if (maker >= makers) return;
   Turn turn;
-  int next = maker;  // visits until the maker's
+  int next = maker;  // visits until the next one of this warp
 #pragma unroll 1
   for (TileWalk<Reverse> walk(p.shape, here); walk.more(); walk.next()) {
 #pragma unroll 1

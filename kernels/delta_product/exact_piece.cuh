@@ -1,4 +1,4 @@
-// A block of the exact gradients: what it has of a piece, and its phases.
+// A block of the fp32 gradients: its data of a segment, and its phases.
 #pragma once
 
 #include "delta_product/exact_products.cuh"
@@ -7,12 +7,12 @@
 namespace girih::kernels::delta_product::by_piece {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlocks = kTile / kBlock;        // of rows
+constexpr int kBlocks = kTile / kBlock;        // blocks of 16 rows
 constexpr int kHalf = kTile / 2;               // columns of dk of a warp
-constexpr int kTokenLanes = kThreads / kTile;  // that add up the dg of a token
+constexpr int kTokenLanes = kThreads / kTile;  // threads that sum the dg of a token
 
-// What the tiles have: of either reader rows do or du, then its E * A; u, S and dS, and after them the
-// readers' rows, q or b, and k, which stays.
+// Contents of the tiles. First: do or du of two readers, later their E * A; u, S and dS. After the sums over
+// V: q or b of two readers, and k, which stays for all readers.
 enum PiecePlace : int {
   kReads = 0,
   kWrites = 2,
@@ -24,25 +24,27 @@ enum PiecePlace : int {
 };
 
 struct GradientSpace {
-  int token[kTile];  // of a row
-  // Of the piece; here for want of registers.
-  int64_t batch, start, states;  // row of x, first token, where its states begin
+  int token[kTile];  // token of a row
+  // Segment data, in shared memory to save registers.
+  int64_t batch, start, states;  // batch row, first token, offset of its states
   int head, tokens;
-  int readers;  // the steps, and the query heads that share the memory
+  int readers;  // the steps, and the query heads of the memory head
   bool opens;
 };
 struct GateSpace {
-  // Of the piece's tokens: its gate, e^{gates through it}, e^{those after it}.
+  // Per token: its gate, e^{sum of gates through it}, e^{sum of gates after it}.
   float gate[kTile], through[kTile], after[kTile];
-  // What the gates up to a query or a step scale of S, and those after a row of dS; by team.
+  // Per row: the term of S, on which the gates up to a query or a step act; the term of dS, on which the
+  // gates after a row act; one entry for each team.
   float queries[2][kTile], steps[kTile], writes[2][kTile];
-  // Pairs of a row before the row at [.] and a read there or later, by the warps that have the reads.
+  // Per row: sum over pairs of an earlier row and a reading row at this row or later; one entry for each
+  // reading warp.
   float pairs[kWarps][kTile];
-  float parts[kWarps];  // S * dS, added up by the warps
+  float parts[kWarps];  // partial sums of S * dS
 };
 template <class Space>
 constexpr int kSpaceFloats = (static_cast<int>(sizeof(Space)) + 15) / 16 * 4;
-// Of E the sixteens of rows and columns up to the diagonal.
+// Floats of E: 16 x 16 blocks on and below the diagonal.
 constexpr int kDecayFloats = kBlocks * (kBlocks + 1) / 2 * kBlock * kBlock;
 
 constexpr int gradient_floats(bool gated) {
@@ -50,8 +52,8 @@ constexpr int gradient_floats(bool gated) {
          gated * (kDecayFloats + kSpaceFloats<GateSpace>);
 }
 
-// A block: of its memory head the rows of one piece, and 64 columns of D. Two readers at a time, one of four
-// warps each (a team): a warp has sixteen of its rows, and of dk sixteen rows and half of the columns.
+// A block has one segment of a memory head and 64 columns of D. It processes two readers at a time, each by a
+// team of four warps. A warp has sixteen rows of its reader, and sixteen rows and half of the columns of dk.
 template <bool Gated>
 struct PieceGradients {
   const DeltaExactGradients& p;
@@ -61,9 +63,9 @@ struct PieceGradients {
   GateSpace& gates;
   float* const decays;
   const int D, V, n;
-  const int slab, col;  // of D
+  const int slab, col;  // slab of D
   const int thread, team, block, from;
-  int reader;  // the warp's
+  int reader;  // reader of the warp
 
   __device__ PieceGradients(const DeltaExactGradients& p, float* shared, int slab)
       : p(p),
@@ -80,11 +82,12 @@ struct PieceGradients {
         col(slab * kTile),
         thread(static_cast<int>(threadIdx.x)),
         team(warp_index() / kBlocks),
-        // A scheduler's two warps have as much to do together as any other's: rows read those before them.
+        // Reversed order of team 1 balances the triangles of the two warps of a scheduler.
         block(team == 0 ? warp_index() : kWarps - 1 - warp_index()),
         from(kBlock * block) {}
 
-  // False: the piece has no tokens. By one warp: where a piece lies takes long divisions.
+  // Finds the segment. Returns false if it has no tokens. Only one warp computes it because of the 64-bit
+  // divisions.
   __device__ bool find(unsigned piece_head) {
     if (thread < 32) {
       const unsigned number = piece_head / shape.heads;
@@ -110,7 +113,7 @@ struct PieceGradients {
     return space.tokens > 0;
   }
 
-  // The gradients of readers `first_reader` and the next, and what their rows give dk.
+  // The gradients of readers `first_reader` and the next, and their terms of dk.
   __device__ void add_readers(int first_reader);
   __device__ void put_gates() const;
 
@@ -127,9 +130,8 @@ struct PieceGradients {
   __device__ PieceTile tile(int place) const { return {shared + place * PieceTile::kFloats}; }
   __device__ int rows_of(bool of_steps) const { return of_steps ? space.tokens * n : space.tokens; }
   __device__ int head_of(int of) const { return space.head * (readers() - 1) + of - 1; }
-  // Of the warp's reader: its rows, none past the last reader; the token of one; how many sixteens of rows of
-  // the steps there are up to the last that the warp's rows read. Worked out anew where they are asked for:
-  // the products need the registers.
+  // For the reader of the warp: rows (0 past the last reader), the token of a row, and the number of blocks
+  // of 16 steps that its rows read. Recomputed at each use, because the products need the registers.
   __device__ bool steps() const { return reader == 0; }
   __device__ int rows() const { return reader < readers() ? rows_of(steps()) : 0; }
   __device__ int token_of(int row) const { return steps() ? space.token[row] : row; }
@@ -138,26 +140,26 @@ struct PieceGradients {
     return before < all ? before : all;
   }
 
-  // There is something of the warp's part of dk.
+  // The warp's part of dk is not empty.
   __device__ bool has_keys() const { return from < rows_of(true) && col + kHalf * team < D; }
 
-  // Where the piece's rows of an array begin, of a head the columns from `at` on.
+  // Pointer to the rows of the segment, of a head, from column `at` on.
   template <class Array>
   __device__ auto rows_at(const Array& x, bool of_steps, int head, int at) const {
     return kernels::at<float>(x, space.batch, space.start * (of_steps ? n : 1), head, at);
   }
-  // Of an array the piece's rows, columns at..at+63 of `width`, to a tile.
+  // Loads the rows of the segment to a tile, columns at..at+63 of `width`.
   __device__ void load_rows(int place, const In<4>& x, bool of_steps, int head, int at, int width) const {
     load_async<kThreads>(tile(place), rows_at(x, of_steps, head, at), x.stride[1], rows_of(of_steps),
                          width - at, thread);
   }
-  // The columns v..v+63 of S or dS, [V, D], to a tile.
+  // Loads rows v..v+63 of S^T or dS^T, [V, D], to a tile.
   __device__ void load_state(int place, const float* states, int v) const {
     load_async<kThreads>(tile(place), states + space.states + static_cast<int64_t>(v) * D + col, D,
                          shape.V - v, D - col, thread);
   }
 
-  // Columns v..v+63 of the readers' rows do, or du.
+  // Loads columns v..v+63 of do or du of the two readers.
   __device__ void load_reads(int first_reader, int v) const {
     if (first_reader == 0) {
       load_rows(kReads, p.du, true, space.head, v, V);
@@ -167,7 +169,8 @@ struct PieceGradients {
     if (first_reader + 1 < readers()) load_rows(kReads + 1, p.dout, false, head_of(first_reader + 1), v, V);
   }
 
-  // S as it is after the function between chunks, and S * dS, of what the thread has brought.
+  // Applies the function between chunks to S, and sums S * dS, on the elements that the thread has loaded
+  // itself.
   __device__ void finish_states(int first_reader, float& both) const {
     const bool sums = Gated && first_reader == 0;
     if (!space.opens && !sums) return;
@@ -184,7 +187,7 @@ struct PieceGradients {
     }
   }
 
-  // F = do S, or du S, over V. Of up to 64 columns all tiles stay until the other sums over V.
+  // F = do S, or du S, summed over V. If V <= 64, all tiles stay for the other sums over V.
   __device__ void sum_states(Sums<8>& sums, int first_reader) const {
     float both = 0.f;
 #pragma unroll 1
@@ -217,8 +220,8 @@ struct PieceGradients {
     }
   }
 
-  // f(c) for every sixteen columns, c..c+15 of a tile, of V, of which load(v) brings what is needed beside u,
-  // unless it is there. Sums over V follow each other so that registers do not have to hold all at a time.
+  // Calls f(c) for every sixteen columns c..c+15 of a tile of V. load(v) loads the operands besides u if they
+  // are not in shared memory. Sums over V run one after another to save registers.
   template <class Load, class F>
   __device__ void each_tile(const Load& load, const F& f) const {
 #pragma unroll 1
@@ -236,15 +239,16 @@ struct PieceGradients {
     }
   }
 
-  // E * A in place of the warp's rows do or du, and e^L F.
+  // E * A replaces the rows do or du of the warp; sums becomes e^L F.
   __device__ void weigh(const Sums<8>& scores, Sums<8>& sums) const {
     const float factor = steps() ? -1.f : shape.scale;
     const int reads = blocks();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = from + lane_row() + 8 * i;
-      const int seen = steps() ? row : (row + 1) * n;           // rows that it reads
-      const int at = steps() || seen > kTile ? row : seen - 1;  // the last token's E of the tile's row
+      const int seen = steps() ? row : (row + 1) * n;  // rows that it reads
+      // The row of E: that of the token's last row.
+      const int at = steps() || seen > kTile ? row : seen - 1;
       [[maybe_unused]] const float* const decay =
           decays + (at / kBlock * (at / kBlock + 1) / 2 * kBlock + at % kBlock) * kBlock + lane_four();
 #pragma unroll
@@ -269,7 +273,7 @@ struct PieceGradients {
     scale_rows(sums, by);
   }
 
-  // The readers' own rows, and once the keys.
+  // Loads the rows of the two readers, and for the first readers the keys.
   __device__ void load_keys(int first_reader) const {
     if (first_reader == 0) {
       load_rows(kKeys, p.k, true, space.head, col, D);
@@ -302,7 +306,7 @@ struct PieceGradients {
 #pragma unroll 1
     for (int i = 0; i < 2 && first_reader + i < readers(); ++i) {
       const bool of_steps = first_reader + i == 0;
-      // From the first that reads one of the warp's rows on.
+      // Starts at the first block that reads a row of the warp.
 #pragma unroll 1
       for (int b = of_steps ? block : space.token[from] / kBlock; kBlock * b < rows_of(of_steps); ++b) {
         SplitBlock a;
@@ -312,7 +316,7 @@ struct PieceGradients {
     }
   }
 
-  // f(pack, its place) for the warp's part of dk.
+  // Calls f(i, m, pointer to a pack) for the warp's part of dk.
   template <class F>
   __device__ void each_key(const F& f) const {
     const int at = col + kHalf * team + lane_four();

@@ -1,9 +1,9 @@
-// What a warp of the exact gradients multiplies: sixteen rows of tiles of 64 x 64 fp32 numbers, as tf32.h
-// does.
+// The products of a warp of the fp32 gradients: sixteen rows of tiles of 64 x 64 fp32 numbers, with the tf32
+// products of tile/tf32.h.
 //
-// Of every sixteen columns, those of a factor that are added over and those of the sums, a lane has four
-// neighbours, 4 (lane % 4) on. So sums go to a tile, and come from it as a left factor, by 16 bytes that are
-// the lane's own.
+// Of every sixteen columns a lane has the four neighbours from 4 (lane % 4) on, in operands and in
+// accumulators. An accumulator is stored to a tile, and loaded as a left factor, by 16-byte accesses of the
+// lane's own elements.
 #pragma once
 
 #include "tile/pack.h"
@@ -12,13 +12,12 @@
 namespace girih::kernels::delta_product::by_piece {
 
 constexpr int kTile = 64;
-constexpr int kBlock = 16;  // rows of a warp, and what goes into a sum at a time
+constexpr int kBlock = 16;  // rows of a warp; terms that are added together
 
-// The lane's first of sixteen columns.
+// The first of the lane's four of sixteen columns.
 __device__ inline int lane_four() { return 2 * lane_col(); }
 
-// Where the lane is, worked out anew: places in tiles that hang on it would be kept in registers, which the
-// products need, for as long as any other place does.
+// Recomputes the lane index; otherwise the derived addresses stay live in registers, which the products need.
 struct Lane {
   int row, four;
 
@@ -29,7 +28,7 @@ struct Lane {
   }
 };
 
-// 16-byte packs change places with the row, so that a warp meets no conflicts where its lanes read
+// A swizzled tile. A warp has no bank conflicts if its lanes read
 //     a pack of rows i or 2 i + j, columns 4q..4q+3            (i = 0..7, q = 0..3)
 //     columns i, or 2 i and the next, of row 4q + j.
 struct PieceTile {
@@ -38,24 +37,25 @@ struct PieceTile {
 
   float* data;
 
-  // What changes of a column: bits 3 and 4, by bits 0 to 3 of the row.
+  // The swizzle of a row: bits 3 and 4 of the column, from bits 0 to 3 of the row.
   __device__ static int turn(int row) { return ((row ^ row >> 1 ^ row >> 3) & 1) << 4 | (row >> 2 & 1) << 3; }
   __device__ float& at(int row, int col) const { return data[row * kCols + (col ^ turn(row))]; }
-  // Of (row + lane_row, col + lane_col), numbers without common bits: the lanes' part is worked out once.
+  // Element (row + lane_row, col + lane_col), sums of numbers without common bits, so that the lane's part is
+  // computed once.
   __device__ float& at(int row, int col, int lane_row, int lane_col) const {
     return data[((lane_row * kCols + (lane_col ^ turn(lane_row))) ^ col ^ turn(row)) + row * kCols];
   }
   __device__ uint32_t address(int row, int col) const { return shared_address(&at(row, col)); }
 };
 
-// The lane's four of a tile's sixteen columns from `col`, row lane_row() of eight.
+// The lane's four of a tile's sixteen columns from `col`, row `row` + lane_row().
 __device__ inline Pack<4> four(const PieceTile& tile, int row, int col) {
   return load<4>(&tile.at(row, col, lane_row(), lane_four()));
 }
 __device__ inline void put(const PieceTile& tile, int row, int col, const Pack<4>& pack) {
   store<4>(&tile.at(row, col, lane_row(), lane_four()), pack);
 }
-// Of sums columns 16m + lane_four() to the third after it, row lane_row() + 8i.
+// Columns 16 m + lane_four() to + 3 of an accumulator, row lane_row() + 8 i.
 template <int N>
 __device__ inline Pack<4> four(const Sums<N>& sums, int i, int m) {
   return {{sums.at[2 * m][2 * i], sums.at[2 * m + 1][2 * i], sums.at[2 * m][2 * i + 1],
@@ -84,13 +84,13 @@ __device__ inline void load_transposed(SplitBlock& a, const PieceTile& tile, int
   }
 }
 
-// a.multiply() of eight columns of the sums and the next.
+// a.multiply() for two groups of eight columns of the sums, n and n + 1.
 template <int N>
 __device__ inline void multiply_two(Sums<N>& sums, int n, const SplitBlock& a, const float (&right)[2][4]) {
   a.multiply(reinterpret_cast<float(&)[2][4]>(sums.at[n]), right);
 }
 
-// sums += a b^T, b = tile[0..8N-1, col..col+15], of the columns of the sums the first `blocks` sixteens.
+// sums += a b^T, b = tile[0..8N-1, col..col+15], for the first `blocks` sixteens of the columns of the sums.
 template <int N>
 __device__ inline void add_scores(Sums<N>& sums, const SplitBlock& a, const PieceTile& tile, int col,
                                   int blocks) {
@@ -109,8 +109,8 @@ __device__ inline void add_scores(Sums<N>& sums, const SplitBlock& a, const Piec
   }
 }
 
-// sums += a b, b = tile[row..row+15, col..col+8N-1], of which the first `cols` columns are there: 32 by 32,
-// so that no more is under way at a time than there are registers for.
+// sums += a b, b = tile[row..row+15, col..col+8N-1], of which `cols` columns exist; in steps of 32 columns,
+// which limits the loads in flight to the registers.
 template <int N>
 __device__ inline void add_product(Sums<N>& sums, const SplitBlock& a, const PieceTile& tile, int row,
                                    int col, int cols = 8 * N) {

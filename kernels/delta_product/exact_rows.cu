@@ -1,9 +1,9 @@
-// Some lanes have one row of one head: of k, v and beta, or of q.
+// A group of lanes has one row of one head: k, v and beta, or q.
 //
 //     k <- k / |k|       b = beta k       w = beta v       q <- q / |q|
 //
-// Lengths are made in fp64: an error in |k| is the same at every step that repeats a key, and where beta is 2
-// the steps reflect and it grows with their number.
+// Lengths are computed in fp64: an error of |k| is the same at every step that repeats a key; if beta is 2,
+// the steps are reflections and the error grows with their number.
 #include <algorithm>
 
 #include "delta_product/exact.h"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// x / y; of numbers of 32 bits, as most are, in a fifth of the time.
+// x / y; 32-bit division, where possible, takes a fifth of the time.
 __device__ inline int64_t quotient(int64_t x, int64_t y) {
   return (x | y) >> 32 == 0 ? static_cast<uint32_t>(x) / static_cast<uint32_t>(y) : x / y;
 }
@@ -33,8 +33,8 @@ __host__ __device__ inline int64_t rows_of(const DeltaExactShape& shape, bool qu
   return tokens.batch * tokens.tokens * (queries ? shape.query_heads : int64_t{shape.n} * shape.heads);
 }
 
-// The `number`-th of the `each` rows that a warp has, of steps or of queries. One that does not exist is
-// given row 0, so that its lanes take part in the shuffles.
+// Row `number` of the `each` rows of a warp, of steps or of queries. If the row does not exist, its lanes
+// process row 0, so that they take part in shuffles.
 struct Job {
   bool query, exists;
   RowOf at;
@@ -52,7 +52,7 @@ struct Job {
   }
 };
 
-// f(an element of the type)
+// Calls f(a value of the type).
 template <class F>
 __device__ inline void with_type(DType type, const F& f) {
   switch (type) {
@@ -67,13 +67,14 @@ __device__ inline void with_type(DType type, const F& f) {
   }
 }
 
-// A row of 8 Lanes elements at most: lane l has the packs of four l and l + Lanes; zero beyond its width.
+// A row of up to 8 Lanes elements. Lane l has packs l and l + Lanes of four elements; elements beyond the
+// width are zero.
 template <int Lanes>
 struct Row {
   float at[8];
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % Lanes; }
-  // f(element i of the lane's, column) for four of either pack.
+  // Calls f(index i of the lane's element, column) for both packs.
   template <class F>
   __device__ static void each_pack(const F& f) {
 #pragma unroll
@@ -114,14 +115,14 @@ struct Row {
     for (int other = Lanes / 2; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
     return x;
   }
-  // x <- x / |x|; what x was multiplied by.
+  // x <- x / |x|; returns 1 / |x|.
   __device__ float to_unit() {
     const double by = rsqrt(dot(*this) + 1e-6);
 #pragma unroll
     for (int i = 0; i < 8; ++i) at[i] = static_cast<float>(static_cast<double>(at[i]) * by);
     return static_cast<float>(by);
   }
-  // Its gradient becomes that of x:   (dy - y (y . dy)) / |x|
+  // The gradient of y = x / |x| becomes that of x:   (dy - y (y . dy)) / |x|
   __device__ void gradient_of_unit(const Row& y, float by) {
     const double along = y.dot(*this);
 #pragma unroll
@@ -159,7 +160,7 @@ struct Row {
       });
     });
   }
-  // fp32, and zeros up to a multiple of 4.
+  // Stores fp32 with zeros up to a multiple of 4 elements.
   __device__ void store_padded(const Out<4>& x, const RowOf& row, int width) const {
     float* const to = static_cast<float*>(x.data) + offset_of(x, row.batch, row.row, row.head);
     each_pack([&](int i, int d) {
@@ -175,7 +176,8 @@ struct Row {
   }
 };
 
-// f(job) for the rows of this warp's lanes. None has lanes that part at a sum over a row.
+// Calls f(job) for the rows of this warp. All lanes of a warp call f equally often, so shuffles are
+// convergent.
 template <int Lanes, class F>
 __device__ inline void each_row(const DeltaExactShape& shape, int64_t warps, const F& f) {
   constexpr int kEach = 32 / Lanes;
@@ -196,21 +198,21 @@ __global__ void __launch_bounds__(kThreads)
     if (p.unit) x.to_unit();
     if (job.query) return x.store_padded(p.unit_q, job.at, D);
     if (p.unit_k.data != nullptr) x.store_padded(p.unit_k, job.at, D);
-    // A beta for every channel: D = V.
+    // With a beta for every channel D = V.
     (x * Row(p.beta, job.at, D)).store_padded(p.b, job.at, D);
     if (p.w.data != nullptr) (Row(p.v, job.at, V) * Row(p.beta, job.at, V)).store_padded(p.w, job.at, V);
   });
 }
 
-// dk = dk + beta db, through the length;   dv = beta dw;   dbeta = db k + dw v, summed over columns if it is
-// one a step
+// dk = dk + beta db, through the length;   dv = beta dw;   dbeta = db k + dw v, summed over columns if beta
+// is one number a step.
 template <int Lanes>
 __global__ void __launch_bounds__(kThreads)
     row_gradients(const __grid_constant__ DeltaExactRowGradients p, int64_t warps) {
   using Row = delta_product::Row<Lanes>;
   const DeltaExactShape& shape = p.shape;
   each_row<Lanes>(shape, warps, [&](const Job& job) {
-    // Rows that no sequence owns are not read: they may hold anything.
+    // Rows outside of all sequences are not read: they may hold any value.
     const bool owned = job.exists && sequence_of(shape.pieces.tokens, job.at.batch,
                                                  job.query ? job.at.row : quotient(job.at.row, shape.n))
                                          .inside;

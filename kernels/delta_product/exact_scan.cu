@@ -1,10 +1,10 @@
-// A block has 32 columns of one head's state and walks its sequence by tiles of sixteen rows; a warp has
-// sixteen of the columns and half of D, in registers. What a tile takes of the state is a chain of three
-// products, S^T b, X z and k u. All else lies beside it: two warps bring rows, stages ahead, and four make X
-// and P of them, which need nothing of the state. Products are those of tile/tf32.h.
+// The fp32 scan, forward and reverse. A block has 32 columns of the state of one head and loops over its
+// sequence by tiles of sixteen rows; a state warp has sixteen of the columns and half of D, in registers. A
+// tile costs three dependent products, S^T b, X z and k u. Two load warps load rows, stages ahead, and four
+// producer warps compute X and P, which do not depend on the state. Products are those of tile/tf32.h.
 //
-// X is the inverse of a triangle of sixteen rows, made in fp64 by substitution: what it solves is as near as
-// what the recurrence gives.
+// X is the inverse of a triangular matrix of sixteen rows, computed in fp64 by substitution, so that X z is
+// as accurate as the recurrence.
 #include "delta_product/exact_chain.cuh"
 #include "delta_product/exact_loaders.cuh"
 #include "delta_product/exact_makers.cuh"

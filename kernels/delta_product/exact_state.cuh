@@ -1,5 +1,4 @@
-// What a warp of the exact scan's chain has of a head's state, in registers: sixteen columns of V of half of
-// D.
+// The state in the registers of a warp of the fp32 scan: sixteen columns of V, half of D.
 #pragma once
 
 #include "delta_product/exact_tiles.cuh"
@@ -7,20 +6,20 @@
 
 namespace girih::kernels::delta_product::by_tile {
 
-// Of a tile's rows 8 n + lane_col() + j the lane's two columns of V: at[n][2 h + j].
+// Rows 8 n + lane_col() + j of a tile, the lane's two columns of V: at[n][2 h + j].
 using TileRows = Sums<2>;
 
 template <int Tile>
 struct ChainState {
-  static constexpr int kBlocks = Tile / 16 / kParts;  // of sixteen columns of D
+  static constexpr int kBlocks = Tile / 16 / kParts;  // blocks of sixteen columns of D
   using Rows = RowsOfTile<Tile>;
 
   const DeltaExactScan& p;
   const DeltaExactShape& shape;
   const Walked& here;
-  const int part, first_col;  // of D; its first column
-  const int own, col;         // the lane's first column of V, of the block's and of all; another is 8 further
-  // S^T, or dS^T: of block m its columns 4 (lane % 4) + 2 j + i are at[2 m + i][2 h + j], of V's `col` + 8 h.
+  const int part, first_col;  // half of D; its first column
+  const int own, col;         // first of the lane's columns, in the block and in V; the second is 8 further
+  // S^T or dS^T: columns 4 (lane % 4) + 2 j + i of block m are at[2 m + i][2 h + j], in row `col` + 8 h of V.
   Sums<2 * kBlocks> s;
 
   __device__ ChainState(const DeltaExactScan& p, const Walked& here, int slab, int warp)
@@ -32,7 +31,7 @@ struct ChainState {
         own(warp / kParts * kChainCols + lane_row()),
         col(slab + own) {}
 
-  // f(element, its place) for those of the lane's elements that exist, in an array of states.
+  // Calls f(element, reference) for the lane's elements that exist, in an array of states.
   template <class T, class F>
   __device__ void each_place(T* data, const int64_t (&stride)[4], const F& f) {
     const int row = first_col + 2 * lane_col();
@@ -53,7 +52,7 @@ struct ChainState {
   __device__ void store() {
     each_place(static_cast<float*>(p.final.data), p.final.stride, [](float s, float& at) { at = s; });
   }
-  // Of states that are kept, [V, D], the lane's packs: f(where a pack is, its four elements).
+  // Calls f(pointer to a pack, its four elements) for the lane's packs of a saved state [V, D].
   template <class Float, class F>
   __device__ void each_kept(Float* states, int64_t number, const F& f) {
     const int D = in_fours(shape.D), row = first_col + 2 * lane_col();
@@ -74,7 +73,7 @@ struct ChainState {
       *reinterpret_cast<float4*>(at) = {x, y, z, w};
     });
   }
-  // dS <- phi'(S) * dS, S that before the function
+  // dS <- phi'(S) * dS, S before the function
   __device__ void apply_slope(int64_t number) {
     const Between which = shape.pieces.between;
     each_kept(p.states, number, [&](const float* at, float& x, float& y, float& z, float& w) {
@@ -96,7 +95,7 @@ struct ChainState {
     const float by = weights.whole;
     each([&](float& x) { x *= by; });
   }
-  // At the first of a piece's tiles.
+  // Called at the first tile of a segment.
   template <bool Reverse>
   __device__ void enter(const TileWalk<Reverse>& walk) {
     const bool has = shape.pieces.between != Between::none;
@@ -105,7 +104,7 @@ struct ChainState {
     if (!Reverse && has && walk.place.part == 0 && walk.token > 0) apply_between();
   }
 
-  // sums[i] = S^T x_i^T over this half of D. S is taken apart once for all of them.
+  // sums[i] = S^T x_i^T over this half of D. S is split into tf32 parts once for all x_i.
   template <int N>
   __device__ void read(TileRows (&sums)[N], const Rows (&x)[N]) const {
     SplitSums<2 * N> all;
@@ -141,7 +140,7 @@ struct ChainState {
     float right[2 * N][4];
 #pragma unroll
     for (int n = 0; n < 2 * N; ++n) {
-      // The lane's four in the order in which S has them.
+      // The lane's four elements in the order of S.
       const float4 four = *reinterpret_cast<const float4*>(
           &x[n / 2].at(n % 2 * 8, first_col + 16 * m, lane_row(), 2 * lane_col()));
       right[n][0] = four.x, right[n][1] = four.z, right[n][2] = four.y, right[n][3] = four.w;
@@ -159,14 +158,14 @@ __device__ inline void take_values(TileRows& y, const float* values, int own) {
 __device__ inline void subtract(TileRows& y, const TileRows& x) {
   each_sum<2>([&](int n, int e) { y.at[n][e] -= x.at[n][e]; });
 }
-// y's rows times factors
+// Multiplies the rows of y by factors and by `by`.
 __device__ inline void scale_tile(TileRows& y, const float (&factors)[kRows], float by = 1.f) {
   scale_columns(y, [&](int n) {
     const float2 two = *reinterpret_cast<const float2*>(&factors[8 * n + lane_col()]);
     return float2{by * two.x, by * two.y};
   });
 }
-// y by X
+// X y
 __device__ inline TileRows solution(const TileRows& y, const Weights& weights) {
   SplitBlock block;
   block.take(y, 0);
@@ -192,7 +191,7 @@ __device__ inline TileRows solution(const TileRows& y, const Weights& weights) {
   each_sum<2>([&](int n, int i) { solved.at[n][i] = sums[n][i] + low[n][i]; });
   return solved;
 }
-// y by P
+// P y
 __device__ inline SplitSums<2> weighed(const TileRows& y, const float (&weights)[kRows][kRows]) {
   SplitBlock block;
   block.take(y, 0);
@@ -206,7 +205,7 @@ __device__ inline SplitSums<2> weighed(const TileRows& y, const float (&weights)
 __device__ inline void add(TileRows& y, const SplitSums<2>& sums) {
   each_sum<2>([&](int n, int e) { y.at[n][e] += sums.at(n, e); });
 }
-// The lane's rows to memory, row i past its first to to(i), where its column `col` lies, if has(i).
+// Stores the lane's rows: row i to to(i) at column `col`, if has(i).
 template <class To, class Has>
 __device__ inline void store_tile(const TileRows& y, int col, int cols, const To& to, const Has& has) {
   const bool inside = col < cols, both = col + 8 < cols;
@@ -217,7 +216,8 @@ __device__ inline void store_tile(const TileRows& y, int col, int cols, const To
     if (exists && both) row[8] = y.at[n][2 + j];
   });
 }
-// Of steps: `piece` is the first of the tile's piece, where the tile has `rows` from `first` on.
+// Rows of steps. `piece` points to the first row of the segment; the tile has `rows` rows from row `first`
+// on.
 __device__ inline void store_steps(const TileRows& y, float* piece, int stride, int first, int rows, int col,
                                    int cols) {
   first += lane_col();
@@ -225,7 +225,8 @@ __device__ inline void store_steps(const TileRows& y, float* piece, int stride, 
   store_tile(
       y, col, cols, [&](int i) { return piece + (first + i) * stride; }, [&](int i) { return i < left; });
 }
-// Of tokens that rows end: `piece` is the piece's first.
+// Rows of tokens, of those rows of the tile that end a token. `piece` points to the first token of the
+// segment.
 __device__ inline void store_tokens(const TileRows& y, float* piece, int stride, const Weights& weights,
                                     int col, int cols) {
   const int* const token = weights.token + lane_col();

@@ -1,5 +1,4 @@
-// The exact scan's tiles of sixteen rows: how a sequence is walked through, and what a block has of one in
-// shared memory.
+// Tiles of sixteen rows of the fp32 scan: the iterator over a sequence, and the shared memory of a block.
 #pragma once
 
 #include "delta_product/pieces.h"
@@ -9,13 +8,13 @@
 namespace girih::kernels::delta_product::by_tile {
 
 constexpr int kRows = 16;
-// Warps: a group of chains has sixteen columns of V, each of its warps half of D.
+// Numbers of warps. A group of kParts state warps has sixteen columns of V; each of its warps has half of D.
 constexpr int kGroups = 2, kParts = 2, kChains = kGroups * kParts, kMakers = 4, kLoaders = 2;
 constexpr int kThreads = 32 * (kChains + kMakers + kLoaders);
-constexpr int kChainCols = 16, kBlockCols = kGroups * kChainCols;  // of V
+constexpr int kChainCols = 16, kBlockCols = kGroups * kChainCols;  // columns of V
 constexpr int kMaxStages = 4;
 
-// A block's sequence and head.
+// Sequence and head of a block.
 struct Walked {
   Sequence sequence;
   int64_t tokens;
@@ -28,13 +27,13 @@ struct Walked {
         group(shape.query_heads / shape.heads) {}
 };
 
-// From tile to tile of a sequence, piece by piece; no tile is of two pieces. Reverse: from its end to its
-// start.
+// Iterates over the tiles of a sequence, segment by segment; a tile lies in one segment. Reverse: from the
+// last to the first.
 template <bool Reverse>
 class TileWalk {
   const DeltaPieces& pieces_;
   int64_t tokens_;
-  int length_;  // rows of the piece that the sequence has
+  int length_;  // rows of the segment that belong to the sequence
 
   __device__ void enter(int64_t count) {
     length_ = static_cast<int>(count) * n;
@@ -44,11 +43,11 @@ class TileWalk {
   __device__ static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 
  public:
-  const int n;     // steps a token
-  Place place;     // the piece
-  int64_t token;   // its first, of the sequence
-  int first;       // row of the tile, of the piece
-  bool completed;  // forward: the piece before has all of its tokens
+  const int n;     // steps of a token
+  Place place;     // of the segment
+  int64_t token;   // first token of the segment, from the start of the sequence
+  int first;       // first row of the tile, from the start of the segment
+  bool completed;  // forward: the previous segment has all of its tokens
 
   __device__ TileWalk(const DeltaExactShape& shape, const Walked& here)
       : pieces_(shape.pieces),
@@ -63,7 +62,7 @@ class TileWalk {
 
   __device__ bool more() const { return length_ > 0; }
   __device__ int rows() const { return length_ - first < kRows ? length_ - first : kRows; }
-  // The tile is the first of its piece that the walk comes to.
+  // The tile is the first of its segment in the order of the iteration.
   __device__ bool enters() const { return Reverse ? first + kRows >= length_ : first == 0; }
 
   __device__ void next() {
@@ -83,9 +82,10 @@ class TileWalk {
     }
   }
 
-  // The sequence's step that the tile begins with.
+  // Index of the tile's first step in the sequence.
   __device__ int64_t row() const { return token * n + first; }
-  // Row i of the tile: which of its piece's tokens it is a step of, whether the first, or the last.
+  // For row i of the tile: its token in the segment, and whether it is the first or the last step of that
+  // token.
   __device__ int token_of_piece(int i) const {
     return n == 1 ? first + i : static_cast<int>(static_cast<unsigned>(first + i) / n);
   }
@@ -93,23 +93,24 @@ class TileWalk {
   __device__ bool ends_token(int i) const { return token_of_piece(i + 1) * n == first + i + 1; }
 };
 
-// Rows of fp32 in packs of four, which change places within 128 bytes so that neither a float4 of each of two
-// rows and four packs, nor a float2 of each of four rows (2c, or 2c + 1) and four columns of two meet
-// conflicts.
+// Rows of fp32, in packs of four that are swizzled within 128 bytes. There are no bank conflicts for a float4
+// of each of two rows and four packs, nor for a float2 of each of four rows (2c, or 2c + 1) and four pairs of
+// columns.
 template <int Cols>
 struct RowsOfTile {
   static constexpr int kBytes = kRows * Cols * static_cast<int>(sizeof(float));
 
   float* data;
 
-  // row + lane_row, col + lane_col: row a multiple of 8, col of 16; lane_row below 16, lane_col below 16.
+  // Element (row + lane_row, col + lane_col): row is a multiple of 8, col of 16; lane_row and lane_col are
+  // below 16.
   __device__ float& at(int row, int col, int lane_row, int lane_col) const {
     const int turn = (lane_row & 6) ^ (lane_row & 1) << 2;
     return data[(row + lane_row) * Cols + (col & ~31) + (((col & 16) + lane_col) ^ 4 * turn)];
   }
 };
 
-// Four neighbours of a row, 16 bytes, one by one.
+// Loads four neighbours of a row (16 bytes).
 template <class To, class From>
 __device__ inline void take_four(To (&to)[4], const From* from) {
   const auto four = *reinterpret_cast<const Elements<From, 4>*>(from);
@@ -117,28 +118,29 @@ __device__ inline void take_four(To (&to)[4], const From* from) {
   for (int i = 0; i < 4; ++i) to[i] = four.at[i];
 }
 
-// Values: w, or do; rows apart by 4 modulo 16 floats, so that a lane's (2c, or 2c + 1, r) meet no conflict.
+// Row pitch of w or do: 4 modulo 16 floats, so that reads of element (2c, or 2c + 1, r) have no bank
+// conflicts.
 constexpr int kValuePitch = kBlockCols + 4;
 
-// What the makers leave of a tile for the chains. X and P are kept as right factors: row n of the product's
-// columns, and of the rows that are summed over 2c, 2c + 1, 2c + 8, 2c + 9 beside each other. X is the sum of
-// three tf32 numbers.
+// Results of the producer warps for a tile. X and P are stored as B operands: row n is a column of the
+// product, and terms 2c, 2c + 1, 2c + 8, 2c + 9 of the sum are neighbours. X is the sum of three tf32
+// numbers.
 constexpr int kInverseParts = 3;
 struct Weights {
   uint32_t x[kInverseParts][kRows][kRows];
   float p[kRows][kRows];
-  // Of gates: up to row i; after it; of all rows.
+  // e^ of the sum of gates up to row i, after row i, and of all rows.
   float through[kRows], after[kRows], whole;
-  int token[kRows];  // that a row ends, of its piece's; else -1
+  int token[kRows];  // token that a row ends, in its segment; else -1
 };
 
-// A maker's own.
+// Memory of a producer warp.
 struct MakerSpace {
-  double gates[kRows];     // their sums
+  double gates[kRows];     // prefix sums
   double a[kRows][kRows];  // A
 };
 
-// What a group's warps hand each other, by two places in turns: each lane's sums over half of D.
+// Partial sums of the two warps of a group, over half of D each; two alternating buffers.
 struct Exchange {
   float4 of_lane[2][kParts][4][32];
 };
@@ -166,7 +168,7 @@ struct TileSpace {
   __device__ Rows k(int i) const { return {floats(i, Rows::kBytes)}; }
   __device__ Rows b(int i) const { return {floats(i, 2 * Rows::kBytes)}; }
   __device__ float* values(int i) const { return floats(i, kValues); }
-  __device__ float* gates(int i) const { return floats(i, kGates); }  // of rows that begin a token, else 0
+  __device__ float* gates(int i) const { return floats(i, kGates); }  // zero except at first rows of tokens
   __device__ Weights& weights(int i) const { return *reinterpret_cast<Weights*>(floats(i, kWeights)); }
   __device__ Exchange& exchange(int group) const {
     return reinterpret_cast<Exchange*>(floats(stages, 0))[group];

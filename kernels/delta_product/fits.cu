@@ -1,4 +1,4 @@
-// Away from the launches: whoever sees the kernels and launches them compiles them.
+// delta_fits, in a translation unit of its own, so that others do not instantiate the kernels.
 #include <algorithm>
 
 #include "delta_product/gradients.cuh"
@@ -12,7 +12,7 @@ namespace girih::kernels {
 
 cudaError_t delta_fits(int D, bool vector, bool& fits) {
   using namespace delta_product;
-  using T = __half;  // as large as bf16
+  using T = __half;  // same size as bf16
   fits = false;
   if (D > kDeltaMaxWidth) return cudaSuccess;
   int limit = 0;

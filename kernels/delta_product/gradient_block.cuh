@@ -1,5 +1,5 @@
-// A block of the gradients: what it has, and what a slab's columns of V bring to it, the products with the
-// states and with U. What comes before is in gradients.cuh, what comes after in gradient_finish.cuh.
+// A block of gradients: its data, and the work of one slab of columns of V, which is the products with the
+// states and with U. gradients.cuh has the start, gradient_finish.cuh the rest.
 #pragma once
 
 #include "delta_product/gradient_gates.cuh"
@@ -11,13 +11,13 @@
 
 namespace girih::kernels::delta_product {
 
-// OneSlab: V is no wider; then what is summed over slabs needs no registers before them.
+// OneSlab: V fits one slab, so sums over slabs need no registers before the slab.
 template <typename T, int D, bool OneSlab, Factors factors>
 struct GradientBlock {
   using Sizes = GradientSizes<D>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   using Gradient = Sums<Sizes::kCols / 8>;
-  static constexpr int kThreads = Sizes::kThreads, kGroup = 128;  // of a warpgroup
+  static constexpr int kThreads = Sizes::kThreads, kGroup = 128;  // threads of a warpgroup
   static constexpr bool kBoth = Sizes::kGroups == 1;              // one warpgroup has N and dP
   static constexpr bool kOwn = Tiles::kOwn, kAside = Tiles::kAside;
   static constexpr bool kDirect = factors == Factors::none, kGates = factors == Factors::any,
@@ -32,13 +32,13 @@ struct GradientBlock {
   const int warp;
   WarpPlace place;
   const bool gated, unit_rows, many_tokens;
-  const bool late;  // queries come once U is through, or dS, whose room they get
+  const bool late;  // queries are loaded after the last use of U or dS, whose memory they replace
   bool has_edge, has_tokens, has_values;
 
   Edge<T, D, OneSlab> of_states;
   Gradient dq, dk;
   Sums<8> of_steps;  // G U^T
-  Sums<8> both;      // do U^T, where one warpgroup has both
+  Sums<8> both;      // do U^T, if one warpgroup computes all
   float2 of_beta = {0.f, 0.f}, read_of_g = {0.f, 0.f};
 
   __device__ GradientBlock(const DeltaGradients& p, const GradientBoxes& boxes, const Tiles& tile,
@@ -59,11 +59,11 @@ struct GradientBlock {
     place.col = Sizes::kCols * place.group;
   }
 
-  // Whether there is a chunk; then its first loads are under way.
+  // Starts the first loads. Returns false if the chunk has no tokens.
   __device__ bool start(const GradientGrid& grid);
 
-  // gradient_finish.cuh: products with N and dP, once all of V is through. `left`: the left factor of those
-  // under way.
+  // gradient_finish.cuh: products with N and dP, after all slabs. `left` is the A fragment of the product in
+  // flight.
   __device__ void weigh(const Divider& steps, Operand<kTilesDown>& left);
   __device__ void start_left(const Operand<kTilesDown>& left, Gradient& sums) const;
   __device__ void start_dq(Operand<kTilesDown>& left);
@@ -78,21 +78,22 @@ struct GradientBlock {
   __device__ float2 of_rows(int vector) const { return vectors.rows(vector, place.mine); }
   __device__ float2 logs() const { return kGates ? of_rows(kDeltaLog) : make_float2(0.f, 0.f); }
   __device__ float end_log() const { return kGates ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f; }
-  // L_C less L. The power is held at 2^-60, so that a quotient by it stays in range; what that lets through
-  // of U dS^T is 2^-60 of it.
+  // L_C - L. Clamped to -60 (base 2), so that a quotient by its exponential stays in range; the error of U
+  // dS^T is a factor of 2^-60.
   __device__ float until_end(float log) const { return fmaxf(end_log() - log, -60.f); }
-  // Of beta what the rows of G do not have yet.
+  // The factor beta that the rows of G lack: 1 if dz holds dv.
   __device__ float2 steps_left(float2 steps) const {
     return divides<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
   }
-  // Of dk, a memory head's other query heads have their part of dP alone: all else comes in times zero.
+  // The other query heads of a memory head contribute to dk by dP only; their other terms are multiplied by
+  // zero.
   __device__ float2 first_only(float2 x) const { return here.first ? x : make_float2(0.f, 0.f); }
   template <class Tile>
   __device__ WarpRows<Tile> rows_of(const Tile& of, int col) const {
     return WarpRows<Tile>(tile.origin, of, col);
   }
-  // The first of the warpgroup's columns of a slab. Of one slab with gates there is no register to keep what
-  // follows from it.
+  // The first column of the warpgroup in a slab. With one slab and gates it is recomputed at each use to save
+  // registers.
   __device__ int of_values() const {
     return kAside && kGates ? worked_out_here(64 * place.group) : 64 * place.group;
   }
@@ -100,12 +101,12 @@ struct GradientBlock {
   __device__ void group_barrier() const {
     place.group == 0 ? barrier_wait(1, kGroup) : barrier_wait(2, kGroup);
   }
-  // Where the other warpgroup alone has `times` of them.
+  // Matches the barriers that only the other warpgroup executes `times` times (for racecheck).
   __device__ void group_barrier_for_racecheck(int times = 1) const {
     for (int i = 0; kCountsBarriers && i < times; ++i) group_barrier();
   }
 
-  // <S, dS>, of a gate's gradient.
+  // <S, dS>, for the gradient of the gates.
   __device__ void add_edge(int v) {
     float part = of_states.sum(p, here, tile, v);
     part = sum_over_col(sum_over_row(part));
@@ -113,7 +114,7 @@ struct GradientBlock {
     if (lane() == 0) sum = v == 0 ? part : sum + part;
   }
 
-  // dv_i = beta_i G_i, eight columns at a time; where reverse has not left it.
+  // dv_i = beta_i G_i, eight columns at a time, unless reverse has stored dv.
   __device__ void put_values(int v) const {
     if (!here.first || divides<T>(p, prepared)) return;
     constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaRows / kStep;
@@ -142,8 +143,8 @@ struct GradientBlock {
     }
   }
 
-  // Z_i = beta_i (v_i - a_i S^T k_i), in place of v, and of dbeta_i G_i . (v_i - a_i S^T k_i); for gates
-  // G_i . S^T k_i. ks: K S.
+  // Z_i = beta_i (v_i - a_i S^T k_i) replaces v. Adds G_i . (v_i - a_i S^T k_i) to dbeta_i, and with gates
+  // sums G_i . S^T k_i. ks: K S.
   __device__ void make_amiss(const Sums<8>& ks, bool last) {
     const float2 log = logs(), steps = of_rows(kDeltaBeta);
     const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit);
@@ -180,8 +181,8 @@ struct GradientBlock {
     }
   }
 
-  // dk_j = -read_j S G_j, without rho. Of one slab this is divided by e^{L_C - L_j}, with which U dS^T will
-  // come: both then have the same sums, and those of G U^T room beside them.
+  // dk_j = -read_j S G_j without rho. With one slab this is divided by e^{L_C - L_j}, by which U dS^T is
+  // multiplied afterwards: the two products then share one accumulator, which leaves registers for G U^T.
   __device__ void read_states() {
     const float2 log = logs();
     if constexpr (OneSlab) {
@@ -203,7 +204,7 @@ struct GradientBlock {
     }
   }
 
-  // U = X Z, of the warpgroup's own columns, in place of Z.
+  // U = X Z replaces Z, for the columns of the warpgroup.
   __device__ void solve() const {
     fence_tiles();
     group_barrier();
@@ -235,7 +236,7 @@ struct GradientBlock {
     put_rows<T>(rows_of(tile.u, of_values()), u);
   }
 
-  // G U^T, do U^T, under way afterwards.
+  // Starts G U^T or do U^T.
   __device__ void start_steps() {
     fill(of_steps, 0.f);
     fence_products(of_steps);
@@ -247,7 +248,7 @@ struct GradientBlock {
     commit_products();
   }
 
-  // dk_j += w_j dS U_j, without rho; and the wait for G U^T, do U^T.
+  // dk_j += w_j dS U_j without rho; waits for G U^T or do U^T.
   __device__ void write_states() {
     const float2 log = logs();
     if constexpr (OneSlab) {
@@ -271,7 +272,7 @@ struct GradientBlock {
     }
   }
 
-  // What earlier slabs gave; it would have no registers beside the next one's.
+  // Sums over slabs in shared memory; registers do not suffice.
   __device__ void add_slabs(int v, bool last) {
     const auto add = [&](Sums<8>& x, int which) {
       float* const so_far = tile.partial + which * kDeltaRows * kDeltaRows + threadIdx.x % 128;
@@ -288,7 +289,7 @@ struct GradientBlock {
     if (place.group == Sizes::kQueries) add(of_queries(), 1);
   }
 
-  // Of columns of V from `v` on.
+  // The slab of columns of V from `v` on.
   __device__ void take_slab(int v) {
     const bool last = OneSlab || v + Sizes::kSlab >= p.shape.V;
     const int number = v / Sizes::kSlab;
@@ -310,7 +311,7 @@ struct GradientBlock {
     }
     loads.wait_values(here, number);
 
-    // dq_t = S do_t. Where dq is to wait aside, it is made while Z is.
+    // dq_t = S do_t. With kAside this product overlaps with Z.
     if (kAside) {
       fill(dq, 0.f);
       start_states<D>(tile.origin, dq, tile.dout, tile.states, place.col);
@@ -337,7 +338,7 @@ struct GradientBlock {
     fence_tiles();
     __syncthreads();
     if (kAside) {
-      // While dS is on its way, which had no room before.
+      // The load of dS overlaps: dS replaces S only now.
       loads.start_gradients(here, v);
       start_steps();
       put_values(v);

@@ -1,23 +1,22 @@
-// What the gradients have once all of V is through: N and dP, their products with keys and queries, and what
-// is stored.
+// The end of gradients, after all slabs: N and dP, their products with keys and queries, and the stores.
 #pragma once
 
 #include "delta_product/gradient_block.cuh"
 
 namespace girih::kernels::delta_product {
 
-// N_ij = -beta_i G_i . U_j (j < i) and dP_tj = do_t . U_j, weighted, to where products find them; of dbeta_i
-// sum_j M_ij G_i . U_j. Where the warpgroup is alone its rows of N stay in registers, and dK += N K is made
-// of them at once.
+// N_ij = -beta_i G_i . U_j (j < i) and dP_tj = do_t . U_j with their factors, stored as operands; the term
+// sum_j M_ij G_i . U_j of dbeta_i. A lone warpgroup has its rows of N in registers and computes dK += N K at
+// once.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::weigh(const Divider& steps,
                                                                     Operand<kTilesDown>& left) {
   if (kAside) put_aside<kThreads>(tile.aside(), dq);
   if (place.group == Sizes::kQueries && late) loads.template start_queries<kGroup>(here);
-  // k . dk, so far through the states
+  // k . dk of the products with states
   if (gated)
     put_rows(tile.later->state[place.group], place.mine, dot_rows<T>(dk, rows_of(tile.k, place.col)));
-  // Of fewer tokens than steps the second warpgroup has less to do.
+  // With fewer tokens than steps the second warpgroup has less work.
   if (unit_rows && place.group == (many_tokens ? 0 : Sizes::kQueries)) {
     put_rows(tile.later->square[0], place.mine, square_rows<D, T>(rows_of(tile.k, 0)));
   }
@@ -54,7 +53,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::weigh(const Divide
   if (kOwn) wait_products<0>(dq);
 }
 
-// sums += left K, under way afterwards.
+// Starts sums += left K.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_left(const Operand<kTilesDown>& left,
                                                                          Gradient& sums) const {
@@ -63,7 +62,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_left(const O
   commit_products();
 }
 
-// dq_t = r_t S do_t + sum_j dP_tj k_j, dP weighted, under way afterwards; of gates r_t q_t . S do_t.
+// Starts dq_t = r_t S do_t + sum_j dP_tj k_j, dP with its factors; with gates also r_t q_t . S do_t.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_dq(Operand<kTilesDown>& left) {
   const int n = p.shape.n, mine = place.mine;
@@ -71,7 +70,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_dq(Operand<k
     const float2 log = {vectors.element(kDeltaLog, min(mine * n, kDeltaRows - 1)),
                         vectors.element(kDeltaLog, min((mine + 8) * n, kDeltaRows - 1))};
     scale_rows(dq, {exp2_fast(log.x), exp2_fast(log.y)});
-    // What stands below the last tokens' rows is others' to write.
+    // Memory below the rows of the last tokens belongs to other warps.
     const float2 state = has_tokens ? dot_rows<T>(dq, rows_of(tile.q, place.col)) : float2{0.f, 0.f};
     put_rows(tile.later->query[place.group], mine,
              {tile.factors[mine] * state.x, tile.factors[mine + 8] * state.y});
@@ -88,8 +87,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_dq(Operand<k
   start_left(left, dq);
 }
 
-// dk_j += sum_t dP_tj q_t of `Bands` times 16 tokens, dP weighted; and the wait for dq, whose left factor is
-// `left`.
+// dk_j += sum_t dP_tj q_t for 16 Bands tokens, dP with its factors; waits for dq, whose A fragment is `left`.
 template <typename T, int D, bool OneSlab, Factors factors>
 template <int Bands>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_queries(const Operand<kTilesDown>& left) {
@@ -110,7 +108,8 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_queries(const 
   keep(of_q);
 }
 
-// dk_j += sum_i (N_ij + N_ji) k_i, N weighted: of a block on the diagonal both have a half, the rest is zero.
+// dk_j += sum_i (N_ij + N_ji) k_i, N with its factors. On a diagonal block N and N^T have disjoint nonzero
+// elements, so they are combined by a bitwise or.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_keys(Operand<kTilesDown>& left) {
   fill(left);
@@ -128,8 +127,8 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_keys(Operand<k
   keep(left);
 }
 
-// Of unit vectors dq and dk with rho, less what lies along q and k. rho_j is put to dk_j here, in fp32: 1000
-// times a sum may be too large for 16 bits.
+// With normalised q and k: multiplies dq and dk by rho and subtracts the components parallel to q and k.
+// rho_j is applied to the fp32 accumulator of dk_j: 1000 times a sum may exceed the range of fp16.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
   const int mine = place.mine;
@@ -154,7 +153,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
   }
 }
 
-// dq, dk; dbeta_i, what warps added up of G_i . E_i, which stands since the last barrier; dg.
+// Stores dq, dk, dbeta_i = G_i . E_i (partial sums of the warps, complete since the last barrier), and dg.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::put() const {
   const int64_t batch = here.piece.sequence.batch, first_row = here.piece.start * p.shape.n;

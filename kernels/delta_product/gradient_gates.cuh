@@ -1,17 +1,17 @@
-// The gradients of gates.
+// The gradients of the gates.
 #pragma once
 
 #include "delta_product/gradient_rows.cuh"
 
 namespace girih::kernels::delta_product {
 
-// This thread's share of a slab of <S, dS>: of the rounded states, but before a sequence's first token and
-// after its last one in fp32.
+// The thread's share of <S, dS> of a slab. The states are rounded; the initial and the final state of a
+// sequence are fp32.
 template <typename T, int D, bool OneSlab>
 class Edge {
   using Sizes = GradientSizes<D>;
   static constexpr int kPacks = Sizes::kSlab * D / 8 / Sizes::kThreads;
-  uint4 ahead_[Sizes::kApart ? 1 : kPacks];  // dS, whose room S has yet
+  uint4 ahead_[Sizes::kApart ? 1 : kPacks];  // dS while its shared memory holds S
 
   __device__ static int row(int pack) { return (pack * Sizes::kThreads + threadIdx.x) / (D / 8); }
   __device__ static int col(int pack) { return (pack * Sizes::kThreads + threadIdx.x) % (D / 8) * 8; }
@@ -81,8 +81,8 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
   if (here.first && lane() < Sizes::kThreads / 32) {
     edge = sums.edge[lane()] * exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1));
   }
-  // Of a row: -read G . S^T k - w k . dS U, and its part of N M and P dP. sum w k . dS U is <state after, dS>
-  // less that of the state before.
+  // For each row: -read G . S^T k - w k . dS U, and its terms of N M and P dP. The sum of w k . dS U is
+  // <state after, dS> minus the same for the state before.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = lane() + 32 * i;
@@ -117,7 +117,7 @@ __device__ inline void put_gate_gradients(const DeltaGradients& p, const Here& h
     }
     dl[i] = sum;
   }
-  // The sum of the lanes from this one on, then of those after it.
+  // Suffix sum over the lanes, first with this lane, then without it.
   float sum = dl[0] + dl[1];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {

@@ -1,6 +1,5 @@
-// What a block of the gradients brings to shared memory. A card that has boxes brings whole tiles, asked for
-// by the block's first thread (copies of every thread's own would be, with their addresses, a fifth of its
-// instructions); else all threads load.
+// The loads of gradients. With TMA the first thread of the block copies whole tiles (copies by all threads
+// cost a fifth of their instructions for addresses); without TMA all threads copy.
 #pragma once
 
 #include "delta_product/gradient_tiles.cuh"
@@ -8,7 +7,7 @@
 
 namespace girih::kernels::delta_product {
 
-// Rows of a chunk, of its tokens, and of a state. Tokens are as many as a tile or half of it has rows.
+// Tensor maps of the rows of steps, of tokens and of states. A box of tokens has 64 or 32 rows.
 struct GradientBoxes {
   Boxes k, v, dz, q, dout, states, gradients;
 };
@@ -41,14 +40,14 @@ inline cudaError_t describe(GradientBoxes& boxes, const DeltaGradients& p) {
   return cudaSuccess;
 }
 
-// The first rows of a tile, to be loaded by themselves.
+// The first 32 rows of a tile, for a load of their own.
 template <typename T, int Cols>
 struct HalfTile : BlockTile<T, Cols> {
   static constexpr int kRows = kDeltaRows / 2;
 };
 
-// A block's loads: all of its threads start each (boxes: or the one that asks for them), and wait for each.
-// Boxes are there for who has waited, all else once the block or the warpgroup has met after it.
+// The loads of a block. All threads call every start_* and every wait_*. With TMA the data are visible after
+// the wait; otherwise after the next barrier of the block or the warpgroup.
 template <typename T, int D, bool OneSlab>
 class GradientLoads {
   using Sizes = GradientSizes<D>;
@@ -65,7 +64,7 @@ class GradientLoads {
   __device__ GradientLoads(const DeltaGradients& p, const GradientBoxes& boxes, const Tiles& tile)
       : p(p), boxes(boxes), tile(tile) {}
 
-  // By the thread that starts boxes.
+  // Called by the thread that starts the TMA copies.
   __device__ void init() const {
     GradientBarriers& barriers = *tile.barriers;
     init_barrier(&barriers.states, 1);
@@ -76,7 +75,7 @@ class GradientLoads {
     publish_barriers();
   }
 
-  // A slab's columns of S.
+  // A slab of columns of S.
   __device__ void start_states(uint32_t number, int v) const {
     if constexpr (kBoxes) {
       if (threadIdx.x != 0) return;
@@ -87,7 +86,7 @@ class GradientLoads {
       commit_copies();
     }
   }
-  // Keys, and what was prepared of the chunk.
+  // Keys, prepared data and factors of the chunk.
   __device__ void start_keys(const Here& here) const {
     const unsigned char* const prepared = here.prepared(p);
     const float* const factors = p.factors + static_cast<uint64_t>(blockIdx.x) * kDeltaRows;
@@ -112,8 +111,8 @@ class GradientLoads {
       commit_copies();
     }
   }
-  // A slab's columns of v, G and do, and of dS where it has a room; else dS to the L2 cache, but where <S,
-  // dS> reads it.
+  // A slab of columns of v, G and do, and of dS if dS has memory of its own. Otherwise dS is prefetched to
+  // the L2 cache, unless <S, dS> reads it.
   __device__ void start_values(const Here& here, int v) const {
     if constexpr (kBoxes) {
       if (threadIdx.x != 0) return;
@@ -147,7 +146,7 @@ class GradientLoads {
       commit_copies();
     }
   }
-  // A slab's columns of dS, to where S was.
+  // A slab of columns of dS, in the memory of S.
   __device__ void start_gradients(const Here& here, int v) const {
     if constexpr (kBoxes) {
       if (threadIdx.x != 0) return;
@@ -158,7 +157,7 @@ class GradientLoads {
       commit_copies();
     }
   }
-  // Queries, by `Threads` from a warpgroup's first on.
+  // Queries, by `Threads` threads from the first of a warpgroup on.
   template <int Threads>
   __device__ void start_queries(const Here& here) const {
     if constexpr (kBoxes) {
@@ -172,7 +171,7 @@ class GradientLoads {
       commit_copies();
     }
   }
-  // To the L2 cache, where they come late.
+  // Prefetches queries to the L2 cache if their memory is still in use.
   __device__ void prefetch_queries(const Here& here) const {
     if constexpr (kBoxes) {
       if (threadIdx.x != 0) return;
@@ -189,7 +188,7 @@ class GradientLoads {
     }
   }
 
-  // For S and what does not change from slab to slab; `slab`: its number.
+  // Waits for S and for data that all slabs share; `slab` is the index of the slab.
   __device__ void wait_states(const Here& here, int slab) const {
     if constexpr (kBoxes) {
       wait(&tile.barriers->states, slab & 1);
@@ -225,7 +224,7 @@ class GradientLoads {
       __syncthreads();
     }
   }
-  // Once, before the block or the warpgroup meets, by all of one of them.
+  // Called once by all threads of the block or of one warpgroup, before their barrier.
   template <int Threads>
   __device__ void wait_queries(const Here& here) const {
     if constexpr (kBoxes) {
@@ -244,7 +243,7 @@ class GradientLoads {
     fence_tiles();
     __syncthreads();
   }
-  // Rows that a tile has beyond the chunk's: a box has brought what follows it.
+  // Clears the rows of a tile beyond the chunk: a TMA box also copies rows of the next chunk.
   template <int Threads, class Tile>
   __device__ static void clear_after(const Tile& tile, int first, int rows) {
     constexpr int kPacks = Tile::kCols / 8;
@@ -263,7 +262,7 @@ class GradientLoads {
                {col + i, static_cast<int>(row), head, static_cast<int>(here.piece.sequence.batch)}, barrier);
     }
   }
-  // f(how many bytes further in shared memory, where): of a slab's columns of a state.
+  // Calls f(byte offset in shared memory, coordinates) for every box of a slab of columns of a state.
   template <class F>
   __device__ static void for_each_box_of_state(uint32_t number, int v, const F& f) {
 #pragma unroll

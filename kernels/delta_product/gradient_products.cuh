@@ -1,39 +1,39 @@
-// The gradients' products of warpgroups, as in tile/warpgroup.h. What wgmma is told of a tile is a sum of
-// where the block's shared memory starts and of constants: worked out tile by tile, it would be a quarter of
-// the instructions, and what the compiler keeps of it from product to product would be spilled.
+// The wgmma products of gradients, as in tile/warpgroup.h. A descriptor is the start of the block's shared
+// memory plus constants. Computing it for every tile would be a quarter of the instructions, and descriptors
+// that live from product to product would be spilled.
 #pragma once
 
 #include "tile/warpgroup.h"
 
 namespace girih::kernels::delta_product {
 
-// Where a block's shared memory starts, in 16 bytes, and a thread's share of the address of its warp's rows:
-// words in it know. They are read whenever they are needed: the compiler cannot know then that tiles are
-// where they were, and keeps nothing.
+// The start of the block's shared memory in units of 16 bytes, and the address of each thread's row of its
+// warp, both stored in shared memory. They are loaded at each use, so the compiler cannot keep derived
+// addresses in registers.
 class Origin {
   const unsigned char* room_;
   uint32_t *word_, *of_thread_;
 
  public:
   Origin() = default;
-  // `of_thread`: a word for each of the block.
+  // `of_thread`: one word for each thread of the block.
   __device__ Origin(const unsigned char* room, uint32_t* word, uint32_t* of_thread)
       : room_(room), word_(word), of_thread_(of_thread) {}
 
-  // By every thread, before all else.
+  // Called by every thread before all other members.
   __device__ void put() const {
     if (threadIdx.x == 0) *word_ = (shared_address(room_) & 0x3ffff) >> 4;
     of_thread_[threadIdx.x] = shared_address(room_) + (16 * group_warp() + (lane() & 15)) * 128 +
                               ((lane() >> 4) ^ (lane() & 7)) * 16;
   }
   __device__ uint32_t get() const { return *word_; }
-  // Of a tile's 16 bytes that are the lane's of the warp's first 16 columns.
+  // Address of the lane's 16 bytes of the first 16 columns of its warp's rows of a tile.
   __device__ uint32_t address(const void* data) const {
     return of_thread_[threadIdx.x] + (shared_address(data) - shared_address(room_));
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // A tile from (row, col) on, `further` 16 bytes; `origin`: get().
+  // Low word of the descriptor of a tile from (row, col) on. `origin` is the result of get().
   template <Lines lines, typename T, int Cols, int Rows>
   __device__ uint32_t low(uint32_t origin, const BlockTile<T, Cols, Rows>& tile, int row, int col) const {
     constexpr uint32_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
@@ -56,7 +56,7 @@ template <class Tile>
 class WarpRows {
   Tile tile_;
   int col_;
-  uint32_t address_;  // the lane's, of the first block
+  uint32_t address_;  // the lane's address in the first block
 
   __device__ uint32_t address(int further) const {
     return (address_ ^ further % 64 * 2) + further / 64 * Tile::Block::kBytes;
@@ -74,7 +74,7 @@ class WarpRows {
     store_block(tile_, 16 * group_warp(), col_ + further, a);
 #endif
   }
-  // Eight lanes a whole row of 64 columns: the lane's eight elements of rows 4i to 4i + 3.
+  // Eight elements of rows 4 i + lane / 8; eight lanes cover a row of 64 columns.
   __device__ uint4 pack(int i, int further) const {
     const int first = (16 * group_warp() + lane() / 8) * 128 + (lane() / 8 ^ lane() % 8) * 16;
     return *reinterpret_cast<const uint4*>(
@@ -83,7 +83,7 @@ class WarpRows {
   }
 };
 
-// sums += x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
+// Starts sums += x y^T: 64 rows of x, 8 N rows of y (64 or 32) from `row` on.
 template <typename T, int N, int Cols>
 __device__ inline void start_product_transposed(const Origin& origin, Sums<N>& sums,
                                                 const BlockTile<T, Cols>& x, const BlockTile<T, Cols>& y,
@@ -101,8 +101,8 @@ __device__ inline void start_product_transposed(const Origin& origin, Sums<N>& s
 #endif
 }
 
-// sums[:, 0..8N-1] += x y, or with `Sign` -1 sums -= x y: columns from `x_col` on of x, 64; from `col` on of
-// y, 64 rows of it.
+// Starts sums[:, 0..8N-1] += x y, or with Sign = -1 sums -= x y: 64 columns of x from `x_col` on, 64 rows of
+// y, columns of y from `col` on.
 template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const BlockTile<T, XCols>& x,
                                      int x_col, const BlockTile<T, Cols>& y, int col) {
@@ -121,7 +121,7 @@ __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const 
   start_product<T, Sign>(sums, x, x_col, y, col);
 #endif
 }
-// The same of 16 K rows of y, from `row` on.
+// The same with a fragment as left factor: 16 K rows of y from `row` on.
 template <typename T, int Sign = 1, int K, int N, int Cols>
 __device__ inline void start_product(const Origin& origin, Sums<N>& sums, const Operand<K>& a,
                                      const BlockTile<T, Cols>& y, int col, int row = 0) {

@@ -1,4 +1,4 @@
-// What a warp of the gradients does with its 16 rows.
+// Operations of a warp of gradients on its 16 rows.
 #pragma once
 
 #include "delta_product/gradient_tiles.cuh"
@@ -10,7 +10,7 @@ __device__ inline void fill(Operand<K>& x) {
   each_sum<K>([&](int k, int i) { x.at[k][i] = 0; });
 }
 
-// A warp's 16 rows to a tile, rounded.
+// Stores the warp's 16 rows to a tile, rounded.
 template <typename T, int N, class Tile>
 __device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums) {
 #pragma unroll
@@ -20,8 +20,8 @@ __device__ inline void put_rows(const WarpRows<Tile>& rows, const Sums<N>& sums)
     rows.put(8 * n, block.at[0]);
   }
 }
-// A warp's 16 rows to global memory, in whole lines, by way of its rows of a tile, which nobody else has any
-// more. `to`: their first; as many as there are.
+// Stores the warp's 16 rows to global memory in full lines. The rows pass through the warp's rows of a tile
+// that no other warp reads any more. `to` points to the first row; `count` rows exist.
 template <typename T, int N, class Tile>
 __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& sums, T* to, int64_t stride,
                                      int count, int cols) {
@@ -39,7 +39,7 @@ __device__ inline void store_rows_by(const WarpRows<Tile>& rows, const Sums<N>& 
     }
   }
 }
-// The same in fp32, of rows from `row` on those before `rows`.
+// Stores fp32 rows from `row` on, up to row `rows`.
 template <int N>
 __device__ inline void store_floats(const Sums<N>& sums, float* to, int64_t stride, int row, int rows,
                                     int cols) {
@@ -53,19 +53,20 @@ __device__ inline void store_floats(const Sums<N>& sums, float* to, int64_t stri
     }
   }
 }
-// The lane's two rows, from `mine` on, to where others find them.
+// Stores the values of the lane's rows `mine` and `mine` + 8.
 __device__ inline void put_rows(float* to, int mine, float2 x) {
   if (lane_col() == 0) to[mine] = x.x, to[mine + 8] = x.y;
 }
 __device__ inline float2 sum_over_rows(float2 x) { return {sum_over_row(x.x), sum_over_row(x.y)}; }
 
-// sums += x, row lane_row() times by.x, the one 8 further times by.y.
+// sums += x, row lane_row() multiplied by by.x, row lane_row() + 8 by by.y.
 template <int N>
 __device__ inline void add_scaled(Sums<N>& sums, const Sums<N>& x, float2 by) {
   each_sum<N>([&](int n, int i) { sums.at[n][i] = fmaf(x.at[n][i], i < 2 ? by.x : by.y, sums.at[n][i]); });
 }
 
-// f(n, i, two elements): of 8N columns of a tile's rows, those that stand at at[n][2 i] and the next of Sums.
+// Calls f(n, i, two elements) for 8 N columns of the rows of a tile; the elements correspond to sums.at[n][2
+// i] and the next.
 template <int N, typename T, class Tile, class F>
 __device__ inline void for_each_pair(const WarpRows<Tile>& rows, const F& f) {
 #pragma unroll
@@ -77,7 +78,7 @@ __device__ inline void for_each_pair(const WarpRows<Tile>& rows, const F& f) {
   }
 }
 
-// x . a tile's rows, for the lane's two rows.
+// Dot product of x and the rows of a tile, for the lane's two rows.
 template <typename T, int N, class Tile>
 __device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
@@ -87,7 +88,7 @@ __device__ inline float2 dot_rows(const Sums<N>& x, const WarpRows<Tile>& rows) 
   });
   return sum_over_rows(sum);
 }
-// The squares of Cols columns of a tile's rows.
+// Squared length of `Cols` columns of the rows of a tile.
 template <int Cols, typename T, class Tile>
 __device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
@@ -98,7 +99,7 @@ __device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   return sum_over_rows(sum);
 }
 
-// x -= (row . x) row / |row|^2: what is left is orthogonal to the rows of a tile. `along`: row . x.
+// x -= (row . x) row / |row|^2, which makes x orthogonal to the row. `along`: row . x.
 template <typename T, int N, class Tile>
 __device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2 along,
                                   float2 inverse_length) {
@@ -111,7 +112,7 @@ __device__ inline void take_along(Sums<N>& x, const WarpRows<Tile>& rows, float2
   });
 }
 
-// What all warpgroups found of the lane's two rows.
+// Sums over warpgroups, for the lane's two rows.
 template <int Groups>
 __device__ inline float2 whole(const float (&parts)[Groups][kDeltaRows], int mine) {
   float2 sum = {0.f, 0.f};
@@ -119,12 +120,12 @@ __device__ inline float2 whole(const float (&parts)[Groups][kDeltaRows], int min
   for (int i = 0; i < Groups; ++i) sum.x += parts[i][mine], sum.y += parts[i][mine + 8];
   return sum;
 }
-// 1 / length; of a row of zeros 1000.
+// 1 / sqrt(square + 1e-6); 1000 for a row of zeros.
 __device__ inline float2 inverse_length(float2 square) {
   return {rsqrtf(square.x + 1e-6f), rsqrtf(square.y + 1e-6f)};
 }
 
-// Sums over the lanes that share columns of eight elements; the lane gets that of element lane_row().
+// Sums each of 8 elements over the 8 lanes with the same columns; a lane gets element lane_row().
 __device__ inline float sums_over_col(float (&x)[8]) {
 #pragma unroll
   for (int step = 4; step > 0; step /= 2) {
@@ -148,7 +149,7 @@ __device__ inline void add_scores(const Origin& origin, Sums<N>& sums, const Til
   wait_products<0>(sums);
 }
 
-// sums += x S^T of a slab, or with `Sign` -1 sums -= x S^T, the columns of D from `col` on.
+// Starts sums += x S^T of a slab, or with Sign = -1 sums -= x S^T; columns of D from `col` on.
 template <int D, int Sign = 1, typename T>
 __device__ inline void start_states(const Origin& origin, Sums<GradientSizes<D>::kCols / 8>& sums,
                                     const BlockTile<T, GradientSizes<D>::kSlab>& x, unsigned char* states,
@@ -170,7 +171,8 @@ __device__ inline void add_states(const Origin& origin, Sums<GradientSizes<D>::k
   wait_products<0>(sums);
 }
 
-// To where the thread finds them again, and from there: packs of 16 bytes, `Threads` of them apart.
+// Stores a thread's accumulator to shared memory and loads it again; packs of 16 bytes, `Threads` packs
+// apart.
 template <int Threads, int N>
 __device__ inline void put_aside(float4* to, const Sums<N>& sums) {
 #pragma unroll

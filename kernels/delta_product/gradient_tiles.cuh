@@ -1,4 +1,4 @@
-// A block of the gradients: its warpgroups, what it has in shared memory, and where a warp stands in it.
+// Sizes, shared memory and chunk data of a block of gradients.
 #pragma once
 
 #include "delta_product/gradient_products.cuh"
@@ -10,52 +10,52 @@ namespace girih::kernels::delta_product {
 template <int D>
 struct GradientSizes {
   static constexpr int kGroups = D == 64 ? 1 : 2;  // warpgroups
-  static constexpr int kCols = D / kGroups;        // of dq and dk, a warpgroup's
+  static constexpr int kCols = D / kGroups;        // columns of dq and dk of a warpgroup
   static constexpr int kThreads = 128 * kGroups;
-  static constexpr int kSlab = D == 128 ? 128 : 64;  // columns of V at a time
-  static constexpr int kParts = kSlab / 64;          // warpgroups that have some of them
-  static constexpr bool kApart = D != 128;           // S and dS each have a room
-  static constexpr int blocks(bool one_slab) {       // of a multiprocessor
+  static constexpr int kSlab = D == 128 ? 128 : 64;  // columns of V that are processed together
+  static constexpr int kParts = kSlab / 64;          // warpgroups that have columns of a slab
+  static constexpr bool kApart = D != 128;           // S and dS have memory of their own
+  static constexpr int blocks(bool one_slab) {       // resident blocks
     return D == 256 ? 1 : (D == 64 ? 2 : 1) * (one_slab ? 2 : 1);
   }
-  static constexpr int kQueries = kGroups == 1 ? 0 : 1;  // the warpgroup that has dP
+  static constexpr int kQueries = kGroups == 1 ? 0 : 1;  // index of the warpgroup with dP
 };
 
-// What rows have beside beta: nothing, every rho 1 and every L 0; 1 / |k| and 1 / |q|; whatever there is.
-// Left to run time, what has nothing of it waits for its branches and its registers: at n = 2, 4 x 4096
-// tokens, 16 heads of 128, 380 us instead of 345.
+// Factors of the rows besides beta: none (every rho is 1, every L is 0), lengths (rho only), or any. A
+// template parameter, because run-time branches cost time and registers: n = 2, 4 x 4096 tokens, 16 heads of
+// 128, 380 us instead of 345.
 enum class Factors { none, lengths, any };
-// Whether dP has the scale in it for both of its products.
+// dP contains the scale in both of its products.
 template <typename T, Factors factors>
 constexpr bool kScalesBefore = factors == Factors::none&& kHasRange<T>;
 
-// What warps add up for each other: a part from each warpgroup, or from each warp.
+// Partial sums of warpgroups or warps.
 template <int D>
 struct GradientSums {
   using Sizes = GradientSizes<D>;
-  float beta[Sizes::kParts + 1][kDeltaRows];  // of dbeta; the last part is that of M
+  float beta[Sizes::kParts + 1][kDeltaRows];  // dbeta; the last entry has the term of M
   float read[Sizes::kParts][kDeltaRows];      // G . S^T k
   float edge[Sizes::kThreads / 32];
 };
-// And once U is known, where X was.
+// Partial sums in the memory of X, after its last use.
 template <int D>
 struct LaterSums {
   using Sizes = GradientSizes<D>;
-  float row[kDeltaRows], token[kDeltaRows];  // of N M and of P dP, and their columns
+  float row[kDeltaRows], token[kDeltaRows];  // row and column sums of N M and P dP
   float row_cols[kTilesDown][kDeltaRows], token_cols[kTilesDown][kDeltaRows];
-  float state[Sizes::kGroups][kDeltaRows];     // k . dk through the states
-  float query[Sizes::kGroups][kDeltaRows];     // q . dq through the state
+  float state[Sizes::kGroups][kDeltaRows];     // k . dk of the products with states
+  float query[Sizes::kGroups][kDeltaRows];     // q . dq of the product with the state
   float square[2][kDeltaRows];                 // |k|^2, |q|^2
   float along[2][Sizes::kGroups][kDeltaRows];  // k . dk, q . dq
 };
 
-// What a block finds its chunk by, and rows' tokens. Divisions on the device, one after another before the
-// first load, were a tenth of its time.
+// Divisors and sizes from which a block computes its chunk and head, and the token of a row. Divisions on the
+// device before the first load were a tenth of the time of a block.
 struct GradientGrid {
-  Divider query_heads, members;  // query heads in all, of a memory head
-  Divider each;                  // a sequence's chunks, where sequences are not packed
+  Divider query_heads, members;  // HO; query heads of a memory head
+  Divider each;                  // chunks of a sequence that is not packed
   Divider steps;                 // n
-  int tokens;                    // of a chunk
+  int tokens;                    // tokens of a chunk
 
   explicit GradientGrid(const DeltaShape& shape)
       : query_heads(shape.query_heads),
@@ -65,42 +65,42 @@ struct GradientGrid {
         tokens(delta_chunk(shape.n)) {}
 };
 
-// What a block knows of its chunk. It lies in shared memory: in registers it would be spilled, and the cache
-// has little room to keep that beside shared memory.
+// Chunk data of a block, in shared memory: in registers it would be spilled, and the L1 cache is small beside
+// the shared memory.
 struct Here {
   Piece piece;
-  uint32_t number;  // of the chunk and memory head among all, less than there are blocks
+  uint32_t number;  // index of chunk and memory head
   int head, query_head, rows;
-  bool first;        // of the memory head's query heads
-  bool many_tokens;  // a chunk may have more than 32
+  bool first;        // first query head of the memory head
+  bool many_tokens;  // a chunk can have more than 32 tokens
   uint32_t origin;
 
-  __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // of 16 tokens
+  __device__ int bands() const { return many_tokens ? kTilesDown : kTilesDown / 2; }  // groups of 16 tokens
   __device__ const unsigned char* prepared(const DeltaGradients& p) const {
     return prepared_at(p.prepared, uint64_t{number});
   }
-  // The row of column `col` of the chunk's state.
+  // Row `col` of the transposed state of the chunk.
   template <typename T>
   __device__ const T* state(const void* states, const DeltaShape& shape, int col) const {
     return state_at(static_cast<const T*>(states), shape, uint64_t{number}, col);
   }
-  // Some of the 16 tokens come after some of the 16 rows.
+  // True if a token of 16 tokens reads a row of 16 rows.
   __device__ static bool follow(int of_tokens, int of_rows, int n) { return of_rows < (of_tokens + 1) * n; }
 };
 
-// That what boxes bring is there, by when it is needed: S; k and what was prepared; v, G and do, and dS where
-// it has a room; dS where it has none; q.
+// Full barriers of TMA copies: S; k and prepared data; v, G and do, and dS if it has memory of its own; dS
+// otherwise; q.
 struct GradientBarriers {
   uint64_t states, keys, values, gradients, queries;
 };
 
-// A warp's place in its block: 16 rows from `row` on, the lane's first is `mine`, and columns of D from `col`
-// on.
+// Rows and columns of a warp and lane: 16 rows from `row` on, the lane's first row `mine`, columns of D from
+// `col` on.
 struct WarpPlace {
   int group, band, row, mine, col;
 };
 
-// Blocks of 16 x 16 that become left factors, one after another.
+// 16 x 16 blocks that are loaded as A fragments.
 struct Blocks {
   static constexpr int kBytes = kDeltaBlocks * 512;
 
@@ -113,7 +113,7 @@ struct Blocks {
     load_matrices_transposed(y, of_lane(i));
     x[0] = y[0], x[1] = y[2], x[2] = y[1], x[3] = y[3];
   }
-  // Of tokens' rows there are fewer than ten: at most two bands of tokens, or as many as of rows.
+  // Index of a block of tokens and rows. Up to 32 tokens have two bands, 64 tokens use the order of X.
   __device__ static int of_tokens(bool many_tokens, int band, int of_rows) {
     return many_tokens ? block_of(band, of_rows) : kTilesDown * band + of_rows;
   }
@@ -122,28 +122,28 @@ struct Blocks {
   __device__ uint32_t of_lane(int i) const { return shared_address(data + i * 512 + lane() * 16); }
 };
 
-// OneSlab: V is no wider than a slab.
+// OneSlab: V is not wider than a slab.
 template <typename T, int D, bool OneSlab>
 struct GradientTiles {
   using Sizes = GradientSizes<D>;
   using Rows = BlockTile<T, D>;               // of k, q; 64 columns of a state
   using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
   static constexpr int kStateBytes = Sizes::kParts * Rows::kBytes;
-  static constexpr int kPreparedBytes = kDeltaFlag + 16;  // of what was prepared, with its flags
+  static constexpr int kPreparedBytes = kDeltaFlag + 16;  // prepared data with the flags
   static constexpr int kFactorBytes = kDeltaRows * 4, kPartialBytes = 2 * kDeltaRows * kDeltaRows * 4;
-  // N and dP as they go into products: where S and dS were.
+  // Sets of blocks of N and dP as operands, in the memory of S and dS.
   enum { kStepCols, kOfTokens, kOfRows, kStepRows, kWeights };
-  // But a lone warpgroup's rows of N stay in registers, the rest goes where G and U were, and queries come
-  // where dS was.
+  // With a lone warpgroup its rows of N stay in registers, the blocks replace G and U, and the queries
+  // replace dS.
   static constexpr bool kOwn = OneSlab && Sizes::kGroups == 1;
-  // dq waits behind them, where G was and somewhat further, until they are through.
+  // dq is stored behind these blocks, in the memory of G and kLackBytes more, while they are computed.
   static constexpr bool kAside = OneSlab && !Sizes::kApart;
   static constexpr int kAsideBytes = kAside ? kDeltaRows * D * 4 : 0;
   static constexpr int kLackBytes =
       kAside ? kWeights * Blocks::kBytes + kAsideBytes - kStateBytes - Values::kBytes : 0;
   static_assert(kLackBytes % 1024 == 0, "");
 
-  // Queries in a room of their own; else where dS was, below the half tile of do, or where U was.
+  // Queries have memory of their own. Otherwise they replace dS or U, or lie below the half tile of do.
   __host__ __device__ static constexpr bool has_queries(bool many_tokens) {
     return !kOwn && (Sizes::kApart || (many_tokens && !OneSlab));
   }
@@ -163,7 +163,7 @@ struct GradientTiles {
   GradientBarriers* barriers;
   GradientSums<D>* sums;
   LaterSums<D>* later;
-  float* partial;  // N and dP of the slabs so far
+  float* partial;  // N and dP of the previous slabs
   Origin origin;
 
   __device__ GradientTiles(unsigned char* next, bool many_tokens) {
@@ -187,7 +187,7 @@ struct GradientTiles {
                   "N leaves U where it is");
     k.data = reinterpret_cast<T*>(take(Rows::kBytes));
     dout.data = reinterpret_cast<T*>(take(Values::kBytes));
-    // Products of 64 rows that start at row 32 run on into what follows: their last 32 rows are not used.
+    // Products of 64 rows that start at row 32 read 32 rows behind the tile; those results are not used.
     q.data = has_queries(many_tokens) ? reinterpret_cast<T*>(take(Rows::kBytes))
              : kOwn                   ? reinterpret_cast<T*>(gradients)
              : many_tokens            ? u.data
@@ -204,14 +204,14 @@ struct GradientTiles {
     origin = Origin(room, &here->origin, of_thread);
   }
 
-  // 64 of a slab's columns from `col` on.
+  // 64 columns of a slab, from `col` on.
   __device__ static Rows part(unsigned char* states, int col) {
     return {reinterpret_cast<T*>(states + col / 64 * Rows::kBytes)};
   }
   __device__ Rows s(int col) const { return part(states, col); }
   __device__ Rows ds(int col) const { return part(gradients, col); }
   __device__ Blocks blocks(int i) const { return {weights + i * Blocks::kBytes}; }
-  // Where the thread leaves eight times four of its sums, and how far from each other.
+  // Memory of the thread for dq; packs of 16 bytes.
   __device__ float4* aside() const {
     return reinterpret_cast<float4*>(weights + kWeights * Blocks::kBytes) + threadIdx.x;
   }

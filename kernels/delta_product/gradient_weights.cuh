@@ -1,12 +1,12 @@
-// Between products of the gradients: the weights of N and dP, and the sums that have M and P.
+// The factors of N and dP, and the sums with M and P.
 #pragma once
 
 #include "delta_product/gradient_rows.cuh"
 
 namespace girih::kernels::delta_product {
 
-// products *= e^{L_i - L_j} by 16 columns j, where `has` says that there is something; `log`: L_i. In one go
-// before the other products come, which leave no registers for it.
+// products *= e^{L_i - L_j}, 16 columns j at a time, where has(block); `log` is L_i. All at once before the
+// next product starts, which leaves no registers for it.
 template <class Has>
 __device__ inline void decay(Sums<8>& products, Vectors vectors, float2 log, const Has& has) {
 #pragma unroll
@@ -24,29 +24,28 @@ __device__ inline void decay(Sums<8>& products, Vectors vectors, float2 log, con
   pin(products);
 }
 
-// Of 16 rows and 32 columns sums over the rows, to where others find them.
+// Sums over 16 rows, for 32 columns from `col` on.
 __device__ inline void put_columns(float (&to)[kDeltaRows], int col, float (&x)[8]) {
   to[col + lane_row() / 2 * 8 + lane_col() + lane_row() % 2] = sums_over_col(x);
 }
 
-// Eight columns of a left factor's 16, rounded.
+// Rounds eight of the 16 columns of an A fragment.
 template <typename T>
 __device__ inline void put_half(uint32_t (&to)[4], int half, const float (&x)[4]) {
   to[2 * half] = pair_of<T>(x[0], x[1]);
   to[2 * half + 1] = pair_of<T>(x[2], x[3]);
 }
-// What the lane's two rows and two columns have of it: of the rows to their sums, of the columns by the rows'
-// factors.
+// Adds the lane's 2 x 2 elements to the sums of its rows, and to the sums of its columns with the factors of
+// the rows.
 __device__ inline void add_kept(float2& of_rows, float* cols, const float (&kept)[4], float2 by) {
   of_rows.x += kept[0] + kept[1], of_rows.y += kept[2] + kept[3];
 #pragma unroll
   for (int j = 0; j < 2; ++j) cols[j] = fmaf(kept[j], by.x, kept[j + 2] * by.y);
 }
 
-// Of G U^T: N, weighted, with the rho of one row or the other, the one that is not the own row's; and the
-// sums that have M. A warp's blocks right of the diagonal are zero, and nobody reads them. `left`: with the
-// rho of columns, where the warp has that by itself.
-// Without factors `step_cols` has what `step_rows` would.
+// From G U^T: N with its factors, once with rho of the row and once with rho of the column, and the sums with
+// M. The blocks right of the diagonal are neither stored nor read. `left` gets N with rho of the column if
+// one warpgroup has all of it. Without factors `step_cols` holds what `step_rows` would.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& place,
                                    const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
@@ -58,7 +57,7 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& pla
   const Blocks step_rows = tile.blocks(Tiles::kStepRows), step_cols = tile.blocks(Tiles::kStepCols);
   const int mine = place.mine;
   const auto first_of = [&](int row) { return static_cast<int>(steps.divide(row) * steps.by); };
-  const int own = first_of(mine), own_below = first_of(mine + 8);  // the first row of the same token
+  const int own = first_of(mine), own_below = first_of(mine + 8);  // first row of the same token
   const auto of_rows = [&](int vector) { return vectors.rows(vector, mine); };
   if (gated) decay(products, vectors, of_rows(kDeltaLog), [&](int block) { return block <= place.band; });
   const float2 unit = kDirect ? make_float2(1.f, 1.f) : of_rows(kDeltaUnit),
@@ -97,7 +96,8 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& pla
                       with_m = with_rho * m.at[2 * block + i][j];
           (j < 2 ? of_beta.x : of_beta.y) += with_m;
           kept[j] = c < (j < 2 ? own : own_below) ? with_m : 0.f;
-          // Zeros without a sign: the halves of a block on the diagonal are put together bit by bit.
+          // fmaf(..., 0) makes zeros positive, because the two halves of a diagonal block are combined by a
+          // bitwise or.
           of_col[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
           of_own[j] = fmaf(x, j < 2 ? of_unit.x : of_unit.y, 0.f);
         }
@@ -118,9 +118,9 @@ __device__ inline void weigh_steps(const DeltaGradients& p, const WarpPlace& pla
   }
 }
 
-// Of do U^T: dP, weighted, for dk with the token's factor, for dq with the row's; and of P dP the sums.
-// Nobody reads what 16 tokens have of 16 rows after them.
-// Where that is the scale alone, it may serve for both.
+// From do U^T: dP with its factors, with the factor of the token for dk and with the factor of the row for
+// dq, and the sums with P. The blocks whose rows are all after the tokens are neither stored nor read. If the
+// only factor is the scale, one block serves both.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void weigh_queries(const DeltaGradients& p, const WarpPlace& place,
                                      const GradientTiles<T, D, OneSlab>& tile, Vectors vectors,
@@ -129,7 +129,7 @@ __device__ inline void weigh_queries(const DeltaGradients& p, const WarpPlace& p
   const Blocks of_tokens = tile.blocks(Tiles::kOfTokens), of_rows = tile.blocks(Tiles::kOfRows);
   const int n = p.shape.n, token = place.mine;
   const bool many_tokens = tile.here->many_tokens;
-  const int first = token * n, first_below = (token + 8) * n;  // the tokens' rows
+  const int first = token * n, first_below = (token + 8) * n;  // first rows of the tokens
   constexpr bool kDirect = factors == Factors::none, kScaled = kScalesBefore<T, factors>;
   const bool gated = factors == Factors::any && p.gated;
   const float2 factor = kDirect ? make_float2(p.shape.scale, p.shape.scale)

@@ -1,34 +1,33 @@
-// The gradients, a block a chunk and query head. S: the state before the chunk, dS: the gradient of the one
-// after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j}, M_ij = D_ij k_i . k_j (j < i) and r,
-// w, read as in the scans,
+// gradients: a block has a chunk and a query head. S is the state before the chunk, dS the gradient of the
+// state after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j}, M_ij = D_ij k_i . k_j (j < i),
+// and r, w, read as in the scan and reverse:
 //
-//     E_i  = v_i - a_i S^T k_i - sum_j M_ij U_j                       what step i finds amiss: U = beta E
-//     dv_i = beta_i G_i
-//     dbeta_i = G_i . E_i = G_i . (v_i - a_i S^T k_i) - sum_j M_ij G_i . U_j
-//     dP_tj = do_t . U_j      N_ij = -beta_i G_i . U_j (j < i)
-//     dq_t = r_t S do_t + sum_j scale rho_t rho_j e^{L_t - L_j} dP_tj k_j
-//     dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
+//     E_i  = v_i - a_i S^T k_i - sum_j M_ij U_j                       the residual (prediction error): U =
+//     beta E dv_i = beta_i G_i dbeta_i = G_i . E_i = G_i . (v_i - a_i S^T k_i) - sum_j M_ij G_i . U_j dP_tj =
+//     do_t . U_j      N_ij = -beta_i G_i . U_j (j < i) dq_t = r_t S do_t + sum_j scale rho_t rho_j e^{L_t -
+//     L_j} dP_tj k_j dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
 //            + sum_{i<j} D_ji N_ji k_i + sum_{i>j} D_ij N_ij k_i
 //
-// and, of unit vectors, what of dq and dk lies along q and k is taken away. A gate's gradient is the sum over
-// the tokens from its own on of
+// With normalised q and k the components of dq parallel to q and of dk parallel to k are subtracted. The
+// gradient of a gate is the sum over its token and all following tokens of the chunk of
 //
 //     dL_t = sum_j (P dP)_tj + r_t q_t . S do_t + sum of, for its rows i,
 //                sum_j (N M)_ij - sum_j (N M)_ji - sum_s (P dP)_si - read_i G_i . S^T k_i - w_i k_i . dS U_i
 //
-// without what a token's rows do to each other, which no gate touches, plus <state after the chunk, dS>.
+// without the pairs of rows of the same token, on which no gate acts, plus <state after the chunk, dS>.
 //
-// Where reverse has left dv in place of G, G's factor beta_i is left out of N and dk, and dbeta_i divided by
-// it.
+// If reverse has stored dv instead of G, the factor beta_i is omitted from N and dk, and dbeta_i is divided
+// by it.
 //
-// A warpgroup has half of D's columns of dq and dk (at D = 64 all), and of a slab's 64 of U; the first
-// has N, the second (or the only one) dP. A block waits for its loads and for itself: several of a
-// multiprocessor are each other's work meanwhile, so what they hold of shared memory and of registers counts:
-// of one slab there are four at D = 64, two at D = 128. At D = 64 queries come where dS was, and N K is taken
-// of N as it stands in registers. At D = 128 dS comes where S was; queries, where they are no more than 32,
-// stand below the half tile of do, else they come where U was; and of one slab dq waits where G was while N
-// and dP are weighed, for there are no registers for it (S read once more instead was a sixth of what comes
-// from memory).
+// A warpgroup has half of the columns of D of dq and dk (at D = 64 all of them), and of each slab 64 columns
+// of U. The first warpgroup has N, the second (or the only one) dP. Loads are not pipelined within a block;
+// latency is hidden by the other resident blocks, so shared memory and registers are the limit: with one slab
+// four blocks at D = 64, two at D = 128.
+//   D = 64    Queries replace dS, and N K takes N from registers.
+//   D = 128   dS replaces S. Up to 32 queries are stored below the half tile of do, more replace U. With one
+//   slab dq is
+//             stored in the memory of G while N and dP are computed, because registers do not suffice
+//             (loading S again instead was a sixth of the global loads).
 #pragma once
 
 #include "delta_product/gradient_finish.cuh"
@@ -41,7 +40,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
   const uint32_t chunk = grid.query_heads.divide(blockIdx.x),
                  query_head = blockIdx.x - chunk * grid.query_heads.by,
                  head = grid.members.divide(query_head), chunk_and_head = chunk * p.shape.heads + head;
-  // But for S, all that comes first.
+  // Starts all first loads except S.
   const auto start = [&](const Here& here) {
     loads.start_keys(here);
     late ? loads.prefetch_queries(here) : loads.template start_queries<kThreads>(here);
@@ -49,7 +48,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
   };
   if (threadIdx.x == 0) {
     if (kBoxes) {
-      // Under way while tokens are looked up, which it does not need.
+      // The copy of S does not depend on the tokens, so it starts before they are known.
       loads.init();
       loads.start_states(chunk_and_head, 0);
     }
@@ -62,7 +61,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
     here.piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.each);
     here.rows = here.piece.length * p.shape.n;
     *tile.here = here;
-    // (That the others go on meanwhile, to their own wait, takes longer.)
+    // (Letting the other threads continue to their own wait meanwhile is slower.)
     if (kBoxes && here.rows > 0) start(here);
   }
   tile.origin.put();
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
   block.put();
 }
 
-// Bytes of shared memory without which a block does not run.
+// Minimal shared memory of a block in bytes.
 template <typename T, int D>
 constexpr int gradients_least() {
   return std::max(D <= 128 ? GradientTiles<T, D, true>::bytes(true) : 0,
@@ -143,7 +142,7 @@ template <typename T, int D>
 cudaError_t launch_gradients(const DeltaGradients& p, cudaStream_t stream) {
   if constexpr (D <= 128) {
     if (p.shape.V <= GradientSizes<D>::kSlab) {
-      // (At D = 64 the compiler then lets no product run beside another.)
+      // (At D = 64 these instances are slower: the compiler serialises the products.)
       if constexpr (D == 128) {
         if (!p.gated) {
           return p.shape.unit ? launch_gradients_of<T, D, true, Factors::lengths>(p, stream)

@@ -1,6 +1,6 @@
-// A block has a few columns of one head's state and walks its sequence's segments. M is read once a block and
-// segment, from the L2 cache: its columns are split among the threads, and while one segment's are used, the
-// next one's are under way, and its end too, for what the walk waits for is memory.
+// A block has a few columns of the state of one head and loops over the segments of a sequence. It reads M of
+// each segment once, from the L2 cache; the threads share the columns of M. The loads of the next M and S_end
+// overlap with the product, because the loop is bound by memory latency.
 #include "delta_product/delta_product.h"
 #include "delta_product/join.h"
 #include "tile/grid.h"
@@ -12,23 +12,23 @@ namespace girih::kernels {
 namespace delta_product {
 namespace {
 
-constexpr int kJoinCols = 8;   // of V, a block's: with 4 the blocks read twice as much of M
-constexpr int kJoinTerms = 4;  // of a sum, read at once of each column of the state
+constexpr int kJoinCols = 8;   // columns of V of a block; 4 would double the reads of M
+constexpr int kJoinTerms = 4;  // terms of a sum that are read together
 
-// Wide: D rounded up to a power of two. A thread has two rows of the state: a part of the terms of the sums
-// of all columns, then the whole sums of one column, or of two.
+// Wide: D rounded up to a power of two. A thread serves two rows: first a share of the terms for all columns,
+// then the complete sums of one column or two.
 template <int Wide>
 struct JoinShape {
   static constexpr int kThreads = Wide <= 64 ? 256 : 512, kParts = 2 * kThreads / Wide,
                        kOwn = kJoinCols / kParts, kTerms = Wide / kParts,
-                       kAhead = kTerms < 16 ? kTerms : 16;  // pairs of M under way
+                       kAhead = kTerms < 16 ? kTerms : 16;  // pairs of M in flight
 };
 
 template <int Wide>
 __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const TransitionJoin p) {
   using Shape = JoinShape<Wide>;
   constexpr int kParts = Shape::kParts, kOwn = Shape::kOwn, kTerms = Shape::kTerms, kAhead = Shape::kAhead;
-  // By columns: rows next to one another are read four at a time and written without conflicts.
+  // Column-major: four neighbouring rows are read at a time, and writes have no bank conflicts.
   __shared__ __align__(16) float state[kJoinCols][Wide];
   __shared__ __align__(16) float parts[kParts][kJoinCols][Wide];
   const int row = static_cast<int>(threadIdx.x) % (Wide / 2) * 2,
@@ -39,16 +39,16 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
   const Sequence sequence = sequence_at(p.tokens, blockIdx.x / groups / heads);
   const int64_t first = first_piece(p.tokens, sequence, p.segment);
   const int64_t segments = divide_up(sequence.end - sequence.start, p.segment);
-  // An empty sequence has one segment, and that one hands on what it starts from.
+  // An empty sequence has one segment, whose end state is its initial state.
   const int64_t count = segments > 0 ? segments : 1;
 
-  // From a segment to the one it hands on to, and where the first one is.
+  // Offsets from a segment to the next, and the first segment.
   const int64_t D = p.D, heads_on = p.reverse ? -p.heads : p.heads, step = heads_on * p.states_apart,
                 matrix_step = heads_on * p.transitions_apart,
                 number = (first + (p.reverse ? count - 1 : 0)) * p.heads + head;
   float* const states = p.states + number * p.states_apart;
 
-  // The thread's part of M: columns `d` on, of which `terms` exist. Rows past the last repeat it.
+  // The thread's columns of M begin at `d`; `terms` of them exist. Rows beyond D repeat the last pair.
   const int d = part * kTerms, terms = p.D - d;
   const float* matrix =
       p.transitions + number * p.transitions_apart + matrix_step + d * D + (row < p.D ? row : p.D - 2);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(JoinShape<Wide>::kThreads, 1) join(const Trans
 #pragma unroll
   for (int t = 0; t < kAhead; t += kJoinTerms) fetch(t, matrix + t * D, count > 2 && t < terms);
 
-  // Its elements of the state, of columns kParts apart; those past the last are zero.
+  // The thread's elements of the state: columns kParts apart; zero beyond V.
   float* here[kOwn];
   bool has[kOwn];
   float2 in[kOwn], end[kOwn];

@@ -1,10 +1,10 @@
-// Segments of a sequence that were scanned apart, put together:
+// Joins segments that were scanned separately:
 //
 //     S_in(n+1) = M(n) S_in(n) + S_end(n)
 //
-// S_end(n) the state that segment n ends in when it starts from zero, M(n) [D, D] its transition: what it
-// makes of the unit matrix without values. Segment 0 started from the initial state: S_in(1) = S_end(0). The
-// same whether the segments were scanned by blocks of one GPU or by several GPUs.
+// S_end(n) is the state after segment n when it starts from zero. M(n) [D, D] is the transition of segment n:
+// the state after it when it starts from the identity matrix and all values are zero. Segment 0 starts from
+// the initial state, so S_in(1) = S_end(0). The segments may belong to blocks of one GPU or to several GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,16 +18,16 @@ namespace girih::kernels {
 
 struct TransitionJoin {
   Tokens tokens;
-  int64_t segment;  // tokens; segments are numbered as pieces of this size
-  int heads, D, V;  // D a multiple of 4
-  bool reverse;     // segments follow one another from last to first
-  // Both [segments, heads, .., D], heads so many elements apart: S_end by columns, of which there are V,
-  // overwritten by S_in, and M by columns. Neither is read of the segment that nothing follows, nor M of the
-  // first.
+  int64_t segment;  // tokens of a segment
+  int heads, D, V;  // D is a multiple of 4
+  bool reverse;     // segments from the last to the first
+  // [segments, heads, V, D] and [segments, heads, D, D], both column-major, with the given distances between
+  // heads. `states` holds S_end and is overwritten by S_in. S_end and M of the last segment and M of the
+  // first are not read.
   float* states;
   const float* transitions;
   int64_t states_apart, transitions_apart;
-  In<4> initial;  // [N, heads, D, V] fp32: what the first segment starts from; absent: zero
+  In<4> initial;  // [N, heads, D, V] fp32: state before the first segment; absent: zero
 };
 
 cudaError_t join_transitions(const TransitionJoin& problem, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// The chain of a scan that makes the output too (scan_output.cuh).
+// The state warps of scan_output, which compute the output too.
 #pragma once
 
 #include "delta_product/output_space.cuh"
@@ -6,7 +6,7 @@
 
 namespace girih::kernels::delta_product {
 
-// sums = S^T x^T, or with `Add` sums += Sign S^T x^T; under way afterwards.
+// Starts sums = S^T x^T, or with `Add` sums += Sign S^T x^T.
 template <bool Add, int Sign, typename T, int D, int N, int Rows>
 __device__ inline void start_read(Sums<N>& sums, const RoundedState<T, D>& s,
                                   const BlockTile<T, D, Rows>& x) {
@@ -19,14 +19,14 @@ __device__ inline void start_read(Sums<N>& sums, const RoundedState<T, D>& s,
   commit_products();
 }
 
-// v, the warp's columns.
+// Loads the columns of v of the warp.
 template <typename T, int Cols>
 __device__ inline void take_values(ColumnBlocks& values, const BlockTile<T, Cols>& v, int warp) {
 #pragma unroll
   for (int j = 0; j < kTilesDown; ++j) load_block_transposed(values[j], v, 16 * warp, 16 * j);
 }
 
-// o_t *= r_t, or the scale where that is all of it.
+// o_t *= r_t, or o_t *= scale without factors.
 template <bool Weighted, int N>
 __device__ inline void scale_output(Sums<N>& o, const float* far, float scale) {
   if constexpr (Weighted) {
@@ -36,7 +36,7 @@ __device__ inline void scale_output(Sums<N>& o, const float* far, float scale) {
   }
 }
 
-// The chain, as in scan_chain.cuh. Weighted: not every rho is 1 and every L 0.
+// As run_chain() of scan_chain.cuh, with the output. Weighted: some rho differs from 1 or some L from 0.
 template <bool Weighted, typename T, int D, int Rows, int Chains>
 __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
                                         const OutputSpace<T, D, Rows, Chains>& space, int warp) {
@@ -51,17 +51,18 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
   RoundedState<T, D> rounded;
   rounded.take(s);
   ColumnBlocks values;          // v
-  Operand<kEights / 2> output;  // of the chunk before
+  Operand<kEights / 2> output;  // of the previous chunk
 
-  Turn turn, place, slot, before;  // before: the place of the chunk before
-  // Where the queries were. Of one chain no warp reads them any more, for a product is the whole warpgroup's,
-  // and this warp has waited for it; the other of two may.
+  Turn turn, place, slot, before;  // before: place of the previous chunk
+  // Stores the output to the memory of the queries. With one state warpgroup no warp still reads the queries,
+  // because a product is collective and this warp has waited for it. With two, the other warpgroup may still
+  // read them.
   const auto leave_output = [&] {
     if constexpr (Chains == 2) {
       wait(&barriers.used[before.place], before.parity);
     } else {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
-      barrier_wait(1 + OutputRoles<1>::kMakers, 32 * OutputRoles<1>::kChain);  // of a warp's own products
+      barrier_wait(1 + OutputRoles<1>::kMakers, 32 * OutputRoles<1>::kChain);  // mma.sync is per warp
 #endif
     }
     leave_transposed(space.output(before.place), output, warp);
@@ -78,13 +79,14 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
-    // Loads are started before products, whose time they take.
+    // Loads are issued ahead of the products that hide their latency.
     const bool keeps = prepared.keeps();
     const float log_end = Weighted ? vectors.element(kDeltaLog, kDeltaRows - 1) : 0.f;
     const bool mild = is_mild<T>(keeps, log_end);
     const RowFactors read = Weighted && Chains == 1 ? RowFactors(vectors, kDeltaRead) : RowFactors();
 
-    // Y^T = S^T K^T, or at once v^T - Y^T; and S^T Q^T, of two chains later, as registers are few
+    // Y^T = S^T K^T, or directly v^T - Y^T; and S^T Q^T, with two state warpgroups later because registers
+    // are scarce.
     Sums<8> y, z;
     if constexpr (Weighted) {
       fence_products();
@@ -103,8 +105,8 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
       arrive_once(&barriers.state[slot.place]);
       slot.next(pass.slots);
     }
-    // Z_i = v_i - r_i Y_i (the makers have left r where beta r was), or where X has no beta in it beta_i
-    // times that
+    // Z_i = v_i - r_i Y_i (the producer warps have replaced beta r by r). If `keeps`, X does not contain
+    // beta, and Z_i is multiplied by beta_i.
     if constexpr (Weighted) {
       widen<T>(z, values);
       wait_products<2 - Chains>(y);
@@ -118,7 +120,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     Operand<kTilesDown> rounded_z;
     round_to<T>(rounded_z, z);
 
-    // U^T = Z^T Xb^T; S decays meanwhile
+    // U^T = Z^T Xb^T; S decays during the product
     Halves u;
     start_solution<T>(u, rounded_z, stage.inverse());
     if constexpr (Chains == 2) start_read<false, 1>(o, rounded, space.query(place.place));
@@ -130,7 +132,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
       add_lost_solution<T>(u, rounded_z, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
-    // S^T <- e^{L_C} S^T + (w * U)^T K; of a mild chunk U is that already, as X makes it
+    // S^T <- e^{L_C} S^T + (w * U)^T K; if `mild`, X yields w U
     const bool weighs = Weighted && !mild;
     Operand<kTilesDown> solution;
     if (__builtin_expect(weighs, false)) {
@@ -142,7 +144,7 @@ __device__ inline void run_output_chain(const ScanPass& pass, const Part& part,
     }
     start_update<T>(s, solution, stage.k());
 
-    // The next values, meanwhile; and o^T += U^T P^T
+    // Loads the next values during the update; then o^T += U^T P^T.
     uint64_t* const emptied = &barriers.empty[turn.place];
     before = place;
     turn.next(pass.stages), place.next(pass.places);

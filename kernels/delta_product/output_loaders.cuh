@@ -1,5 +1,4 @@
-// The warps beside a chain that makes the output too (scan_output.cuh): they bring what it needs, and store
-// what it leaves.
+// The load and store warps of scan_output.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +9,8 @@
 
 namespace girih::kernels::delta_product {
 
-// Which of a tile's rows a warp moves, 16 bytes a lane at a time: `Rows` of them. What a lane has of eight
-// rows lies as of the eight before, so that addresses differ by constants.
+// The rows of a tile that a warp copies, 16 bytes a lane at a time: `Rows` rows. The swizzle repeats every
+// eight rows, so addresses of later rows differ by constants.
 template <int Rows, class Tile>
 struct MovedRows {
   using T = typename Tile::Element;
@@ -20,7 +19,7 @@ struct MovedRows {
   static constexpr int kMoves = Rows / kStep;
   static_assert(Rows % 8 == 0 && kPacks >= 8 && kPacks <= 32);
 
-  int row, col;  // the lane's first
+  int row, col;  // first of the lane
   uint32_t at[kEach];
 
   __device__ MovedRows(const Tile& tile, int first_row, int lane)
@@ -33,7 +32,8 @@ struct MovedRows {
   }
 };
 
-// A warp's part of the tile <- the matrix, whose row 0 and column 0 are at `from`; what that lacks is zero.
+// Starts copies of a warp's rows of a matrix to a tile. `from` points to element (0, 0); elements outside of
+// the matrix are zero.
 template <int Rows, class Tile>
 __device__ inline void bring_rows(const Tile& tile, const typename Tile::Element* from, int64_t stride,
                                   int rows, int cols, int first_row, int lane) {
@@ -49,13 +49,13 @@ __device__ inline void bring_rows(const Tile& tile, const typename Tile::Element
   } else {
 #pragma unroll
     for (int i = 0; i < Mine::kMoves; ++i, from += Mine::kStep * stride) {
-      // A copy of no bytes does not touch its source.
+      // A copy of 0 bytes does not access its source.
       copy_async(mine.address(i), from, valid && mine.row + i * Mine::kStep < rows);
     }
   }
 }
 
-// A warp's part of the tile -> the matrix, `Batch` packs of a lane at a time.
+// Stores a warp's rows of a tile to a matrix, `Batch` packs of a lane at a time.
 template <int Rows, int Batch, class Tile>
 __device__ inline void save_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
                                  int cols, int first_row, int lane) {
@@ -63,7 +63,7 @@ __device__ inline void save_rows(const Tile& tile, typename Tile::Element* to, i
   constexpr int kBatch = Batch < Mine::kMoves ? Batch : Mine::kMoves;
   static_assert(Mine::kMoves % kBatch == 0);
   const Mine mine(tile, first_row, lane);
-  const int left = mine.col < cols ? rows - mine.row : 0;  // rows from the lane's first on
+  const int left = mine.col < cols ? rows - mine.row : 0;  // rows from the lane's first one
   to += mine.row * stride + mine.col;
 #pragma unroll 2
   for (int i = 0; i < Mine::kMoves; i += kBatch) {
@@ -80,7 +80,7 @@ __device__ inline void save_rows(const Tile& tile, typename Tile::Element* to, i
   }
 }
 
-// Warp `which` of those that fill stages.
+// Load warp `which` of kLoaders: fills the stages.
 template <typename T, int D, int Rows, int Chains>
 __device__ inline void run_loader(const ScanPass& pass, const Part& part,
                                   const OutputSpace<T, D, Rows, Chains>& space, int which) {
@@ -111,7 +111,7 @@ __device__ inline void run_loader(const ScanPass& pass, const Part& part,
   wait_copies<0>();
 }
 
-// Stores the states before chunks.
+// Store warp: stores the states before the chunks.
 template <typename T, int D, int Rows, int Chains>
 __device__ inline void run_states(const ScanPass& pass, const Part& part,
                                   const OutputSpace<T, D, Rows, Chains>& space) {
@@ -121,11 +121,11 @@ __device__ inline void run_states(const ScanPass& pass, const Part& part,
   });
 }
 
-// Stores outputs, and fetches queries to their places: warp `worker` of `Warps`.
+// Token warp `worker` of `Warps`: loads queries and stores outputs.
 template <int Warps, typename T, int D, int Rows, int Chains>
 __device__ inline void run_tokens(const ScanPass& pass, const Part& part,
                                   const OutputSpace<T, D, Rows, Chains>& space, int worker) {
-  // A warp has the same rows of both: it overwrites with queries what it alone has read.
+  // A warp loads and stores the same rows, so it overwrites only queries' memory that it has stored itself.
   constexpr int kRows = Rows / Warps, kBatch = Chains == 1 ? 8 : 4;
   const DeltaScan& p = pass.scan;
   const int tokens = delta_chunk(p.shape.n), first_row = worker * kRows;

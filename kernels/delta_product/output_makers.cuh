@@ -1,4 +1,4 @@
-// What a scan whose chain makes the output has made beside it (scan_output.cuh).
+// The producer warps of scan_output.
 #pragma once
 
 #include "delta_product/output_space.cuh"
@@ -6,14 +6,14 @@
 
 namespace girih::kernels::delta_product {
 
-// X diag(beta), of a mild chunk diag(w) X diag(beta), by thread `thread` of 128.
+// X <- X diag(beta), or if `mild` diag(w) X diag(beta); `thread` of 128.
 template <typename T>
 __device__ inline void weigh_inverse(const InverseRows& x, const Vectors& vectors, bool mild, int thread) {
   uint4* const packs = reinterpret_cast<uint4*>(const_cast<unsigned char*>(x.data));
 #pragma unroll
   for (int i = 0; i < InverseRows::kBytes / 16 / 128; ++i) {
     const int pack = 128 * i + thread, half = pack >= 128;
-    // Of each 16 columns those of the first 8 come first, 32 rows of them.
+    // Layout of InverseRows: of 16 columns the first 8 come first, for 32 rows.
     const int row = pack % 32 + 32 * half, col = (pack - 128 * half) / 32 * 8;
     float4 low = *reinterpret_cast<const float4*>(vectors.data + kDeltaBeta * kDeltaRows + col),
            high = *reinterpret_cast<const float4*>(vectors.data + kDeltaBeta * kDeltaRows + col + 4);
@@ -30,13 +30,13 @@ __device__ inline void weigh_inverse(const InverseRows& x, const Vectors& vector
   }
 }
 
-// A warpgroup that makes P of its chunks, and weighs their X.
+// A producer warpgroup: P of its chunks, and the factors of X.
 template <bool Weighted, typename T, int D, int Rows, int Chains>
 __device__ inline void run_makers(const ScanPass& pass, const Part& part,
                                   const OutputSpace<T, D, Rows, Chains>& space, int maker, int warp) {
   constexpr int kMakers = OutputRoles<Chains>::kMakers;
   const DeltaScan& p = pass.scan;
-  // More than half a tile of tokens have one step each.
+  // Tiles of 64 tokens have n = 1.
   const int n = Rows == kDeltaRows ? 1 : p.shape.n;
   OutputBarriers& barriers = space.barriers();
   const auto together = [&] { barrier_wait(1 + maker, 128); };
@@ -64,7 +64,7 @@ __device__ inline void run_makers(const ScanPass& pass, const Part& part,
     if (!keeps) weigh_inverse<T>(stage.inverse(), vectors, mild, 32 * warp + lane_here<Chains>());
     if (Weighted) {
       const int row = 32 * warp + lane() - kDeltaRows;
-      if (row >= 0) {  // in place of beta_i r_i: r_i = rho_i e^{L_i}, for beta is in X
+      if (row >= 0) {  // r_i = rho_i e^{L_i} replaces beta_i r_i, because X contains beta
         const_cast<float*>(vectors.data)[kDeltaRead * kDeltaRows + row] =
             vectors.element(kDeltaUnit, row) * exp2_fast(vectors.element(kDeltaLog, row));
       }
@@ -72,7 +72,7 @@ __device__ inline void run_makers(const ScanPass& pass, const Part& part,
         of_tokens[token] = mild ? float2{factor * exp2_fast(log - log_end), 0.f} : float2{factor, log};
         space.far(place.place)[token] = factor * exp2_fast(log);
       });
-      together();  // the tokens' factors are there
+      together();  // the factors of the tokens are stored
     }
     wait_products<0>(scores);
     const int n_here = Rows == kDeltaRows ? 1 : worked_out_here(n);

@@ -1,4 +1,4 @@
-// Which tokens of which state a block of a scan has, of both directions.
+// Work of a block of the scan or of reverse: which tokens of which columns of which state.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,12 @@
 
 namespace girih::kernels::delta_product {
 
-// A sequence's chunks, where sequences are not packed.
+// Divides by the chunks of a sequence; not used for packed sequences.
 inline Divider chunks_of_each(const DeltaShape& shape) {
   return Divider(std::max<int64_t>(divide_up(shape.tokens.tokens, delta_chunk(shape.n)), 1));
 }
-// As piece_at(); of sequences that are not packed `each` pieces a sequence.
+// Same as piece_at(); for sequences that are not packed without 64-bit division. The divider has the chunks
+// of a sequence.
 __device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, const Divider& each) {
   if (is_packed(all)) return piece_at(all, number, tokens);
   const uint32_t row = each.divide(static_cast<uint32_t>(number));
@@ -27,31 +28,32 @@ __device__ inline Piece chunk_at(const Tokens& all, int64_t number, int tokens, 
 
 struct Part {
   Piece piece;
-  int64_t number;  // of the state, initial and final
-  int64_t chunk;   // the number of its first chunk
-  int head, col;   // first column
+  int64_t number;  // index of the initial and final state
+  int64_t chunk;   // index of the first chunk
+  int head, col;   // head; first column
   int chunks;
   bool transition;
-  bool opens, last;  // nothing comes before, nothing follows
+  bool opens, last;  // first and last segment of the sequence in the order of the scan
 };
 
-// In reverse a transition is the transpose of the scan's, which the scan has kept.
+// Reverse uses the transposed transitions that the scan has saved.
 __host__ __device__ inline bool makes_transitions(const Walk& walk) { return walk.alone && !walk.reverse; }
 
-// The columns of a head's state, and of its transition, by the blocks that have them.
+// Groups of 64 columns of a state, and of its transition; each group is the work of one state warpgroup.
 __host__ __device__ inline int groups_of(int cols) { return (cols + kScanColumns - 1) / kScanColumns; }
 __host__ __device__ inline int groups_of(const DeltaShape& shape, const Walk& walk) {
   return groups_of(shape.V) + (makes_transitions(walk) ? groups_of(shape.D) : 0);
 }
 
-// Whether a block has the same columns of the state and of the transition, one part each. The transition has
-// no values: with one of each in every block all take equally long (1 x 32768 tokens, 8 heads of 128: 219 us
+// True if each block has 64 columns of the state and 64 columns of the transition. The transition has no
+// values, so blocks with one group of each kind take equally long (1 x 32768 tokens, 8 heads of 128: 219 us
 // instead of 227).
 __device__ inline bool pairs_transitions(const DeltaShape& shape, const Walk& walk, int of) {
   return makes_transitions(walk) && of == 2 && groups_of(shape.V) == groups_of(shape.D);
 }
 
-// Of a block that has `of` of them, number `which`; where it has none of that number, none after it either.
+// Fills the work of group `which` of the `of` groups of a block. Returns false if that group does not exist;
+// then no later group of the block exists.
 __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsigned block, Part& part,
                                int which = 0, int of = 1) {
   const int values = groups_of(shape.V), groups = groups_of(shape, walk), blocks = (groups + of - 1) / of;
@@ -65,7 +67,7 @@ __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsign
   part.col = (pairs ? group / 2 : part.transition ? group - values : group) * kScanColumns;
   bool starts = true, ends = true;
   if (shape.tokens.cu_seqlens == nullptr) {
-    // All of a block waits for what its part is: half a microsecond less without the divisions below.
+    // The whole block waits for this result. Avoiding the 64-bit divisions of the other branch saves 0.5 us.
     const unsigned sequence = walk.segments.divide(number), index = number - sequence * walk.segments.by;
     const int64_t before = index * walk.segment_chunks;
     part.piece = {sequence_at(shape.tokens, sequence), index, index * walk.segment, 0};
@@ -94,25 +96,25 @@ __device__ inline bool part_of(const DeltaShape& shape, const Walk& walk, unsign
   return !(walk.alone && (part.last || (part.transition && part.opens)));
 }
 
-// Blocks of a walk, each of which has `of` parts.
+// Blocks of a launch; each block has `of` groups of columns.
 inline int64_t blocks_of(const DeltaShape& shape, const Walk& walk, int of = 1) {
   const int64_t pieces = walk.segment == 0 ? shape.tokens.sequences : piece_count(shape.tokens, walk.segment);
   return pieces * shape.heads * divide_up(groups_of(shape, walk), of);
 }
 
-// Parts of the scan of segments alone that are not left out, where a sequence has two or more.
+// Groups of columns that a launch with `alone` does not skip, if every sequence has two segments or more.
 inline int64_t parts_alone(const DeltaShape& shape, const Walk& walk) {
   const int left_out = groups_of(shape.V) + 2 * groups_of(shape.D);
   return blocks_of(shape, walk) - shape.tokens.sequences * shape.heads * left_out;
 }
 
-// Tokens of the part's chunk c.
+// Tokens of chunk c of the block.
 __device__ inline int tokens_in(const Part& part, int tokens, int c) {
   const int64_t left = part.piece.sequence.end - part.piece.start - static_cast<int64_t>(c) * tokens;
   return left < tokens ? static_cast<int>(left) : tokens;
 }
 
-// The row of column `col` of a chunk's state: [pieces, H, V, D].
+// Row `col` of the transposed state of a chunk: [chunks, H, V, D].
 template <typename T, typename Number>
 __device__ inline T* state_at(T* states, const DeltaShape& shape, Number number, int col) {
   return states + (number * shape.V + col) * shape.D;

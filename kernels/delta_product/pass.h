@@ -1,4 +1,4 @@
-// Launches, and the sizes that their host needs to know.
+// Parameters and launch functions of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -9,22 +9,23 @@
 
 namespace girih::kernels::delta_product {
 
-// One launch over a scan: of whole sequences, or of segments.
+// How one launch of the scan or of reverse covers the sequences: whole or cut into segments.
 struct Walk {
-  // Tokens, a multiple of the chunk's; 0: whole sequences. The initial states are then the segments', not the
-  // sequences'.
+  // Tokens of a segment, a multiple of the tokens of a chunk; 0: sequences are not cut. With segments the
+  // initial states are those of the segments.
   int64_t segment;
-  // Every segment by itself, without anything beside: columns 0..V-1, and in the scan D more, from the unit
-  // matrix and without values, which become the segment's transition. The first segment starts from the
-  // sequence's initial state and has no transition, the others start from zero. The final states [pieces, H,
-  // D, V + D], in reverse [pieces, H, D, V], are the segments'; segments that nothing follows are left out.
+  // The launch scans every segment on its own and stores nothing but end states. The scan has D more columns,
+  // which start from the identity matrix with zero values and end as the transition of the segment. The first
+  // segment starts from the initial state of the sequence and has no transition; the others start from zero.
+  // The final states are [segments, H, D, V + D], in reverse [segments, H, D, V]. The last segment of a
+  // sequence is skipped.
   bool alone;
-  bool reverse;   // from the last token to the first
-  Divider heads;  // H
-  // Of every sequence, where there are no cu_seqlens (with them nobody reads these): a block then finds its
-  // part without 64-bit divisions.
-  Divider segments;        // 1 where uncut
-  int64_t chunks;          // of the sequence
+  bool reverse;   // chunks from the last to the first
+  Divider heads;  // divides by H
+  // Sizes of a sequence if cu_seqlens is absent, so that a block finds its tokens without 64-bit divisions.
+  // Not read if cu_seqlens is present.
+  Divider segments;        // divides by the segments of a sequence; 1 if sequences are not cut
+  int64_t chunks;          // of a sequence
   int64_t segment_chunks;  // of a segment, or of the sequence
 
   Walk(const DeltaShape& shape, int64_t segment, bool reverse)
@@ -40,11 +41,11 @@ struct Walk {
 struct ScanPass {
   DeltaScan scan;
   Walk walk;
-  int chains = 0;   // of `scan`, parts of a block
-  int stages = 0;   // of keys and values
-  int slots = 0;    // of a chunk's state and updates
-  int places = 0;   // of queries and scores
-  int readers = 0;  // warpgroups that take chunks in turn
+  int chains = 0;   // state warpgroups of a block of `scan`
+  int stages = 0;   // ring of keys, values and prepared data
+  int slots = 0;    // ring of S and U of a chunk
+  int places = 0;   // ring of queries and scores (`scan_output`)
+  int readers = 0;  // output warpgroups; chunks are assigned round-robin
 };
 
 struct ReversePass {
@@ -53,12 +54,12 @@ struct ReversePass {
   int stages = 0, slots = 0;
 };
 
-// Columns of V that a chain has: the rows of a warpgroup's products.
+// Columns of V of a state warpgroup: the M of its wgmma products.
 constexpr int kScanColumns = 64;
 
 template <typename T>
 cudaError_t launch_prepare(const DeltaPrepare& problem, cudaStream_t stream);
-// By tile of D; each element type is compiled in a file of its own.
+// One instance for each tile width of D; each element type is compiled in a file of its own.
 template <typename T, int D>
 cudaError_t launch_scan(const ScanPass& pass, cudaStream_t stream);
 template <typename T, int D>

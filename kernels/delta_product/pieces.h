@@ -1,4 +1,4 @@
-// Where a piece of DeltaPieces lies, and the functions between chunks.
+// Index and position of segments of up to 64 rows (DeltaPieces), and the function between chunks.
 #pragma once
 
 #include "delta_product/exact.h"
@@ -10,19 +10,20 @@ __device__ inline int position_of(const DeltaPieces& p, const Sequence& sequence
   return static_cast<int>(clamp(p.position[sequence.index], 0, p.chunk - 1));
 }
 
-// The number of the piece that a sequence's first chunk begins with.
+// Index of the first segment of the first chunk of a sequence.
 __device__ inline int64_t first_piece(const DeltaPieces& p, const Sequence& sequence) {
   if (!is_packed(p.tokens)) return sequence.index * pieces_of_row(p);
   return (sequence.start / p.chunk + spare_chunks(p) * sequence.index) * pieces_of_chunk(p);
 }
 
-// A token's piece, and the walk from piece to piece.
+// Position of a token in its segment; moves from segment to segment.
 struct Place {
   int64_t number;
-  int part;        // of its chunk
-  int at, length;  // where the token is; tokens
+  int part;        // index of the segment in its chunk
+  int at, length;  // index of the token in the segment; tokens of the segment
 
-  // `token` counts from the start of the chunk that a sequence begins in; `first` is that chunk's piece.
+  // `token` counts from the start of the chunk in which the sequence begins; `first` is the first segment of
+  // that chunk.
   __device__ Place(const DeltaPieces& p, int64_t first, int64_t token) {
     const int64_t chunk = token / p.chunk;
     const int rest = static_cast<int>(token - chunk * p.chunk);
@@ -35,7 +36,7 @@ struct Place {
   __device__ bool completes_chunk(const DeltaPieces& p) const {
     return at + 1 == length && part + 1 == pieces_of_chunk(p);
   }
-  // To the first token of the next piece; to the last of the one before.
+  // advance: to the first token of the next segment. retreat: to the last token of the previous segment.
   __device__ void advance(const DeltaPieces& p) {
     ++number;
     part = part + 1 == pieces_of_chunk(p) ? 0 : part + 1;
@@ -60,7 +61,7 @@ struct DeltaPiece {
   Sequence sequence;
   int64_t start;  // first token
   int length;     // tokens, 0..size
-  bool opens;     // the function between chunks lies before its first token
+  bool opens;     // the function between chunks is applied before the first token
 };
 
 __device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
@@ -69,7 +70,7 @@ __device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
     sequence = sequence_at(p.tokens, number / pieces_of_row(p));
   } else {
     int64_t low = 0,
-            high = p.tokens.sequences - 1;  // the last sequence whose first piece is at most `number`
+            high = p.tokens.sequences - 1;  // binary search: last sequence whose first segment is <= number
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
       if (first_piece(p, sequence_at(p.tokens, middle)) <= number) {
@@ -83,7 +84,7 @@ __device__ inline DeltaPiece piece_at(const DeltaPieces& p, int64_t number) {
   const int64_t ordinal = number - first_piece(p, sequence), all = sequence.end - sequence.start;
   const int64_t chunk = ordinal / pieces_of_chunk(p);
   const int part = static_cast<int>(ordinal - chunk * pieces_of_chunk(p));
-  // Tokens of the sequence; the first piece may have begun before it.
+  // Token offsets in the sequence; the chunk may begin before the sequence does.
   const int64_t base = chunk * p.chunk - position_of(p, sequence), begin = base + part * p.size;
   const int64_t stop = part + 1 == pieces_of_chunk(p) ? base + p.chunk : begin + p.size;
   const int64_t first = clamp(begin, 0, all), end = clamp(stop, first, all);

@@ -1,12 +1,13 @@
-// X = (I + A)^-1 and the factors of a chunk's rows, one warp a chunk and head. A warp has one chunk after
-// another: what it loads of the next is on its way while it inverts this one.
+// prepare: X = (I + A)^-1 and the factors of the rows of every chunk. A warp processes one chunk and head at
+// a time; the loads of the next chunk overlap with the inversion of the current one.
 //
 //     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j (j < i)        rho_i = 1 / |k_i|, or 1
 //     read_i = beta_i rho_i e^{L_i}        write_i = rho_i e^{L_C - L_i}
 //
-// Where keys of their own read, b_i . k_j is in place of beta_i k_i . k_j, and beta_i is 1.
+// With b, b_i . k_j replaces beta_i k_i . k_j, and beta_i is 1.
 //
-// K K^T comes from the tensor cores, the ten 16 x 16 blocks on and below its diagonal, which become N = -A.
+// The tensor cores compute the ten 16 x 16 blocks of K K^T on and below the diagonal; these become N = -A in
+// place.
 #pragma once
 
 #include "delta_product/prepare_inverse.cuh"
@@ -15,10 +16,10 @@
 
 namespace girih::kernels::delta_product {
 
-// Blocks of a multiprocessor: as many as registers leave room for, or with two slabs of keys shared memory.
+// Blocks of a multiprocessor, limited by registers, or with b by shared memory.
 constexpr int prepare_blocks(bool read_keys) { return read_keys ? 2 : 4; }
 
-// The sum over lanes 0 to this one.
+// Inclusive prefix sum over the lanes.
 __device__ inline double sum_through(double x) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -28,8 +29,8 @@ __device__ inline double sum_through(double x) {
   return x;
 }
 
-// beta and L of the chunk's rows have arrived: as they are used from now on. L is summed in fp64: its
-// differences are what counts. rho is 1 so far; a row that is not there has 0.
+// Converts beta and the gates of a chunk from their own types. L is summed in fp64, because differences of L
+// are used. rho is set to 1, and to 0 for rows that do not exist.
 template <typename T, int Slabs, bool ReadKeys>
 __device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
                                  const Chunk<T>& chunk) {
@@ -52,7 +53,7 @@ __device__ inline void take_rows(const DeltaPrepare& p, const PrepareSpace<T, Sl
   }
 }
 
-// K K^T, or B K^T, by slabs, each of which leaves its room to a later one.
+// K K^T, or B K^T, by slabs of 64 columns. After each slab the loads of a later slab start into its memory.
 template <typename T, int Slabs, bool ReadKeys>
 __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepare& p,
                                      const PrepareSpace<T, Slabs, ReadKeys>& space, const Chunk<T>& chunk) {
@@ -64,7 +65,8 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
     const auto keys = space.keys(slab), read_keys = space.read_keys(slab);
 #pragma unroll 2
     for (int col = 0; col < kSlab; col += 16) {
-      // Right factors read on their own: out of left ones their pairs would take a third of the instructions.
+      // B fragments are loaded by ldmatrix on their own: forming them from A fragments costs a third of the
+      // instructions.
       uint32_t right[kTilesDown][4];
 #pragma unroll
       for (int i = 0; i < kTilesDown; ++i) {
@@ -83,8 +85,8 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaBlocks], const DeltaPrepar
   }
 }
 
-// rho_i from the diagonal of K K^T. Of a key that is zero, rho only scales the gradient: 1 instead of 1000
-// overflows nowhere.
+// rho_i from the diagonal of K K^T. A key of zeros has rho = 1: rho then scales the gradient only, and 1 /
+// sqrt(1e-6) = 1000 could overflow.
 template <class Space>
 __device__ inline void find_lengths(const Space& space, const Block (&a)[kDeltaBlocks], int rows) {
 #pragma unroll
@@ -99,7 +101,8 @@ __device__ inline void find_lengths(const Space& space, const Block (&a)[kDeltaB
   __syncwarp();
 }
 
-// beta, read, write, L and rho of every row. Whether none of the lane's rows forbids to divide by its beta.
+// Stores beta, read, write, L and rho of every row. Returns `divides` and that |beta| of the lane's rows is
+// large enough to divide by.
 template <class Space>
 __device__ inline bool put_factors(float* vectors, const Space& space, int rows, bool divides) {
   constexpr float kLeastStep = 0x1p-40f;
@@ -118,9 +121,9 @@ __device__ inline bool put_factors(float* vectors, const Space& space, int rows,
   return divides;
 }
 
-// N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Of blocks below the diagonal the power
-// is a row's, a column's and the block's: L_i less L at the rows' start, that less L at the columns' end, and
-// that less L_j, none of them more than 0.
+// N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Below the diagonal blocks, L_i - L_j is
+// a sum of three differences, each at most 0: L_i minus L at the first row of the block row, that minus L at
+// the last row of the block column, and that minus L_j.
 template <class Space>
 __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool gated, bool unit) {
   const float *const beta = space.beta(), *const log = space.log(), *const rho = space.unit();
@@ -165,7 +168,7 @@ __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool 
       }
     }
   }
-  // j < i
+  // N_ij = 0 unless j < i.
 #pragma unroll
   for (int i = 0; i < kTilesDown; ++i) {
     Block& block = a[block_of(i, i)];
@@ -179,8 +182,8 @@ __device__ inline void weigh(Block (&a)[kDeltaBlocks], const Space& space, bool 
   }
 }
 
-// Whether rows nearly repeat earlier keys with strong steps: the mean of their largest |A_ij|, 1 at most
-// each. With random keys of 64 channels it is about a quarter of beta.
+// True if keys are nearly equal to earlier keys and beta is large: the mean over rows of min(1, max_j |A_ij|)
+// exceeds 0.6. For random keys of 64 channels this mean is about beta / 4.
 __device__ inline bool repeat(const Block (&a)[kDeltaBlocks], int rows) {
   float sum = 0.f;
 #pragma unroll
@@ -279,7 +282,7 @@ cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
     return p.b.data == nullptr ? launch_prepare_of<T, slabs(), false>(p, stream)
                                : launch_prepare_of<T, slabs(), true>(p, stream);
   };
-  return p.shape.D <= kSlab ? launch(two) : launch(one);  // `two` is for one slab: see PrepareSpace
+  return p.shape.D <= kSlab ? launch(two) : launch(one);  // two: see PrepareSpace
 }
 
 }  // namespace girih::kernels::delta_product

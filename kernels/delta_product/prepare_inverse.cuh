@@ -1,12 +1,13 @@
-// X = (I - N)^-1 of a chunk's 64 rows, N = -A below the diagonal, by halves: of the 8 x 8 blocks of the
-// diagonal by forward substitution in fp32, a column a lane, then of 16, 32 and 64 rows,
+// X = (I - N)^-1 for the 64 rows of a chunk, N = -A below the diagonal. The 8 x 8 diagonal blocks are
+// inverted by forward substitution in fp32, one column a lane. Pairs of inverted blocks are then joined to
+// blocks of 16, 32 and 64 rows:
 //
 //     (  X_0        )
 //     ( X_1 S   X_1 )        S = N_10 X_0
 //
-// with every factor in two bf16 parts, hi + lo: keys that are nearly parallel make large X of which the next
-// products keep little, and one part alone loses it. S is computed transposed: then all that sums up is the
-// next product's factor as it lies.
+// Every factor is split into two bf16 numbers, hi + lo: nearly parallel keys make X large, and later products
+// cancel most of it, so that one bf16 number is not enough. S is computed transposed, so that its accumulator
+// is the next operand without a shuffle.
 #pragma once
 
 #include "delta_product/prepare_loads.cuh"
@@ -14,8 +15,9 @@
 
 namespace girih::kernels::delta_product {
 
-// Where X goes: a block as its four 8 x 8 matrices, in the order of a left factor, so that ldmatrix reads it
-// as any; and, where it `keeps` that, what rounding took from it.
+// Output of the inversion in global memory. A block is stored as four 8 x 8 matrices in the order of an A
+// fragment, so that ldmatrix can load it as either operand. If `keeps`, the rounding errors of the block are
+// stored too.
 template <typename T>
 struct InverseOut {
   unsigned char* data;
@@ -37,9 +39,9 @@ struct InverseOut {
   }
 };
 
-// The 8 x 8 blocks of X on the diagonal, in place of those of N: x_i = [i is the column] + sum_{j<i} n_ij
-// x_j. A lane has a column of block l / 8 and of the fourth after it, and leaves it as a row: columns 0, 2,
-// 4, 6, 1, 3, 5, 7, so that a read of pairs meets no conflicts.
+// Inverts the 8 x 8 diagonal blocks of N in place: x_i = [i = column] + sum_{j<i} n_ij x_j. A lane has one
+// column of blocks l / 8 and l / 8 + 4, and stores it as a row. The order of the stored rows is 0, 2, 4, 6,
+// 1, 3, 5, 7, so that loads of pairs have no bank conflicts.
 template <class Space>
 __device__ inline void invert_small(const Space& space) {
   const int column = lane() % kSmall;
@@ -71,8 +73,8 @@ __device__ inline void invert_small(const Space& space) {
   }
 }
 
-// The 16 x 16 blocks i and i + 1 of X's diagonal, from their 8 x 8 blocks: ( X_0, 0; X_1 N_10 X_0, X_1 ). As
-// a left factor, and turned.
+// Diagonal blocks i and i + 1 of X, 16 x 16 each, from their 8 x 8 blocks: ( X_0, 0; X_1 N_10 X_0, X_1 ).
+// Returned as A fragments, as they are and transposed.
 template <class Space, typename T>
 __device__ inline void join_small(Split (&x)[kTilesDown], Split (&x_turned)[kTilesDown],
                                   const Block (&n)[kDeltaBlocks], const Space& space,
@@ -109,10 +111,10 @@ __device__ inline void join_small(Split (&x)[kTilesDown], Split (&x_turned)[kTil
   }
 }
 
-// X of N, whose blocks on and below the diagonal a warp has in registers.
+// Inverts I - N; the warp has the blocks of N on and below the diagonal in registers.
 template <class Space, typename T>
 __device__ inline void invert(const Block (&n)[kDeltaBlocks], const Space& space, const InverseOut<T>& out) {
-  // 8 rows
+  // 8 x 8 blocks
 #pragma unroll
   for (int i = 0; i < kDeltaRows / kSmall; ++i) {
     const float* const two = n[block_of(i / 2, i / 2)].at[i % 2] + i % 2 * 2;
@@ -122,12 +124,12 @@ __device__ inline void invert(const Block (&n)[kDeltaBlocks], const Space& space
   invert_small(space);
   __syncwarp();
 
-  // 16 rows, of two blocks of the diagonal at a time.
+  // 16 x 16 blocks, two diagonal blocks at a time
   Split x[kTilesDown], x_turned[kTilesDown];
 #pragma unroll
   for (int i = 0; i < kTilesDown; i += 2) join_small(x, x_turned, n, space, out, i);
 
-  // 32 rows
+  // 32 x 32 blocks
   const Split s10 = split(split_product(x_turned[0], split(n[block_of(1, 0)]))),
               s32 = split(split_product(x_turned[2], split(n[block_of(3, 2)])));
   const Block x10 = split_product(x[1], s10), x32 = split_product(x[3], s32);
@@ -135,7 +137,7 @@ __device__ inline void invert(const Block (&n)[kDeltaBlocks], const Space& space
   out.put(1, 0, x10);
   out.put(3, 2, x32);
 
-  // 64 rows, of 16 columns at a time.
+  // 64 x 64, 16 columns at a time
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     Block s[2];

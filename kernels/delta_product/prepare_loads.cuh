@@ -1,4 +1,4 @@
-// What a warp of prepare has in shared memory, and how a chunk gets there: its keys, beta and gates.
+// Shared memory of a warp of prepare, and the loads of keys, beta and gates.
 #pragma once
 
 #include "delta_product/part.cuh"
@@ -9,14 +9,13 @@
 namespace girih::kernels::delta_product {
 
 constexpr int kPrepareWarps = 4;
-constexpr int kSlab = 64;  // columns of k at a time
+constexpr int kSlab = 64;  // columns of k that are loaded together
 constexpr int kSmall = 8;  // rows of the blocks of forward substitution
 
-// What a warp has in shared memory: of its rows beta, L and rho, the small blocks, and a slab of keys. (Of
-// keys that read, where others write, a slab beside.) Two would leave room for three blocks of a
-// multiprocessor instead of four: of keys of more than 64 channels the other slabs wait in the L2 cache. Keys
-// of up to 64 are one slab, and go by the code of two Slabs in turn, of which they never have the second: it
-// needs fewer registers.
+// Shared memory of a warp: beta, L and rho of its rows, the 8 x 8 blocks, and a slab of keys; with b also a
+// slab of b. Only one slab is kept: with two, three blocks instead of four fit on a multiprocessor, and later
+// slabs wait in the L2 cache. For D <= 64, Slabs is 2 although there is only one slab: that code needs fewer
+// registers.
 template <typename T, int Slabs, bool ReadKeys = false>
 struct PrepareSpace {
   using Keys = SharedTile<T, kDeltaRows, kSlab>;
@@ -43,24 +42,24 @@ struct PrepareSpace {
   }
 };
 
-// An element whose type is known at run time only, on its way to shared memory: the four bytes that hold it
-// as far as its last, or of fp64 the element itself, in fp32. What those four begin with, where 16 bits are
-// their upper half, is the element before: allocations begin at a multiple of four, so that one is in this
-// element's. What comes behind may be outside, and is not read. In registers it would be spilled, and that
-// waits for it.
+// Starts the copy of an element whose type is known at run time only. The copy ends at the last byte of the
+// element and begins at the 4-byte word that contains it. If a 16-bit element is the upper half of its word,
+// the lower half is the previous element; allocations are aligned to 4 bytes, so the word is readable. Bytes
+// behind the element may lie outside of the tensor and are not read. fp64 is converted here. Copies to
+// registers would be spilled, and the spill waits for the load.
 __device__ inline void start_element(float* to, const void* data, DType dtype, int64_t index, bool exists) {
   if (dtype == DType::f64) {
     *to = exists ? static_cast<float>(static_cast<const double*>(data)[index]) : 0.f;
     return;
   }
-  // A copy of no bytes does not touch its source.
+  // A copy of 0 bytes does not access its source.
   const int size = bytes_of(dtype);
   const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * size : 0);
   const int into = static_cast<int>(address & 3);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)),
                "l"(address - into), "r"(exists ? into + size : 0));
 }
-// Of 16 bits, whether it is the upper half of those four bytes.
+// True if a 16-bit element is the upper half of its 4-byte word.
 __device__ inline uint32_t is_upper(const void* data, int64_t index) {
   return static_cast<uint32_t>((reinterpret_cast<uintptr_t>(data) >> 1) + index) & 1;
 }
@@ -74,26 +73,26 @@ __device__ inline float arrived_element(const float* at, DType dtype, bool upper
   return __uint_as_float(bits);
 }
 
-// What a warp has loaded or under way of a chunk and head.
+// The chunk and head whose loads a warp has started.
 template <typename T>
 struct Chunk {
   const T *keys, *read_keys;
-  int rows = 0;        // 0: there is no such chunk, or it has no tokens
-  uint32_t upper = 0;  // of the lane's rows, l and 32 further, a bit each for beta, and for gates
+  int rows = 0;        // 0: the chunk does not exist or has no tokens
+  uint32_t upper = 0;  // is_upper of the lane's rows l and l + 32: bits 0 and 1 for beta, 2 and 3 for gates
 };
 
-// A chunk's rows, from `first` on, of a slab's columns.
+// Starts the copies of one slab of the rows of a chunk; `first` points to row 0.
 template <class Keys, typename T>
 __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stride, int rows, int cols,
                                   int slab) {
   const int row = lane() / 8, col = lane() % 8 * 8;
   const bool valid = slab * kSlab + col < cols;
-  // Every fourth row; two addresses, for rows 8 apart lie alike.
+  // A lane copies every fourth row; rows 8 apart have the same swizzle, so two addresses suffice.
   const uint32_t to[2] = {keys.address(row, col), keys.address(row + 4, col)};
   constexpr int kEight = 8 * kSlab * static_cast<int>(sizeof(T));
   const T* from = first + row * stride + slab * kSlab + col;
   if (rows == kDeltaRows && stride >> 24 == 0) {
-    // Products of 32 bits: a third of the instructions of what any chunk takes.
+    // A full chunk with short strides uses 32-bit products: a third of the instructions of the other branch.
     const int step = static_cast<int>(stride) * 4;
 #pragma unroll
     for (int i = 0; i < kDeltaRows / 4; ++i) {
@@ -102,7 +101,7 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
   } else {
 #pragma unroll
     for (int i = 0; i < kDeltaRows / 4; ++i) {
-      // A copy of no bytes does not touch its source.
+      // A copy of 0 bytes does not access its source.
       copy_async(to[i % 2] + i / 2 * kEight, from, valid && row + 4 * i < rows);
       from += 4 * stride;
     }
@@ -119,7 +118,7 @@ __device__ inline void load_keys(const DeltaPrepare& p, const Space& space, cons
   commit_copies();
 }
 
-// To the L2 cache, the slabs that have no room yet.
+// Prefetches the slabs after the first to the L2 cache.
 template <bool ReadKeys, typename T>
 __device__ inline void prefetch_keys(const DeltaPrepare& p, const Chunk<T>& chunk) {
 #pragma unroll
@@ -134,7 +133,7 @@ __device__ inline void prefetch_keys(const DeltaPrepare& p, const Chunk<T>& chun
   }
 }
 
-// The chunks and heads that a warp has, every step-th: head by head.
+// Index of a chunk and head; heads vary fastest.
 struct Job {
   int64_t number;
   int head;
@@ -146,8 +145,8 @@ struct Job {
   }
 };
 
-// beta, gates, where those of the chunk before were, and the first slabs of its keys are under way
-// afterwards.
+// Starts the loads of beta, of the gates and of the first slabs of keys of a chunk, into the memory of the
+// previous chunk.
 template <typename T, int Slabs, bool ReadKeys>
 __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
                                        const Job& job, int64_t numbers, const Divider& each) {
@@ -159,7 +158,7 @@ __device__ inline Chunk<T> start_chunk(const DeltaPrepare& p, const PrepareSpace
     chunk.rows = piece.length * n;
     chunk.keys = at<T>(p.k, batch, first_row, job.head / p.shape.key_share, 0);
     if (ReadKeys) chunk.read_keys = at<T>(p.b, batch, first_row, job.head, 0);
-    if (chunk.rows > 0) {  // else nobody waits for what comes
+    if (chunk.rows > 0) {  // else no thread waits for the copies
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = half * 32 + lane();

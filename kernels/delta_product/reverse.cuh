@@ -1,11 +1,12 @@
-// The gradient of the state from chunk to chunk, from the end. dS: of the state after the chunk.
+// reverse: the gradient of the state, chunks from the last to the first. dS is the gradient of the state
+// after the chunk.
 //
 //     dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU
 //     dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T
 //
-// A block as in the scan, of whose products these are the mirror images: a chain that keeps dS^T in
-// registers, a warpgroup that makes P and its part of dU ahead of it, two warps that store dS and G, two that
-// load. A memory head's query heads come one after another in stages of their own.
+// The products mirror those of the scan. A block has a warpgroup of state warps with dS^T in registers, a
+// producer warpgroup that computes P and sum_t P_tj do_t ahead, two store warps for dS and G, and two load
+// warps. The query heads of a memory head use consecutive stages.
 #pragma once
 
 #include "delta_product/reverse_chain.cuh"
@@ -13,7 +14,7 @@
 
 namespace girih::kernels::delta_product {
 
-// dS and G, or dv, on their way to memory.
+// Store warps: dS and G, or dv.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void store(const ReversePass& pass, const Part& part,
                              const ReverseSpace<T, D, Rows, ReadKeys>& space, int worker) {
@@ -37,7 +38,7 @@ __device__ inline void store(const ReversePass& pass, const Part& part,
   }
 }
 
-// Of a thread, by role.
+// Registers of a thread by role.
 template <int D>
 struct ReverseRegisters {
   static constexpr int kChain = D == 256 ? 240 : 216, kMakers = D == 256 ? 152 : 168,

@@ -1,12 +1,12 @@
-// The chain of reverse: a warpgroup that goes from chunk to chunk with dS^T, warp w with 16 of the block's
-// columns, as in scan_chain.cuh: the sums of a product become the left factor of the next one.
+// The state warps of reverse: one warpgroup with dS^T; warp w has 16 of the 64 columns of the block. As in
+// scan_chain.cuh the accumulator of a product, rounded, is the A fragment of the next one.
 #pragma once
 
 #include "delta_product/reverse_space.cuh"
 
 namespace girih::kernels::delta_product {
 
-// S^T += a Q, a = (r * dO)^T of the warp's columns, under way afterwards.
+// Starts S^T += a Q with a = (r * dO)^T, the columns of the warp.
 template <int Bands, typename T, int D, int Rows>
 __device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const GradientStage<T, D, Rows>& query,
                                      int warp) {
@@ -25,7 +25,7 @@ __device__ inline void start_queries(State<D>& s, Operand<Bands>& a, const Gradi
   commit_products();
 }
 
-// G^T += dU^T X by the blocks that `load` gives, transposed, warp by warp.
+// G^T += dU^T X with mma of single warps; load(x, i, j) loads block (i, j) of X, transposed.
 template <typename T, class Load>
 __device__ inline void add_transposed_solution(Halves& g, const Operand<kTilesDown>& du, const Load& load) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ inline void add_transposed_solution(Halves& g, const Operand<kTilesDo
   }
 }
 
-// G^T = dU^T X, under way afterwards.
+// Starts G^T = dU^T X.
 template <typename T>
 __device__ inline void start_transposed_solution(Halves& g, const Operand<kTilesDown>& du,
                                                  const InverseRows& x) {
@@ -62,7 +62,7 @@ __device__ inline void start_transposed_solution(Halves& g, const Operand<kTiles
   commit_products();
 }
 
-// The same of what rounding took from X.
+// G^T += dU^T E, E the rounding errors of X.
 template <typename T>
 __device__ inline void add_lost_transposed(Halves& g, const Operand<kTilesDown>& du,
                                            const unsigned char* prepared) {
@@ -73,8 +73,7 @@ __device__ inline void add_lost_transposed(Halves& g, const Operand<kTilesDown>&
   });
 }
 
-// y_j <- values_j + w_j y_j, of 16 rows j after the other; load(j), which brings values_j, comes here if
-// `Late`.
+// y_j <- values_j + w_j y_j, 16 rows j at a time. If `Late`, load(j) loads values_j here.
 template <typename T, bool Late, class Load>
 __device__ inline void add_written(Sums<8>& y, const RowFactors& write, const ColumnBlocks& values,
                                    const Load& load) {
@@ -95,7 +94,7 @@ __device__ inline void add_written(Sums<8>& y, const RowFactors& write, const Co
   }
 }
 
-// dv, or G. (No choice between references: both would lie in memory.)
+// Stores dv or G. (Selecting a reference would place both in local memory.)
 template <class Tile>
 __device__ inline void leave_update(const Tile& slot, bool same, const Operand<kTilesDown>& dv,
                                     const Operand<kTilesDown>& g, int warp) {
@@ -140,7 +139,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     const Prepared prepared = stage.prepared();
     const Vectors vectors = prepared.vectors();
 
-    // Y^T = dS^T K^T, and with gates dS decays meanwhile
+    // Y^T = dS^T K^T; with gates dS decays during the product.
     Sums<8> y;
     rounded.start_read(y, s, stage.k());
     const RowFactors write(vectors, kDeltaWrite);
@@ -149,13 +148,13 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       rounded.leave(s, space.state(slot.place), warp);
       arrive_once(&barriers.state[slot.place]);
     }
-    // S is there. Without a word of it the compiler waits for Y too.
+    // The products of S are complete. Without this wait the compiler would wait for Y before it uses S.
     finish<1>(s);
     if (p.gated) scale(s, exp2_fast(vectors.element(kDeltaLog, kDeltaRows - 1)));
     const bool keeps = prepared.keeps();
 
-    // dS^T += (r * dO)^T Q, the last query head's still under way when Y is there. All of them come before
-    // what has been made of dU, to which each adds: there may be more than stages.
+    // dS^T += (r * dO)^T Q for every query head; the product of the last one overlaps with the wait for Y.
+    // All query heads come before the wait for dU, because query heads may outnumber the stages.
     Operand<Rows / kTileRows> read_by;
     const auto add_queries = [&] { start_queries(s, read_by, space.query(query_turn.place), warp); };
     const auto leave_queries = [&] {
@@ -197,7 +196,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
       add_lost_transposed<T>(g, du, prepared_at(p.prepared, p.shape, part.chunk + c, part.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K, or B. What is left of it is G, or dv where that is the same as read * G.
+    // dS^T <- dS^T - (read * G)^T K, or B. The output is G, or dv where dv = read * G.
     Operand<kTilesDown> left, update;
     const bool same = divides<T>(p, prepared);
     if (stores && !same) round_to<T>(left, g);
@@ -212,7 +211,7 @@ __device__ inline void run_reverse_chain(const ReversePass& pass, const Part& pa
     }
     uint64_t* const emptied = &barriers.empty[turn.place];
     turn.next(pass.stages);
-    // The fence's time is that of the update, if there is another stage.
+    // Waiting for the next stage overlaps with the update, if the ring has another stage.
     const bool more = c > 0, early = more && pass.stages > 1;
     if (early) wait_for_stage();
     finish<0>(s);

@@ -1,4 +1,4 @@
-// The makers of reverse: dU's part that needs no dS, sum_t P_tj do_t, ahead of the chain.
+// The producer warps of reverse: the terms of dU that do not depend on dS, ahead of the state warps.
 #pragma once
 
 #include "delta_product/reverse_space.cuh"
@@ -6,8 +6,8 @@
 
 namespace girih::kernels::delta_product {
 
-// sum_t P_tj do_t of every chunk, what is known of dU without dS; warp w has the rows 16 w to 16 w + 15. What
-// it finds of tokens goes to memory too, for the gradients.
+// sum_t P_tj do_t of every chunk; warp w has rows 16 w to 16 w + 15. Also stores scale rho_t to global memory
+// for gradients.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void make_given(const ReversePass& pass, const Part& part,
                                   const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
@@ -45,7 +45,7 @@ __device__ inline void make_given(const ReversePass& pass, const Part& part,
         query.read()[token] = factor * exp2_fast(log);
         if (!tells) return;
         factors[token] = factor;
-        if (Rows < kDeltaRows) factors[Rows + token] = p.shape.scale;  // no token's
+        if (Rows < kDeltaRows) factors[Rows + token] = p.shape.scale;  // rows without a token
       });
       barrier_wait(1, 32 * kReverseMakers);
       arrive_once(&barriers.query_ready[query_turn.place]);

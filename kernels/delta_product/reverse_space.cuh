@@ -1,14 +1,14 @@
-// What a block of reverse has in shared memory, and how it comes there.
+// Shared memory, barriers and roles of a block of reverse, and its load warps.
 #pragma once
 
 #include "delta_product/state.cuh"
 
 namespace girih::kernels::delta_product {
 
-constexpr int kReverseChain = 4, kReverseMakers = 4, kReverseStores = 2;  // warps
+constexpr int kReverseChain = 4, kReverseMakers = 4, kReverseStores = 2;  // numbers of warps
 constexpr int kReverseThreads = 32 * (kReverseChain + kReverseMakers + kReverseStores + kLoaders);
 
-// What one query head brings to a chunk: `Rows` tokens, 64, or with several steps a token 32.
+// q and do of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
 template <typename T, int D, int Rows>
 struct GradientStage {
   using Q = BlockTile<T, D, Rows>;
@@ -19,7 +19,7 @@ struct GradientStage {
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
   __device__ O dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
-  // Of every token scale rho_t and L_t, and r_t.
+  // {scale rho_t, L_t}, and r_t, of every token.
   __device__ float2* tokens() const { return reinterpret_cast<float2*>(after); }
   __device__ float* read() const { return reinterpret_cast<float*>(after + Rows * 8); }
 };
@@ -27,9 +27,9 @@ struct GradientStage {
 constexpr int kReverseStages = 4, kReverseSlots = 2, kReverseMade = 2;
 
 struct ReverseBarriers {
-  uint64_t full[kReverseStages], empty[kReverseStages];  // stages
-  uint64_t made[kReverseMade], used[kReverseMade];       // dU's part
-  // Of the query heads; ready: their factors.
+  uint64_t full[kReverseStages], empty[kReverseStages];  // ring of keys
+  uint64_t made[kReverseMade], used[kReverseMade];       // ring of dU without dS
+  // Ring of query heads; ready: the factors of the tokens are stored.
   uint64_t query_full[kReverseStages], query_ready[kReverseStages], query_empty[kReverseStages];
   uint64_t state[kReverseSlots], state_stored[kReverseSlots];    // dS
   uint64_t update[kReverseSlots], update_stored[kReverseSlots];  // G, or dv
@@ -37,7 +37,7 @@ struct ReverseBarriers {
 constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
-// ReadKeys: as ScanSpace.
+// ReadKeys: as in ScanSpace.
 template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ReverseSpace {
   using Keys = Stage<T, D, false>;
@@ -45,7 +45,7 @@ struct ReverseSpace {
   using StateSlot = PaddedTile<T, kScanColumns, D>;
   using UpdateSlot = PaddedTile<T, kDeltaRows, kScanColumns>;
   static constexpr int kSlotBytes = StateSlot::kBytes + UpdateSlot::kBytes;
-  // Of one stage of both kinds.
+  // Bytes of a stage of keys and of a stage of queries.
   static constexpr int kKeysBytes = Keys::kBytes + (ReadKeys ? BlockTile<T, D>::kBytes : 0),
                        kStageBytes = kKeysBytes + Query::kBytes + Query::kFactorBytes;
 
@@ -78,7 +78,7 @@ struct ReverseSpace {
   __device__ unsigned char* slot(int i) const { return after_made() + stages * kStageBytes + i * kSlotBytes; }
 };
 
-// What loaders bring, the last chunk first: its keys and what was prepared of it, then its query heads.
+// Load warps, last chunk first: keys and prepared data, then q and do of its query heads.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void load_reverse(const ReversePass& pass, const Part& part,
                                     const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {

@@ -1,16 +1,16 @@
-// The scan's kernel: from chunk to chunk
+// The kernel of the scan, chunk after chunk:
 //
 //     Y = K S        Z_i = beta_i v_i - read_i Y_i        U = X Z        S <- e^{L_C} S + K^T (w * U)
-//     Y = B S        where b reads in place of beta k
+//     Y = B S        with b in place of beta k
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j          S the state before the chunk
 //
-// A block has 64 columns of V of one head's state, for all chunks of a sequence or a segment of one. The time
-// of a chunk is that of its chain of products, each of which waits for the one before: a warpgroup does
-// nothing but these. Beside it one or two warpgroups make the output, a warp stores the states, two load
-// keys, values and what has been prepared, and one says when they are there. Where a card has two
-// multiprocessors for each at D = 64, two blocks do it (scan_apart.cuh); at D = 128 the chain makes the
-// output itself where it can (scan_output.cuh). What segments add to the state is made alone, without any
-// output, two parts in a block where there are too many for one each.
+// A block has 64 columns of V of the state of one head, for all chunks of a sequence or of a segment. The
+// time of a chunk is the latency of the dependent products Y, U and S, so one warpgroup (the state warps)
+// computes nothing else. The other roles are one or two output warpgroups, a store warp for states, two load
+// warps and a fence warp. At D = 64, if the GPU has two multiprocessors for each block, a cluster of two
+// blocks shares the work (scan_apart.cuh). At D = 128 the state warps compute the output too where possible
+// (scan_output.cuh). A launch with `alone` has no output; its blocks have two groups of columns if one each
+// would exceed the GPU.
 #pragma once
 
 #include "delta_product/scan_apart.cuh"
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   using Roles = ScanRoles<D, Rows>;
   using Space = ScanSpace<T, D, Rows, ReadKeys>;
   using Registers = ScanRegisters<D, Rows>;
-  // Warpgroups of chains, of readers, and of all others: no more than they have at the start.
+  // The registers of all warpgroups do not exceed the registers at launch.
   static_assert(Roles::kChains * Registers::kChain + Roles::kReaders * Registers::kReaders +
                     Registers::kOthers <=
                 registers_of(Roles::kThreads));
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   load_stages<T, D>(pass, part, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoaders));
 }
 
-// Bytes of shared memory without which a block does not run.
+// Minimal shared memory of a block in bytes.
 template <typename T, int D, bool ReadKeys = false>
 constexpr int scan_least() {
   return std::max(ScanSpace<T, D, kDeltaRows, ReadKeys>::bytes(1, 1, 1),
@@ -102,14 +102,14 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
     pass.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
     pass.slots = pass.readers = 0;
   } else {
-    // As many stages as there is room for beside all readers, or beside one where there is none. Two slots
-    // beside three of them are better than one beside more.
+    // The largest number of stages beside all output warpgroups, or beside one if that is zero. Two stages of
+    // states with three stages of keys are faster than one with more.
     const auto fit = [&](int slots, int readers = ScanRoles<D, Rows>::kReaders) {
       for (pass.stages = kMaxStages; pass.stages > 0; --pass.stages) {
         if (Space::bytes(pass.stages, slots, readers) <= limit) break;
       }
       pass.slots = slots;
-      // A reader that skips a turn needs another place for it.
+      // An output warpgroup that skips chunks needs a stage of each ring of its own.
       pass.readers = std::min({readers, pass.stages, slots});
       return pass.stages;
     };
@@ -119,12 +119,11 @@ cudaError_t launch_scan_of(const ScanPass& given, cudaStream_t stream) {
   if (pass.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows, ReadKeys>>(limit); error != cudaSuccess)
     return error;
-  // At 1 x 32768 tokens, 8 heads of 128, 94 us instead of 122.
+  // 1 x 32768 tokens, 8 heads of 128: 94 us instead of 122.
   pass.chains = ScanRoles<D, Rows>::kChains == 2 && parts_alone(pass.scan.shape, pass.walk) > kCard ? 2 : 1;
   const int64_t blocks = blocks_of(pass.scan.shape, pass.walk, pass.chains);
   if (blocks == 0) return cudaSuccess;
-  if constexpr (D == 64 && Rows != kAlone &&
-                !ReadKeys) {  // (at D = 128 the chain makes the output where it can, in one block)
+  if constexpr (D == 64 && Rows != kAlone && !ReadKeys) {  // D = 128 uses scan_output in one block
     bool can = false;
     if (blocks <= kCard / 2 && pass.stages >= kApartReaders &&
         Space::bytes(pass.stages, kApartReaders, kApartReaders) <= limit) {

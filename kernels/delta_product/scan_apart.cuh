@@ -1,8 +1,8 @@
-// The scan by two blocks beside each other, where a card has two multiprocessors for each: one has the chain,
-// the other the readers, three instead of two: the warpgroup that is the chain in the first is one in the
-// second. In one block they wait for each other's products and instructions (a chunk of 4 x 4096 tokens, 16
-// heads of 64: 0.84 us instead of 1.10), and two readers have no time left: the chain would wait for them an
-// eighth of its own.
+// The scan by a cluster of two blocks, if the GPU has two multiprocessors for each. Block 0 has the state
+// warps, block 1 has three output warpgroups instead of two: the warps that hold the state in block 0 compute
+// output in block 1. In one block both roles compete for the tensor cores and for instruction issue (a chunk
+// of 4 x 4096 tokens, 16 heads of 64: 0.84 us instead of 1.10). With two output warpgroups the state warps
+// would wait for an eighth of their time.
 #pragma once
 
 #include "delta_product/scan_chain.cuh"
@@ -16,7 +16,7 @@ namespace girih::kernels::delta_product {
 constexpr int kApartReaders = 3;
 static_assert(kApartReaders <= kMaxStages && kApartReaders <= kMaxSlots, "a place for each");
 
-// By a warp of the first block: a slot of S, and of U, to the second as soon as it is there.
+// A warp of block 0 copies S and U to block 1 as soon as they are stored.
 template <typename T, int D, int Rows>
 __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T, D, Rows>& space) {
   using Space = ScanSpace<T, D, Rows>;
@@ -28,7 +28,7 @@ __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T
     if (lane() == 0) send(space.state(slot.place).data, Space::State::kBytes, &barriers.state[slot.place], 1);
     __syncwarp();
     wait(&barriers.update[slot.place], slot.parity);
-    __syncwarp();  // the slot may be filled again once it is sent: all lanes have seen this time
+    __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
     if (lane() == 0)
       send(space.update(slot.place).data, Space::Update::kBytes, &barriers.update[slot.place], 1);
     __syncwarp();
@@ -36,7 +36,7 @@ __device__ inline void send_slots(const Part& part, int slots, const ScanSpace<T
   }
 }
 
-// What a warp of either block does.
+// Selects the role of a warp in either block.
 template <typename T, int D, int Rows>
 __device__ inline void run_apart(const ScanPass& pass, const Part& part, const ScanSpace<T, D, Rows>& space,
                                  bool reads) {
@@ -98,14 +98,15 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   }
   cluster_wait();
   run_apart(pass, part, space, reads);
-  // Either block's shared memory is there until the other is through with it.
+  // A block must not exit while the other block accesses its shared memory.
   cluster_wait();
 }
 
 template <typename T, int D, int Rows>
 cudaError_t launch_apart(ScanPass pass, int64_t blocks, int limit, cudaStream_t stream) {
   using Space = ScanSpace<T, D, Rows>;
-  // Copies may overtake each other: a slot is always the same reader's, which sees all of its phases.
+  // Copies may complete out of order. Each stage of states belongs to one output warpgroup, which sees all
+  // phases of its barriers.
   pass.slots = pass.readers = kApartReaders;
   constexpr auto kernel = scan_apart<T, D, Rows>;
   if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;

@@ -1,22 +1,22 @@
-// The chain of the scan: a warpgroup that goes from chunk to chunk, warp w with 16 of the block's columns.
+// The state warps of the scan: one warpgroup; warp w has 16 of the 64 columns of the block.
 //
-// It keeps S^T in fp32 and computes everything transposed: then the sums of every product become the left
-// factor of the next by rounding alone, and none that it waits for passes through shared memory. What it has
-// rounded, S and U, it leaves for the readers, and for the warp that stores the states.
+// S^T stays in registers in fp32, and all products are transposed: the accumulator of each product, rounded,
+// is the A fragment of the next one, so no intermediate result goes through shared memory. The rounded S and
+// U are stored to shared memory for the output warps and the store warp.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
 
 namespace girih::kernels::delta_product {
 
-// z_i -= read_i y_i, of a chunk's rows as columns.
+// z_i -= read_i y_i; the columns are the rows i of the chunk.
 __device__ inline void take_read(Sums<8>& z, const RowFactors& read, const Sums<8>& y) {
   each_sum<kDeltaRows / 8>([&](int i, int k) {
     z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
   });
 }
 
-// U^T += Z^T X^T by the blocks that `load` gives, warp by warp.
+// U^T += Z^T X^T with mma of single warps; load(x, i, j) loads block (i, j) of X.
 template <typename T, class Load>
 __device__ inline void add_solution(Halves& u, const Operand<kTilesDown>& z, const Load& load) {
 #pragma unroll
@@ -31,14 +31,14 @@ __device__ inline void add_solution(Halves& u, const Operand<kTilesDown>& z, con
   }
 }
 
-// The same of what rounding took from X.
+// U^T += Z^T E^T, E the rounding errors of X.
 template <typename T>
 __device__ inline void add_lost_solution(Halves& u, const Operand<kTilesDown>& z,
                                          const unsigned char* prepared) {
   add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_lost(x, prepared, i, j); });
 }
 
-// U^T = Z^T X^T, of 32 columns of it after the other 32, under way afterwards.
+// Starts U^T = Z^T X^T, in two halves of 32 columns.
 template <typename T>
 __device__ inline void start_solution(Halves& u, const Operand<kTilesDown>& z, const InverseRows& x) {
   fence_products();
@@ -97,7 +97,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part,
       }
     });
     if constexpr (kLeaves) arrive_once(&barriers.state[slot.place]);
-    // beta_i v_i and read_i, meanwhile
+    // beta_i v_i and read_i, during the product
     Sums<8> given;
     const RowFactors read(vectors, kDeltaRead);
     if (kLeaves || !part.transition) {
@@ -129,7 +129,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part,
     Operand<kTilesDown> z;
     round_to<T>(z, given);
 
-    // U^T = Z^T X^T, and S decays meanwhile
+    // U^T = Z^T X^T; S decays during the product
     Halves u;
     start_solution<T>(u, z, stage.inverse());
     const bool keeps = prepared.keeps();
@@ -157,7 +157,7 @@ __device__ inline void run_chain(const ScanPass& pass, const Part& part,
     }
     uint64_t* const emptied = &barriers.empty[turn.place];
     turn.next(pass.stages);
-    // The fence's time is that of the update, if there is another stage.
+    // Waiting for the next stage overlaps with the update, if the ring has another stage.
     const bool more = c + 1 < part.chunks, early = more && pass.stages > 1;
     if (early) wait_for_stage();
     finish<0>(s);

@@ -1,12 +1,12 @@
-// The readers of the scan where a token has several steps, and a chunk so half as many tokens as rows, 32 at
-// most: warpgroups that take chunks in turn and make their output,
+// The output warps of the scan for several steps a token (tiles of 32 tokens). Chunks are assigned to
+// warpgroups round-robin:
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //
-// Everything transposed, as the chain leaves S and U: a product's 64 rows are the chunk's rows or the block's
-// columns, and the tokens are its columns. With tokens as rows half of every product was for nothing, and the
-// chain's waited for them. All factors come from shared memory; the scores need nothing of the chain.
+// All products are transposed, like those of the state warps: the 64 rows of a product are rows of the chunk
+// or columns of V, and its columns are the tokens. With tokens as rows, half of every product was wasted and
+// the state warps waited. All factors come from shared memory. The scores do not depend on the state warps.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
@@ -17,7 +17,7 @@ template <bool Apart, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
                                         const ScanSpace<T, D, Rows, ReadKeys>& space, int reader, int warp) {
   if (reader >= pass.readers || reader >= part.chunks) return;
-  constexpr int kEights = Rows / 8;  // of tokens
+  constexpr int kEights = Rows / 8;  // groups of 8 tokens
   const DeltaScan& p = pass.scan;
   using Space = ScanSpace<T, D, Rows, ReadKeys>;
   const int n = p.shape.n, tokens = delta_chunk(n), group = p.shape.query_heads / p.shape.heads,
@@ -27,7 +27,7 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
   const auto together = [&] { barrier_wait(1 + reader, 128); };
   Turn turn, slot;
   if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
-  // Barriers and their phases as in run_readers().
+  // Phases of barriers as in run_readers().
 
   const TileCopier<128, typename Space::HalfReader::Query> queries(
       at<T>(p.q, part.piece.sequence.batch, part.piece.start,
@@ -86,7 +86,7 @@ __device__ inline void run_half_readers(const ScanPass& pass, const Part& part,
       store_blocks(own.near, kTileRows * warp, 0, near);
       fence_tiles();
       wait_products<0>(o);
-      together();  // q has been read, P is there
+      together();  // all warps have read q and stored P
       last ? fetch(c + pass.readers, 0) : fetch(c, member + 1);
       if (weighted) {
         scale_columns(o, [&](int i) {

@@ -1,20 +1,20 @@
-// The scan whose chain makes the output too, for heads of 128 with a query head each, on cards with warpgroup
-// products: what the chain has rounded, S and U, is already the left factor of both of the output's products,
+// The scan whose state warps compute the output too, for D of 65 to 128 and HO = H, on GPUs with wgmma. The
+// rounded S and U are already the A fragments of both products of the output:
 //
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //
-// and passes through no shared memory. A chunk takes as long as the chain's instructions (a product with its
-// left factor in registers holds its warps), so whatever needs nothing of S is done by makers, warpgroups
-// that take chunks in turn: P, and the weights of
+// so they do not go through shared memory. The time of a chunk is the instruction time of the state warps (a
+// product with its A operand in registers blocks its warps). Producer warpgroups therefore compute all that
+// does not depend on S, for chunks round-robin: P, and the factors of X in
 //
 //     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
 //
-// Warps of their own fetch queries and store what the chain leaves of the output, store states, and load keys
-// and values. (One chain, n = 2, 4 x 4096 tokens, 16 heads, without gates: 135 us instead of 163 by readers
-// beside the chain, which have S and U through shared memory.) A block has two makers, or, where the card is
-// full (has_two_chains), two chains, with 64 columns of V each, and a maker: what is loaded and made serves
-// both chains, and one's products run while the other waits.
+// The other warps load queries and store outputs, store states, and load keys and values. (n = 2, 4 x 4096
+// tokens, 16 heads, no gates: 135 us instead of 163 by output warps, which read S and U from shared memory.)
+// A block has one state warpgroup and two producer warpgroups. If the GPU is full (has_two_chains), a block
+// has two state warpgroups with 64 columns of V each and one producer warpgroup: both use the same loads and
+// scores, and the products of one run while the other waits.
 #pragma once
 
 #include "delta_product/output_chain.cuh"
@@ -28,7 +28,7 @@ namespace girih::kernels::delta_product {
 template <typename T, int D, int Rows, bool Weighted, int Chains>
 __global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
     scan_output(const __grid_constant__ ScanPass pass) {
-#if __CUDA_ARCH__ >= 900  // never launched elsewhere
+#if __CUDA_ARCH__ >= 900  // launched on sm_90a only
   using Roles = OutputRoles<Chains>;
   using Space = OutputSpace<T, D, Rows, Chains>;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
     return run_makers<Weighted>(pass, part, space, maker / Roles::kMaker, maker % Roles::kMaker);
   }
   leave_registers<Roles::kOtherRegisters>();
-  // Where no states are kept, both of these warps have tokens.
+  // If no states are stored, both of these warps serve tokens.
   if (other < 2 && pass.scan.states == nullptr) return run_tokens<2>(pass, part, space, other);
   if (other == 0) return run_states(pass, part, space);
   if (other == 1) return run_tokens<1>(pass, part, space, 0);
@@ -71,11 +71,10 @@ __global__ void __launch_bounds__(OutputRoles<Chains>::kThreads, 1)
 #endif
 }
 
-// Whether a block has two chains. With them it takes 1.75 times as long, or, weighted and of a step a token,
-// 1.94 times, so it has them where blocks take turns on the card and these become so much fewer (1 x 8192
-// tokens, 96 heads: 364 us instead of 430, prepare included; 8 x 8192 tokens, 16 heads, gated: 484 instead of
-// 497). Not where segments fill the card: of packed sequences some blocks are empty, and turns cannot be
-// told.
+// True if a block has two state warpgroups. Such a block takes 1.75 times as long (1.94 times with factors
+// and n = 1), so this pays if the number of waves of blocks decreases by more (1 x 8192 tokens, 96 heads: 364
+// us instead of 430 with prepare; 8 x 8192 tokens, 16 heads, with gates: 484 instead of 497). With segments
+// it is false: some blocks of packed sequences are empty, so the number of waves is unknown.
 inline bool has_two_chains(const ScanPass& pass, bool weighted) {
   const DeltaShape& shape = pass.scan.shape;
   const int64_t blocks = blocks_of(shape, pass.walk);
@@ -84,7 +83,7 @@ inline bool has_two_chains(const ScanPass& pass, bool weighted) {
          hundredths * divide_up(blocks / 2, kCard) <= 100 * divide_up(blocks, kCard);
 }
 
-// Stages and places that there is room for, of places no fewer than of stages; false: there is none.
+// Chooses the largest rings that fit, with at least as many stages of queries as of keys. False if none fits.
 template <class Space>
 inline bool fit_output(ScanPass& pass, int limit) {
   pass.slots = pass.scan.states == nullptr ? 0 : Space::kChains == 1 ? 2 : 1;
@@ -104,8 +103,8 @@ cudaError_t launch_output(const ScanPass& pass, int limit, cudaStream_t stream) 
                                                                   bytes, stream, limit);
 }
 
-// Where the card and the shape are such that the chain makes the output, launches that; else leaves
-// `launched` as it is.
+// Launches this kernel and sets `launched` if device and shape allow it; otherwise does not change
+// `launched`.
 template <typename T, int D, int Rows>
 cudaError_t try_output(ScanPass pass, int limit, cudaStream_t stream, bool& launched) {
   const DeltaShape& shape = pass.scan.shape;

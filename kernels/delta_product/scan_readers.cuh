@@ -1,11 +1,11 @@
-// The readers of the scan where a token has one step: warpgroups that take chunks in turn and make their
-// output, warp w of tokens 16 w to 16 w + 15,
+// The output warps of the scan for one step a token (tiles of 64 tokens). Chunks are assigned to warpgroups
+// round-robin; warp w has tokens 16 w to 16 w + 15:
 //
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //
-// q stays in registers for both of its products and P never leaves them. The scores need nothing of the
-// chain: they are a step ahead. S and U are what it has left.
+// q stays in registers for both of its products, and so does P. The scores do not depend on the state warps
+// and are computed one step ahead. S and U come from the state warps by shared memory.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
@@ -24,8 +24,8 @@ __device__ inline float2 inverse_lengths(const Operand<K>& q) {
   return {rsqrtf(sum_over_row(square.x) + 1e-6f), rsqrtf(sum_over_row(square.y) + 1e-6f)};
 }
 
-// P out of q_t . k_j, of the 16 tokens from `first` on. factor: scale rho_t of the lane's rows, log: their
-// L_t.
+// P from scores q_t . k_j, for 16 tokens from `first` on. factor: scale rho_t, log: L_t, both of the lane's
+// two rows.
 __device__ inline void weigh(Sums<8>& scores, const Vectors& vectors, int n, int first, bool weighted,
                              float2 factor, float2 log) {
   const int seen_by_all = (first + 1) * n, seen = (first + kTileRows) * n;
@@ -64,8 +64,8 @@ template <bool Apart, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_readers(const ScanPass& pass, const Part& part,
                                    const ScanSpace<T, D, Rows, ReadKeys>& space, int reader, int warp) {
   if (reader >= pass.readers || reader >= part.chunks) return;
-  // The next scores are under way while an output leaves, where there are registers for both. (Across the
-  // loop's end the compiler would wait for each of their products.)
+  // The next scores are computed while an output is stored, if registers suffice for both. (Across the end of
+  // the loop the compiler would insert a wait after each wgmma.)
   constexpr bool kAhead = D == 64;
   const DeltaScan& p = pass.scan;
   using Space = ScanSpace<T, D, Rows, ReadKeys>;
@@ -76,12 +76,11 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part,
   ScanBarriers& barriers = space.barriers();
   Turn turn, slot;
   if (reader > 0) turn.skip(reader, pass.stages), slot.skip(reader, pass.slots);
-  // A reader that skips turns never waits for a barrier two phases on: it has seen the stage of a chunk at
-  // most as long ago as there are stages, and stages are told in the order of chunks; slots too, or they are
-  // always the same reader's.
+  // A warpgroup that skips chunks never waits for a phase that is two phases ahead: there are at most as many
+  // warpgroups as stages of each ring, and stages are filled in the order of chunks.
 
-  // A warp fetches its own rows of q, once it has those before in registers: the two loaders have no time for
-  // them.
+  // A warp loads its own rows of q as soon as the previous rows are in registers; the two load warps are
+  // busy.
   const auto rows_of_q = space.query(reader, warp);
   const auto fetch = [&](int chunk, int member) {
     if (chunk < part.chunks) {
@@ -96,7 +95,7 @@ __device__ inline void run_readers(const ScanPass& pass, const Part& part,
   };
   Operand<D / 16> q;
   Sums<8> scores;
-  // Of a query head and the chunk's keys; after the last, of whatever lies there.
+  // Scores of one query head and the keys of a chunk. After the last chunk the result is not used.
   const auto start_scores = [&](int chunk, int member) {
     if (chunk < part.chunks && member == 0) wait(&barriers.ready[turn.place], turn.parity);
     wait_copies<0>();

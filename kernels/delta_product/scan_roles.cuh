@@ -1,4 +1,4 @@
-// The scan's warps beside its chain and readers, and what registers all of them have.
+// The load, store and fence warps of the scan, and the registers of all roles.
 #pragma once
 
 #include "delta_product/scan_space.cuh"
@@ -17,7 +17,7 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
                                p.shape.D, thread);
   const StageCopier<Values<T>> values(at<T>(p.v, batch, row, part.head, part.col), p.v.stride[1],
                                       p.shape.V - part.col, thread);
-  // The next columns' too, where the block's second chain has them.
+  // Also the next 64 columns of v, if the second state warpgroup has them.
   const bool next_too = pass.chains == 2 && !pairs_transitions(p.shape, pass.walk, 2);
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, part.chunk, part.head);
   const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, part.head, 0), p.b.stride[1], p.shape.D, thread);
@@ -43,7 +43,7 @@ __device__ inline void load_stages(const ScanPass& pass, const Part& part, const
   wait_copies<0>();
 }
 
-// Stores the states before chunks, by a warp: store(tile, to, rows, cols).
+// A store warp stores the states before the chunks: store(tile, to, rows, cols).
 template <typename T, class Space, class Store>
 __device__ inline void store_states(const ScanPass& pass, const Part& part, const Space& space,
                                     const Store& store) {
@@ -67,8 +67,8 @@ __device__ inline void store_states(const ScanPass& pass, const Part& part, cons
   });
 }
 
-// What the loaders bring is the products' once a fence has passed: a tenth of the chain's time where its own
-// warps had to wait for it.
+// The fence makes the loads (cp.async) visible to wgmma (async proxy). A warp of its own executes the fence:
+// in the state warps the fence took a tenth of their time.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
                                     const ScanSpace<T, D, Rows, ReadKeys>& space) {
@@ -83,8 +83,8 @@ __device__ inline void fence_stages(const ScanPass& pass, const Part& part,
   }
 }
 
-// Of a thread, by role: the chain's states need more than its share of a multiprocessor. kShared: warpgroups
-// give and take, else all keep what they start with.
+// Registers of a thread by role. The state warps need more than an equal share. kShared: warpgroups change
+// their registers by setmaxnreg; otherwise every thread has its registers at launch.
 template <int D, int Rows>
 struct ScanRegisters {
   static constexpr bool kShared = Rows != kAlone || D <= 128;

@@ -1,4 +1,4 @@
-// What a block of the scan has in shared memory.
+// Shared memory, barriers and roles of a block of the scan.
 #pragma once
 
 #include "delta_product/state.cuh"
@@ -7,19 +7,19 @@
 
 namespace girih::kernels::delta_product {
 
-// In place of the rows of a chunk's tiles of tokens: a block makes the state alone, without any output.
+// Value of Rows (rows of a tile of tokens) for a launch that computes states without any output.
 constexpr int kAlone = 0;
 
 template <int D, int Rows>
-struct ScanRoles {  // warps
+struct ScanRoles {  // numbers of warps
   static constexpr int kChain = 4;
-  // Alone, two chains share what is loaded: while one waits for its products the other has its turn.
+  // Without output two state warpgroups share the loads: one computes while the other waits for its products.
   static constexpr int kChains = Rows == kAlone && D <= 128 ? 2 : 1;
-  // Of more than D = 128 there are registers for one reader alone.
+  // At D = 256 the registers suffice for one output warpgroup only.
   static constexpr int kReader = Rows == kAlone ? 0 : 4, kReaders = Rows == kAlone ? 0 : D <= 128 ? 2 : 1;
   static constexpr int kStores = Rows == kAlone ? 0 : 1;
   static constexpr int kFences = Rows == kAlone ? 0 : 1;
-  static constexpr int kIdle = kChains == 2 ? 2 : 0;  // registers change owners by whole warpgroups
+  static constexpr int kIdle = kChains == 2 ? 2 : 0;  // setmaxnreg applies to whole warpgroups
   static constexpr int kThreads =
       32 * (kChains * kChain + kReaders * kReader + kStores + kFences + kIdle + kLoaders);
 };
@@ -27,19 +27,19 @@ struct ScanRoles {  // warps
 constexpr int kMaxStages = 4, kMaxSlots = 3;
 
 struct ScanBarriers {
-  uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];  // stages
-  uint64_t state[kMaxSlots], update[kMaxSlots], read[kMaxSlots];    // S and U of a chunk
+  uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];  // ring of keys and values
+  uint64_t state[kMaxSlots], update[kMaxSlots], read[kMaxSlots];    // ring of S and U
 };
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
-// A reader has read a slot. Apart: it is the first block's.
+// Signals that an output warp has read S and U of a stage. Apart: the barrier of block 0 of the cluster.
 template <bool Apart>
 __device__ inline void leave_slot(uint64_t& barrier) {
   Apart ? arrive_far(&barrier, 0) : arrive_once(&barrier);
 }
 
-// ReadKeys: what reads are not the keys that write times beta, but b, which a stage has beside.
+// ReadKeys: b replaces beta k in reads; a stage has a tile of b beside the keys.
 template <typename T, int D, int Rows, bool ReadKeys = false>
 struct ScanSpace {
   static constexpr bool kReadKeys = ReadKeys;
@@ -49,8 +49,8 @@ struct ScanSpace {
   using State = BlockTile<T, D, kScanColumns>;            // S^T
   using Update = BlockTile<T, kDeltaRows, kScanColumns>;  // U^T
 
-  using Query = BlockTile<T, D, kTileRows>;  // a reader's warp's rows of q
-  // What a reader of half as many tokens has of its own.
+  using Query = BlockTile<T, D, kTileRows>;  // rows of q of one output warp
+  // Memory of an output warpgroup for tiles of 32 tokens.
   static constexpr int kTokens = kDeltaRows / 2;
   struct HalfReader {
     using Query = BlockTile<T, D, kTokens>;
@@ -63,7 +63,7 @@ struct ScanSpace {
     Query q;
     Near near;
     Out out;
-    float2* tokens;  // of every token scale rho_t, L_t
+    float2* tokens;  // {scale rho_t, L_t} of every token
 
     __device__ explicit HalfReader(unsigned char* data)
         : q{reinterpret_cast<T*>(data)},
@@ -91,7 +91,7 @@ struct ScanSpace {
     return chain == 0 ? stage(i).v()
                       : Values<T>{reinterpret_cast<T*>(data + i * kStageBytes + Stage<T, D>::kBytes)};
   }
-  // Of a reader's warp.
+  // Rows of q of one output warp.
   __device__ Query query(int reader, int warp) const {
     return {reinterpret_cast<T*>(of_reader(reader) + warp * Query::kBytes)};
   }

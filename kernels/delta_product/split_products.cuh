@@ -1,4 +1,4 @@
-// Products of 16 x 16 blocks whose factors are in two bf16 parts, hi + lo: 16 bits of every element.
+// Products of 16 x 16 blocks whose factors are split into two bf16 numbers, hi + lo (16 bits of mantissa).
 #pragma once
 
 #include "tile/matrix.h"
@@ -7,7 +7,7 @@ namespace girih::kernels::delta_product {
 
 using Block = Sums<2>;
 
-// Two neighbouring elements of a factor, in two parts.
+// Two neighbouring elements of a factor, split.
 struct Parts {
   uint32_t hi, lo;
 };
@@ -20,7 +20,7 @@ __device__ inline Parts split(float left, float right) {
 
 __device__ inline Parts turned(const Parts& x) { return {transpose_pairs(x.hi), transpose_pairs(x.lo)}; }
 
-// A block as a left factor, in two parts.
+// A 16 x 16 block, split, as an A fragment.
 struct Split {
   uint32_t hi[4], lo[4];
 
@@ -34,8 +34,9 @@ __device__ inline Split split(const Block& x) {
   return parts;
 }
 
-// Of 8 x 8 blocks: ( a  0 )
-//                  ( b  c )
+// A 16 x 16 block from 8 x 8 blocks:
+//     ( a  0 )
+//     ( b  c )
 __device__ inline Split triangle(const Parts& a, const Parts& b, const Parts& c) {
   return {{a.hi, b.hi, 0, c.hi}, {a.lo, b.lo, 0, c.lo}};
 }
@@ -45,7 +46,7 @@ __device__ inline Split transposed_triangle(const Parts& a, const Parts& b, cons
   return {{of_a.hi, 0, of_b.hi, of_c.hi}, {of_a.lo, 0, of_b.lo, of_c.lo}};
 }
 
-// sums += left right^T, of right's rows eight: the pairs of its left and right half.
+// sums += left right^T, for 8 rows of right; right0 and right1 are its left and right half.
 __device__ inline void add_split_product(float (&sums)[4], const Split& left, const Parts& right0,
                                          const Parts& right1) {
   mma<__nv_bfloat16>(sums, left.lo, right0.hi, right1.hi);
@@ -53,7 +54,7 @@ __device__ inline void add_split_product(float (&sums)[4], const Split& left, co
   mma<__nv_bfloat16>(sums, left.hi, right0.hi, right1.hi);
 }
 
-// sums += left right^T: a right factor's transpose lies as a left factor.
+// sums += left right^T. The A fragment of a block is also the B fragment of its transpose.
 __device__ inline void add_split_product(Block& sums, const Split& left, const Split& right) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {

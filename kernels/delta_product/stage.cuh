@@ -1,4 +1,4 @@
-// What a chunk brings to the scans of both directions, and who brings it.
+// A stage of the ring of keys and values, for the scan and for reverse, and the copies that fill it.
 #pragma once
 
 #include "delta_product/prepared.cuh"
@@ -8,22 +8,22 @@
 
 namespace girih::kernels::delta_product {
 
-// What the warpgroups of a block of so many threads have of registers at the start, a thread of each.
+// Registers at launch of one thread of every warpgroup of a block, summed over the warpgroups.
 __host__ __device__ constexpr int registers_of(int threads) {
   return threads / 128 * (65536 / threads / 8 * 8);
 }
 
 constexpr int kLoaders = 2;  // warps
 
-// A loader's thread's share of a tile of one chunk after another.
+// The share of one load thread in the copies of a tile.
 template <class Tile>
 using StageCopier = TileCopier<32 * kLoaders, Tile>;
 
-// A chunk's rows of a block's columns.
+// v of a chunk: 64 rows, 64 columns.
 template <typename T>
 using Values = SharedTile<T, kDeltaRows, kScanColumns>;
 
-// A chunk's keys, what was prepared of it and, in the scan, v.
+// Keys, prepared data and, in the scan, v of a chunk.
 template <typename T, int D, bool HasValues = true>
 struct Stage {
   using K = BlockTile<T, D>;
@@ -42,7 +42,7 @@ struct Stage {
   __device__ InverseRows inverse() const { return {data + kInverse}; }
   __device__ Prepared prepared() const { return {data + kPrepared}; }
 
-  // Brings what was prepared; a loader's thread's share.
+  // Starts the copies of the prepared data; `thread` is the index among the load warps.
   __device__ void start_prepared(const unsigned char* prepared, int thread) const {
     constexpr int kStep = 512 * kLoaders;  // bytes
     static_assert(kLoaders == 2 && kDeltaInverseBytes % kStep == 0);
@@ -50,7 +50,7 @@ struct Stage {
                              thread % 16 * 16,
                    to = shared_address(data + kPrepared + thread * 16);
     const unsigned char* const from = prepared + thread * 16;
-    // A warp brings a block of X at a time: the first warp's, or the other's.
+    // A warp copies one block of X at a time. `first` is the block of warp 0, `second` the block of warp 1.
     const auto place = [&](int first, int second) { return inverse + (thread < 32 ? first : second); };
     copy_async(place(right_of(0), right_of(1)), from, false);
 #pragma unroll
@@ -63,7 +63,7 @@ struct Stage {
   }
 
  private:
-  // Where a block of X goes, and the two blocks right of the diagonal.
+  // Offset of a block of X, and of the two zero blocks right of the diagonal.
   __device__ static constexpr int start_of(int block) {
     const int row = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
     return InverseRows::block(row, block - block_of(row, 0));

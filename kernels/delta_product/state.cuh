@@ -1,4 +1,5 @@
-// A state from chunk to chunk: a warpgroup has 64 columns in registers, a warp 16, transposed, in fp32.
+// The state of the scan and of reverse in registers: 64 columns a warpgroup, 16 columns a warp, transposed,
+// in fp32.
 #pragma once
 
 #include "delta_product/part.cuh"
@@ -8,8 +9,8 @@
 
 namespace girih::kernels::delta_product {
 
-// A warp's 16 columns of U or G, transposed: 32 of a chunk's rows, and the others. Products of 48 and of 16
-// rows, of which X is made up too, have the compiler wait for each.
+// 16 columns of U^T or G^T of a warp, in two halves of 32 rows of the chunk. X would also allow products of
+// 48 and 16 rows, but then the compiler inserts a wait after each product.
 using Halves = Sums<4>[2];
 
 template <typename T>
@@ -20,7 +21,7 @@ __device__ inline void round_to(Operand<kTilesDown>& a, const Halves& sums) {
   }
 }
 
-// sums *= factors, `factors(row)` those of the lane's two of eight rows from `row` on.
+// sums *= factors; factors(row) returns the factors of the lane's two of the eight rows from `row` on.
 template <class Factors>
 __device__ inline void scale_chunk_rows(Halves& sums, const Factors& factors) {
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ inline void scale_chunk_rows(Halves& sums, const Factors& factors) {
   }
 }
 
-// A warp's 16 columns of a state in fp32, transposed, by 64 of its rows.
+// 16 columns of a state of a warp, transposed, fp32, in slabs of 64 rows of the state.
 template <int D>
 struct State {
   static constexpr int kSlabs = D / 64;
@@ -41,15 +42,15 @@ __device__ inline void begin(State<D>& s) {
 #pragma unroll
   for (int i = 0; i < State<D>::kSlabs; ++i) fence_products(s.slab[i]);
 }
-// Waits for all products under way but the latest `Pending`.
+// Waits until at most `Pending` groups of products are in flight.
 template <int Pending, int D>
 __device__ inline void finish(State<D>& s) {
 #pragma unroll
   for (int i = 0; i < State<D>::kSlabs; ++i) wait_products<Pending>(s.slab[i]);
 }
 
-// The state as the products of a chunk take it, rounded: all of it, or, where D = 256 leaves no registers for
-// that, a slab at a time, rounded again for every product.
+// The rounded state as an operand: all of it, or at D = 256, where registers do not suffice, one slab at a
+// time, which is rounded again for every product.
 template <typename T, int D>
 struct RoundedState {
   static constexpr int kSlabs = State<D>::kSlabs;
@@ -63,7 +64,8 @@ struct RoundedState {
       if (kWhole) round_to<T>(slab[i], s.slab[i]);
     }
   }
-  // sums = S^T keys^T, under way afterwards where the state is whole. beside(i, slab i): done meanwhile.
+  // Starts sums = S^T keys^T; at D = 256 the products are complete on return. Calls beside(i, slab i) for
+  // every slab while products run.
   template <class Beside>
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
                              const Beside& beside) {
@@ -87,14 +89,14 @@ struct RoundedState {
   __device__ void start_read(Sums<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
     start_read(sums, s, keys, [](int, const Operand<4>&) {});
   }
-  // Behind the wait for start_read's products.
+  // Call after the wait for the products of start_read.
   __device__ void keep() const {
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       if (kWhole) kernels::keep(slab[i]);
     }
   }
-  // A row of `slot` a column of the state; warp `warp` has 16.
+  // Stores S^T to `slot`, whose row is a column of the state; warp `warp` has 16 rows.
   template <class Tile>
   __device__ void leave(const State<D>& s, const Tile& slot, int warp) {
 #pragma unroll
@@ -106,7 +108,7 @@ struct RoundedState {
   }
 };
 
-// S^T <- S^T + update K, or with `Sign` -1 S^T - update K, under way afterwards.
+// Starts S^T += update K, or with Sign = -1 S^T -= update K.
 template <typename T, int Sign = 1, int D>
 __device__ inline void start_update(State<D>& s, const Operand<kTilesDown>& update,
                                     const BlockTile<T, D>& keys) {
@@ -122,7 +124,7 @@ __device__ inline void scale(State<D>& s, float by) {
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
 }
 
-// A warp's 16 columns of a chunk's rows, transposed, as load_block_transposed gives them.
+// 16 columns of the rows of a chunk, transposed: the result of load_block_transposed for each 16 rows.
 using ColumnBlocks = uint32_t[kTilesDown][4];
 
 template <typename T>
@@ -133,15 +135,15 @@ __device__ inline void widen(Sums<8>& sums, const ColumnBlocks& blocks) {
   });
 }
 
-// The transpose of what a warp has rounded, to its 16 columns of a slot.
+// Stores the transpose of the warp's fragment to its 16 columns of `slot`.
 template <int K, class Tile>
 __device__ inline void leave_transposed(const Tile& slot, const Operand<K>& a, int warp) {
 #pragma unroll
   for (int k = 0; k < K; ++k) store_block_transposed(slot, 16 * warp, 16 * k, a.at[k]);
 }
 
-// f(element, its place) for those of the warp's elements that exist, its columns from `first_col` on, in an
-// array whose rows are the state's and whose columns begin at `first`.
+// Calls f(element, reference) for the elements of the warp that exist. `first` is element (0, 0) of an array
+// with the rows and columns of the state; `first_col` is the first column of the warp.
 template <int D, class Place, class F>
 __device__ inline void for_each_of_state(State<D>& s, const DeltaShape& shape, const Part& part,
                                          int first_col, Place* first, int64_t by_row, int64_t by_col,
@@ -180,7 +182,7 @@ __device__ inline void end_state(State<D>& s, const DeltaShape& shape, const Wal
                     [](float x, float& at) { at = x; });
 }
 
-// The transition of the part's segment, for reverse: by rows, which are its columns.
+// Stores the transition of the segment for reverse; a row of the array is a column of the transition.
 template <int D>
 __device__ inline void keep_transition(State<D>& s, const DeltaShape& shape, const Part& part, int first_col,
                                        float* transitions) {

@@ -1,9 +1,9 @@
-// One token of delta_product, the state in place: it is read and written once.
+// One token of DeltaProduct; the state is updated in place: one read and one write.
 //
-// A block has 32 columns of one head's state, in registers through all steps: columns do not need each other.
-// A thread has `Pack` neighbouring columns of `Rows` neighbouring rows. Gates, a query's elements and a
-// step's are asked for ahead of the state, those of a further step or query before the one before is waited
-// for: at 128 sequences of 16 heads, 64 x 64, 23.4 us instead of 26.1.
+// A block has 32 columns of the state of one head, in registers for all steps; columns are independent. A
+// thread has `Pack` neighbouring columns of `Rows` neighbouring rows. Loads of the gate, of a query and of a
+// step are issued before the loads of the state, and loads of the next step or query before the current one
+// is used (128 sequences of 16 heads, 64 x 64: 23.4 us instead of 26.1).
 #include "delta_product/delta_product.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -17,7 +17,7 @@ constexpr int kStepThreads = 64;
 constexpr int kStepCols = 32;
 constexpr int kStepWarps = kStepThreads / 32;
 
-// 1 / |x| of `width` elements, by every warp for itself.
+// 1 / |x| of `width` elements; every warp computes it.
 template <int width>
 __device__ float inverse_length(const float* x) {
   float sum = 0.f;
@@ -27,11 +27,11 @@ __device__ float inverse_length(const float* x) {
   return rsqrtf(sum + 1e-6f);
 }
 
-// A block's part of the state, in its threads' registers; rows from D on are zeros.
+// The thread's elements of the state; rows beyond D are zero.
 template <int Pack_, int Rows>
 struct StepState {
   static constexpr int kPacks = kStepCols / Pack_;
-  static constexpr int kRows = Rows * kStepThreads / kPacks;  // of the block
+  static constexpr int kRows = Rows * kStepThreads / kPacks;  // rows of the block
   static_assert(Rows % 4 == 0 && kRows % kStepThreads == 0);
 
   Pack<Pack_> at[Rows];
@@ -39,7 +39,7 @@ struct StepState {
   static __device__ int first_row() { return static_cast<int>(threadIdx.x) / kPacks * Rows; }
   static __device__ int first_col() { return static_cast<int>(threadIdx.x % kPacks) * Pack_; }
 
-  // f(a row's pack, that row of x) for the thread's rows.
+  // Calls f(pack of a row, x of the row) for the rows of the thread.
   template <class F>
   __device__ void with(const float* x, const F& f) {
 #pragma unroll
@@ -50,8 +50,8 @@ struct StepState {
     }
   }
 
-  // sum over rows d of S[d, c] x[d], for the thread's columns. parts: kStepWarps * kStepCols floats that
-  // nobody reads.
+  // Sum over rows d of S[d, c] x[d], for the columns of the thread. parts: kStepWarps * kStepCols floats of
+  // shared memory that no thread reads any more.
   __device__ Pack<Pack_> read(const float* x, float* parts) {
     Pack<Pack_> sum = zeros<Pack_>();
     with(x, [&](const Pack<Pack_>& s, float of_row) {
@@ -76,7 +76,7 @@ struct StepState {
   }
 };
 
-// The thread's share of a step's vectors, asked for.
+// The thread's elements of k, v and beta of a step, loaded on construction.
 template <int Each>
 struct StepElements {
   RawElement k[Each], beta_k[Each], v, beta_v;
@@ -97,7 +97,7 @@ struct StepElements {
   }
 };
 
-// Of a query.
+// The thread's elements of a query, loaded on construction.
 template <int Each>
 struct QueryElements {
   RawElement at[Each];
@@ -111,7 +111,7 @@ struct QueryElements {
   }
 };
 
-// 16 blocks a multiprocessor where the state leaves registers for that: 4 us less at the shape named above.
+// 16 blocks a multiprocessor if registers suffice: 4 us less at the shape above.
 template <int Pack_, int Rows>
 __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1)
     delta_step_kernel(const __grid_constant__ DeltaStep p) {
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
   const int block_col = static_cast<int>(blockIdx.x % slices) * kStepCols;
   const int thread = static_cast<int>(threadIdx.x), col = State::first_col();
 
-  float* parts = shared;                                // two sets, in turns
-  float* const k = parts + 2 * kStepWarps * kStepCols;  // [n, kRows], zeros from D on
+  float* parts = shared;                                // two buffers in turn
+  float* const k = parts + 2 * kStepWarps * kStepCols;  // [n, kRows], zeros beyond D
   float* const b = k + p.n * kRows;                     // beta k
   float* const w = b + p.n * kRows;                     // beta v, [n, kStepCols]
   float* const q = w + p.n * kStepCols;                 // [group, kRows]
@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
   State s;
   const bool mine = block_col + col < p.V;  // V is a multiple of the pack
   float* const S = static_cast<float*>(p.state.data) + offset_of(p.state, n, head, 0, block_col + col);
-  // (In this form: as steps from row to row the compiler stores a pack's elements one by one.)
+  // (With a pointer that advances by rows the compiler stores a pack element by element.)
   const auto row_at = [&](int r) { return S + (State::first_row() + r) * p.state.stride[2]; };
-  const int rows = mine ? D - State::first_row() : 0;  // of the thread's that exist
+  const int rows = mine ? D - State::first_row() : 0;  // rows of the thread that exist
 #pragma unroll
   for (int r = 0; r < Rows; ++r) s.at[r] = r < rows ? load<Pack_>(row_at(r)) : zeros<Pack_>();
 
@@ -223,10 +223,10 @@ cudaError_t launch(const DeltaStep& p, cudaStream_t stream) {
   return launch_grid<delta_step_kernel<Pack_, Rows>>(blocks, kStepThreads, bytes, stream, p);
 }
 
-// Registers for as many rows as D needs: the fewer, the more blocks are under way.
+// The registers depend on D: fewer registers allow more resident blocks.
 template <int Pack_>
 cudaError_t launch_rows(const DeltaStep& p, cudaStream_t stream) {
-  constexpr int kGroups = Pack_ * kStepThreads / kStepCols;  // of threads with the same columns
+  constexpr int kGroups = Pack_ * kStepThreads / kStepCols;  // groups of threads with the same columns
   return by_width<64, 128, kDeltaMaxWidth>(
       p.D, [&](auto width) { return launch<Pack_, width() / kGroups>(p, stream); });
 }

@@ -1,5 +1,4 @@
-// Rows of a chunk's tokens: as many as it has steps, or of several steps a token half a tile; and what tokens
-// have to do with steps.
+// Tiles of tokens: 64 rows if n = 1, else 32 rows; and the factors of scores between tokens and steps.
 #pragma once
 
 #include "delta_product/prepared.cuh"
@@ -7,14 +6,14 @@
 
 namespace girih::kernels::delta_product {
 
-// More tokens than half a tile has rows.
+// A chunk can have more than 32 tokens.
 __host__ __device__ constexpr bool has_many(int tokens) { return tokens > kDeltaRows / 2; }
-// Rows of a tile that has them.
+// Rows of a tile of tokens.
 __host__ __device__ constexpr int token_rows(bool many_tokens) {
   return many_tokens ? kDeltaRows : kDeltaRows / 2;
 }
 
-// P^T out of k_j . q_t, a warp's rows: of every token scale rho_t, and L_t.
+// P^T from scores k_j . q_t, for the 16 rows j of a warp. tokens[t] = {scale rho_t, L_t}.
 template <int N>
 __device__ inline void weigh_transposed(Sums<N>& scores, const Vectors& vectors, int n, int warp,
                                         const float2* tokens) {
@@ -35,7 +34,8 @@ __device__ inline void weigh_transposed(Sums<N>& scores, const Vectors& vectors,
   }
 }
 
-// P^T out of k_j . q_t where its factors are those of its tokens alone, `factors(i)` the lane's two of eight.
+// P^T from scores k_j . q_t if its factors depend on the token only. factors(i) returns the factors of the
+// lane's two tokens among tokens 8 i to 8 i + 7.
 template <int N, class Factors>
 __device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, const Factors& factors) {
   const int row = kTileRows * warp + lane_row() - (lane_col() + 1) * n;
@@ -55,7 +55,7 @@ __device__ inline void scale_transposed(Sums<N>& scores, int n, int warp, float 
   scale_transposed(scores, n, warp, [&](int) { return float2{factor, factor}; });
 }
 
-// |q_t|^2 of eight tokens from `row` on, the lane's token `row` + lane_row().
+// q_t|^2 of the lane's token, `row` + lane_row().
 template <typename T, int D, int Rows>
 __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) {
   float sum = 0.f;
@@ -72,8 +72,8 @@ __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) 
   return sum_over_row(sum);
 }
 
-// put(token, scale rho_t, L_t) of all tokens in a tile of q, each by a lane of one of four warps. A query
-// that is zero has rho 1.
+// Calls put(token, scale rho_t, L_t) for all tokens of a tile of q; four warps share the tokens. rho_t is 1
+// if q_t is zero.
 template <typename T, int D, int Rows, class Put>
 __device__ inline void for_each_token(const BlockTile<T, D, Rows>& q, const DeltaShape& shape,
                                       const Vectors& vectors, int warp, const Put& put) {

@@ -1,35 +1,34 @@
-// The gradients with a beta for every channel, a block a chunk and memory head. S: the state before the
-// chunk, dS: the gradient of the one after it.
+// The gradients with a beta for every channel; a block has a chunk and a memory head. S is the state before
+// the chunk, dS the gradient of the state after it.
 //
 //     Z = W - B S                                      U = X Z
 //     P_tj = do_t . U_j  (rows j of tokens <= t)       N_ij = G_i . U_j  (j < i)
 //     dq_t = scale (S do_t + sum_j P_tj k_j)           db_i = -(S G_i + sum_j N_ij k_j)
 //     dk_j = dS U_j + scale sum_t P_tj q_t - sum_i N_ij b_i
 //
-// Queries and steps do the same, a pass each: of `left` and `right`, which are (do, q) of one query head of
-// the memory after another, then (G, b),
+// Each pass has operands `left` and `right`: (do, q) of each query head of the memory, then (G, b):
 //
 //     weights = tril(left U^T)    gradient of right ~ left S^T + weights K    dk ~ dk + weights^T right
 //
-// so that what becomes dk, in registers all along, is sum_t P_tj q_t when the queries are through. It is
-// multiplied by -scale then, not P before: fp16 would lose digits of small elements.
+// The accumulator of dk stays in registers and is sum_t P_tj q_t after the query heads. It is then multiplied
+// by -scale. P is not scaled before: fp16 would lose digits of small elements.
 //
-// A block waits for its loads and for itself, and several of a multiprocessor are each other's work
-// meanwhile, so that shared memory is what counts: rows have four tiles. `left` and `right` change with every
-// pass, dS comes where S was, B comes twice. The first queries, G and dS are on their way to the L2 cache
-// from the start. Rows are padded, so that products' addresses are one of the lane's and constants: of
-// swizzled tiles there is one for every 16 columns, and no register for them.
+// Loads are not pipelined within a block; latency is hidden by the other resident blocks, so shared memory is
+// the limit. There are four tiles of rows: `left` and `right` are replaced in every pass, dS replaces S, and
+// B is loaded twice. The first queries, G and dS are prefetched to the L2 cache. Tiles are padded rather than
+// swizzled: the addresses of a product are then one address of the lane plus constants, while a swizzled tile
+// needs an address for every 16 columns.
 #pragma once
 
 #include "delta_product/vector_tiles.cuh"
 
 namespace girih::kernels::delta_product {
 
-// The rows of a pass: `count` of them, of which row t has weights for rows j < by t + open of the chunk.
+// The rows of a pass: `count` rows; row t has weights for rows j < by t + open of the chunk.
 struct Readers {
   int count, by, open;
 
-  // Some of rows 16 band and on have weights for some of rows 16 block and on.
+  // True if rows from 16 band on have weights for rows from 16 block on.
   __device__ bool reach(int band, int block) const {
     return kTileRows * band < count && kTileRows * block < by * (kTileRows * band + kTileRows - 1) + open;
   }
@@ -40,30 +39,30 @@ struct VectorBlock {
   using Sizes = VectorSizes<D>;
   using Tiles = VectorTiles<T, D>;
   using Gradient = Sums<Sizes::kCols / 8>;
-  static constexpr int kThreads = Sizes::kThreads, kDeep = D / 16;  // blocks of a product with a state
+  static constexpr int kThreads = Sizes::kThreads, kDeep = D / 16;  // of 16 terms
 
   const DeltaVectorGradients& p;
   const Tiles& tile;
   const int members;
   const VectorHere& here;
-  int half, band, row, col;  // the warp's: 16 rows from `row`, half of the columns from `col`
+  int half, band, row, col;  // of the warp: 16 rows from `row`, half of the columns from `col`
   Gradient dk;
 
   __device__ VectorBlock(const DeltaVectorGradients& p, const VectorGrid& grid, const Tiles& tile)
       : p(p), tile(tile), members(grid.members), here(*tile.here) {
-    // A quarter of the multiprocessor has warps w and w + 4: of a triangle what is long and what is short.
+    // Warps w and w + 4 share a scheduler; one gets a long row of the triangle, the other a short one.
     const int warp = warp_index();
     half = warp / 4, band = half == 0 ? warp : 7 - warp;
     row = kTileRows * band, col = Sizes::kCols * half;
     fill(dk, 0.f);
   }
 
-  // The output of a pass; the chunk and memory head among all.
+  // Head of the output of a pass; index of chunk and memory head.
   __device__ int output_head(int pass) const { return here.head * members + pass; }
   __device__ bool is_steps(int pass) const { return pass == members; }
   __device__ static uint64_t number() { return blockIdx.x; }
 
-  // A head's rows of the chunk's steps, or of its tokens.
+  // Loads the rows of a head of the chunk: steps or tokens.
   __device__ void load(const typename Tiles::Rows& to, const In<4>& from, bool steps, int of_head) const {
     const T* const first = at<T>(from, here.batch, steps ? here.step : here.token, of_head);
     load_async<kThreads>(to, first, from.stride[1], steps ? here.steps : here.tokens, p.shape.D,
@@ -73,7 +72,7 @@ struct VectorBlock {
     const T* const from = state_at(static_cast<const T*>(states), p.shape, number(), 0);
     load_async<kThreads>(tile.state, from, p.shape.D, p.shape.V, p.shape.D, static_cast<int>(threadIdx.x));
   }
-  // (do, q) of a query head, or (G, b). Where a memory has several query heads, q has as many.
+  // (do, q) of a query head, or (G, b). If a memory has several query heads, HQ = HO.
   __device__ void load_left(int pass) const {
     const bool steps = is_steps(pass);
     load(tile.left, steps ? p.dz : p.dout, steps, steps ? here.head : output_head(pass));
@@ -95,9 +94,9 @@ struct VectorBlock {
     }
   }
 
-  // Whether there is a chunk; then all loads that have a place yet are under way, first what U is made of.
+  // Starts the first loads, those of U first. Returns false if the chunk has no tokens.
   __device__ bool start(const VectorGrid& grid) const {
-    // What does not need the tokens, while they are looked up.
+    // Loads that do not depend on the tokens start before the tokens are known.
     load_state(p.states);
     const unsigned char* const prepared = prepared_at(p.prepared, number());
 #pragma unroll
@@ -133,7 +132,7 @@ struct VectorBlock {
     return true;
   }
 
-  // U, in place of W; once all that it takes is there. The columns are the same for four warps, which meet.
+  // Replaces W by U when its inputs are loaded. Four warps have the same columns and synchronise.
   __device__ void solve() const {
     // Z = W - B S
     Gradient sums;
@@ -176,8 +175,8 @@ struct VectorBlock {
     store_blocks(tile.u, row, col, u);
   }
 
-  // The warp's 16 x 32 of the weights, tril(left U^T), and gradient = left S^T: one after the other, the
-  // first is out of the registers when the second comes.
+  // weights = tril(left U^T), 16 x 32 of the warp, and gradient = left S^T, one after the other: the
+  // registers of the first are free when the second starts.
   __device__ void read(const Readers& readers, Gradient& gradient) const {
     fill(gradient, 0.f);
     if (row >= readers.count) return;
@@ -185,7 +184,7 @@ struct VectorBlock {
       Sums<4> products;
       fill(products, 0.f);
       add_product_of_tile_rows<kDeep>(products, tile.left, row, tile.u, 32 * half);
-      // Of the lane's first row, how many rows from its first column on it has weights for.
+      // Rows of U from the lane's first column on for which the lane's first row has weights.
       const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
       each_sum<4>([&](int n, int i) {
         if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
@@ -221,7 +220,7 @@ struct VectorBlock {
     add_product_of_tiles<kDeep>(dk, tile.u, row, tile.state, col);
   }
 
-  // The warp's rows of the chunk's steps, or of its tokens, times a factor.
+  // Stores the rows of the warp, times a factor: steps or tokens of the chunk.
   __device__ void put(Gradient gradient, const Out<4>& to, bool steps, int of_head, float factor) const {
     scale_rows(gradient, {factor, factor});
     T* const first = at<T>(to, here.batch, steps ? here.step : here.token, of_head, col);
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(VectorSizes<D>::kThreads, VectorSizes<D>::kBlo
   for (int pass = 0; pass <= grid.members; ++pass) {
     const bool steps = block.is_steps(pass);
     const Readers readers = steps ? Readers{block.here.steps, 1, 0} : Readers{block.here.tokens, n, n};
-    // `left` is there, and K and U; the pass before is through with `right` and its weights.
+    // `left`, K and U are loaded; all warps have finished with `right` and the weights of the previous pass.
     wait_copies<0>();
     __syncthreads();
     block.load_right(pass);
@@ -253,7 +252,8 @@ __global__ void __launch_bounds__(VectorSizes<D>::kThreads, VectorSizes<D>::kBlo
     typename VectorBlock<T, D>::Gradient gradient;
     block.read(readers, gradient);
     if (steps) scale_rows(block.dk, {-p.shape.scale, -p.shape.scale});
-    // `right` is there, and the weights; `left` is through, at last S, too.
+    // `right` is loaded and the weights are stored; all warps have finished with `left`, and in the last pass
+    // with S.
     wait_copies<0>();
     __syncthreads();
     steps ? block.load_state(p.gradients) : block.load_left(pass + 1);

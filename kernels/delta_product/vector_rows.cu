@@ -1,4 +1,5 @@
-// A thread has a pack of eight channels of one row of one head.
+// Element-wise kernels of a beta for every channel. A thread has a pack of eight channels of one row of one
+// head.
 #include "delta_product/vector.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256, kPack = 8;
 
-// Rows start at 16 bytes, which is where half of a pack in fp32 does.
+// Rows are aligned to 16 bytes, so an fp32 pack is two accesses of 16 bytes.
 template <typename T>
 __device__ inline Pack<kPack> load_pack(const T* from) {
   if constexpr (sizeof(T) == 2) {
@@ -71,7 +72,7 @@ __device__ inline Pack<kPack> multiplied(const Pack<kPack>& x, const Pack<kPack>
   return sum;
 }
 
-// f(pack) of every pack.
+// Calls f(pack) for every pack.
 template <class F>
 __device__ inline void for_each_pack(int64_t packs, const F& f) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -79,7 +80,7 @@ __device__ inline void for_each_pack(int64_t packs, const F& f) {
     f(pack);
 }
 
-// T: of rows; B: of beta.
+// T: type of the rows; B: type of beta.
 template <typename T, typename B>
 __global__ void __launch_bounds__(kThreads)
     make_rows(const __grid_constant__ DeltaVectorRows p, int64_t packs) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
     row_gradients(const __grid_constant__ DeltaVectorRowGradients p, int64_t packs) {
   for_each_pack(packs, [&](int64_t pack) {
     const Place place(p.shape, pack);
-    // Rows that no sequence owns are not read: they may hold anything.
+    // Rows outside of all sequences are not read: they may hold any value.
     if (!sequence_of(p.shape.tokens, place.batch, place.row / p.shape.n).inside) return;
     const auto beta = place.load<B>(p.beta, place.head), db = place.load<T>(p.db, place.head),
                dw = place.load<T>(p.dw, place.head), k = place.load<T>(p.k, place.head / p.shape.key_share),
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// launch(an element of rows, one of beta, how many packs there are)
+// Calls launch(a value of the row type, a value of the beta type, number of packs).
 template <class Problem, class Launch>
 cudaError_t by_types(const Problem& p, const Launch& launch) {
   const DeltaShape& shape = p.shape;

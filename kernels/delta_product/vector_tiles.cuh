@@ -1,5 +1,4 @@
-// A block of the gradients with a beta for every channel: its size, what it has in shared memory, and what it
-// knows of its chunk.
+// Sizes, shared memory and chunk data of a block of vector_gradients.
 #pragma once
 
 #include "delta_product/part.cuh"
@@ -13,9 +12,9 @@ namespace girih::kernels::delta_product {
 template <int D>
 struct VectorSizes {
   static constexpr int kThreads = 256;
-  static constexpr int kHalf = kThreads / 2;  // the threads that have the same columns
-  static constexpr int kCols = D / 2;         // of a warp: 16 rows, half of the columns
-  // Of a multiprocessor, as many as its shared memory lets: 228 KB, before sm_90 164 KB.
+  static constexpr int kHalf = kThreads / 2;  // threads that have the same columns
+  static constexpr int kCols = D / 2;         // columns of a warp, which has 16 rows
+  // Resident blocks, limited by shared memory: 228 KB, before sm_90 164 KB.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kBlocks = D == 64 ? 2 : 1;
 #else
@@ -23,14 +22,14 @@ struct VectorSizes {
 #endif
 };
 
-// What a block knows of its chunk. It lies in shared memory: registers are for sums.
+// Chunk data of a block, in shared memory to save registers.
 struct VectorHere {
-  int64_t batch, token, step;      // where the chunk begins
-  int tokens, steps;               // of the chunk
-  int head, key_head, query_head;  // the memory's, that of k, the first of q
+  int64_t batch, token, step;      // first token and first step of the chunk
+  int tokens, steps;               // numbers of tokens and steps of the chunk
+  int head, key_head, query_head;  // heads of the memory, of k, and the first of q
 };
 
-// A block's shared memory.
+// Shared memory of a block.
 template <typename T, int D>
 struct VectorTiles {
   using Rows = PaddedTile<T, kDeltaRows, D>;
@@ -41,10 +40,10 @@ struct VectorTiles {
   static_assert(VectorSizes<D>::kBlocks * (kBytes + 1024) <= 228 * 1024, "a block gives 1 KB away");
   static_assert(kDeltaFlag + 16 <= Weights::kBytes, "X is through before there are weights");
 
-  State state;  // S, then dS, transposed
+  State state;  // S^T, then dS^T
   Rows k, u, left, right;
   Weights weights;
-  Prepared prepared;  // X and the flag, in the weights' place
+  Prepared prepared;  // X and the flag, in the memory of the weights
   VectorHere* here;
 
   __device__ explicit VectorTiles(unsigned char* room) {
@@ -62,11 +61,11 @@ struct VectorTiles {
   }
 };
 
-// What a block finds its chunk by.
+// Divisors and sizes from which a block computes its chunk and head.
 struct VectorGrid {
-  Divider heads, each;  // memory heads; a sequence's chunks, where sequences are not packed
+  Divider heads, each;  // memory heads; chunks of a sequence that is not packed
   Divider key_share, query_share;
-  int tokens, members;  // of a chunk; query heads of a memory head
+  int tokens, members;  // tokens of a chunk; query heads of a memory head
 
   explicit VectorGrid(const DeltaShape& shape)
       : heads(std::max(shape.heads, 1)),

@@ -1,6 +1,7 @@
-// Both recurrences are parallel in time by chunks: every chunk's part from nothing, a walk over the chunks
-// that leaves in every part's place what stands before it, and the chunk again from there. A thread has one
-// slot of one chunk, or of one sequence.
+// The gates of ABC and their gradient (exact.h). Both recurrences are parallel over chunks, in three
+// launches: the part of every chunk from an empty state, a scan over the chunks that replaces every part by
+// the state before the chunk, and every chunk from that state. A thread has one slot of one chunk, or of one
+// sequence.
 #include "exact/exact.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -10,10 +11,11 @@ namespace exact {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAhead = 8;         // elements read at once: a walk waits for memory, not for arithmetic
-constexpr float kEmpty = -1e29f;  // and below: a mask
+constexpr int kAhead = 8;         // elements loaded at once: the scan is bound by the latency of memory
+constexpr float kEmpty = -1e29f;  // logits up to this value are masked
 
-// z = top + log(sum) without that sum's rounding to a logarithm after every token; sum = 0: empty.
+// z = top + log(sum), stored as both parts to avoid the rounding of a logarithm after every token. sum = 0:
+// empty.
 struct Normaliser {
   float top, sum;
 
@@ -31,7 +33,7 @@ struct Normaliser {
   __device__ float z() const { return sum == 0.f ? -INFINITY : top + logf(sum); }
 };
 
-// What a chunk does to the gradient that comes from later tokens: keep Z + add.
+// The map of a chunk from the gradient Z after it to the gradient before it: keep Z + add.
 struct Passage {
   float keep, add;
 };
@@ -45,7 +47,8 @@ __device__ inline auto row_of(const Array<4>& x, const Piece& piece, const Slot&
   return at<float>(x, piece.sequence.batch, piece.start, slot.head) + slot.m * x.stride[3];
 }
 
-// f(job, number, slot) of the thread's jobs, the slots of `count` chunks or sequences.
+// Calls f(job, number, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
+// sequences.
 template <class Problem, class F>
 __device__ inline void each_slot(const Problem& p, int64_t count, const F& f) {
   const int64_t jobs = count * p.heads * p.M, grid = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -55,7 +58,7 @@ __device__ inline void each_slot(const Problem& p, int64_t count, const F& f) {
   }
 }
 
-// f(token, logit) of a chunk's tokens in the order of time.
+// Calls f(row, logit) for the tokens of a chunk in the order of time.
 template <class F>
 __device__ inline void each_logit(const AbcGates& p, const Piece& piece, const Slot& slot, const F& f) {
   const float* const logits = row_of(p.logits, piece, slot);
@@ -104,7 +107,8 @@ __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ 
   });
 }
 
-// Calls f(part) for the parts of a sequence's chunks, from the first to the last or Reverse.
+// Replaces the part of every chunk of a sequence by f(part), from the first chunk to the last, or with
+// Reverse from the last to the first.
 template <bool Reverse, class Part, class F>
 __device__ inline void each_part(void* parts, const Tokens& tokens, const Sequence& sequence, int heads,
                                  int M, const Slot& slot, const F& f) {
@@ -165,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (last - i < 0) break;
-        // The first token of an empty memory: z_t is its logit, whatever came before.
+        // The first token of an empty memory: z_t is its logit and does not depend on z_{t-1}.
         const bool opens = weight[i] == 1.f && gate[i] == 0.f;
         const float decay = opens ? 0.f : expf(gate[i]);
         const float own = opens ? 0.f : weight[i] * (decay * dweight[i] - dgate[i]);
@@ -204,7 +208,7 @@ cudaError_t launch_jobs(const Problem& p, int64_t jobs, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Every chunk's part, the walk over the chunks, every chunk.
+// Launches the parts of the chunks, the scan over the chunks, and the results of the chunks.
 template <auto Part, auto Join, auto Write, class Problem>
 cudaError_t launch_all(const Problem& p, cudaStream_t stream) {
   const int64_t chunks = piece_count(p.tokens, kChunk) * p.heads * p.M;

@@ -1,4 +1,4 @@
-// A warp has one row, its lanes the slots in turns.
+// exact_feature: a warp has one row; lane l has slots l, l + 32, ...
 #include "exact/exact.h"
 #include "tile/grid.h"
 
@@ -6,7 +6,7 @@ namespace girih::kernels {
 namespace exact {
 namespace {
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // warps of a block
 
 template <class Combine>
 __device__ inline float over_warp(float value, const Combine& combine) {
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ E
     float* const z = p.z + row * p.M;
     float* const dp = gradient ? p.dp + row * p.M : nullptr;
     float top = -INFINITY, sum = 0.f, delta = 0.f;
-    // Rounded on its own: contracted with what is taken off it, it would be another number in the sum than
-    // in p, by |x| 2^-24.
+    // A rounded product: contracted with the subtraction below, the logit would differ between the sum and p
+    // by |x| 2^-24.
     const auto scaled = [&](int m) { return __fmul_rn(p.scale, z[m]); };
     if (softmax) {
       for (int m = lane; m < p.slots; m += 32) top = fmaxf(top, scaled(m));
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ E
       if (gradient) delta = over_warp(delta, add) / sum;
     }
     for (int m = lane; m < p.M; m += 32) {
-      // Of softmax, dL/dx = p (dp - sum p dp).
+      // For softmax, dL/dx = p (dp - sum p dp).
       const float x = scaled(m);
       const Slot slot = softmax ? Slot{expf(x - top) / sum, expf(x - top) / sum} : at(p.feature, x);
       const bool exists = m < p.slots;

@@ -1,13 +1,14 @@
-// A block has one chunk, one head and 64 slots: four threads a slot, each with every fourth row of the states
-// and 16 tokens.
+// The gradient of the gates. A block has one chunk, one head and 64 slots; a slot has four threads, each
+// with every fourth row of the states and 16 tokens.
 //
-// A gate scales what was written before its token for whoever reads from it on. With c = w - s ds and the
-// sums over d and v of the states times their gradients at the chunk's ends,
+// The gate of token t scales all earlier writes for reads from t on. With c = w - s ds and H G, the sum over
+// d and v of the states times their gradients,
 //
-//     dg_t = (H G before the chunk) - sum_{j<t} c_j = (H G after it) + sum_{j>=t} c_j
+//     dg_t = (H G before the chunk) - sum_{j<t} c_j = (H G after the chunk) + sum_{j>=t} c_j
 //
-// Both cancel, each in its own places: behind closed gates little is left of the sums, after the last read or
-// before the first write nothing. The side whose terms are smaller in sum is taken; so what is zero is zero.
+// Both forms cancel, for different tokens. The kernel uses the form whose terms have the smaller sum of
+// magnitudes. This also makes zero gradients exactly zero, such as those after the last read or before the
+// first write.
 #include "exact/tiles.cuh"
 
 namespace girih::kernels {
@@ -15,9 +16,9 @@ namespace exact {
 namespace {
 
 constexpr int kShares = kThreads / kTile;
-constexpr int kShare = kTile / kShares;  // tokens
+constexpr int kShare = kTile / kShares;  // tokens of a thread
 
-// A sum, and the sum of its terms' sizes.
+// A sum and the sum of the magnitudes of its terms.
 struct Sum {
   float value = 0.f, size = 0.f;
 
@@ -35,7 +36,7 @@ struct Sum {
   }
 };
 
-// A slot's column of a matrix.
+// The column of a slot in a matrix.
 struct Column {
   const float* data;
   int64_t stride;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
   __syncthreads();
   if (!exists) return;
 
-  // From the end, to what every token of the thread sums on that side; then from the start.
+  // The sums from the end for every token of the thread; then the sums from the start.
   Sum later;
 #pragma unroll
   for (int other = 0; other < kShares; ++other) later.add(part(1, other));

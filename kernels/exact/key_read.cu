@@ -1,23 +1,23 @@
-// A block has one chunk, one reading head and 64 columns of the result.
+// key_read: a block has one chunk, one reading head and 64 columns of the result.
 //
-// W_ij = sum_m p_im s_jm e^{L_im - L_jm} goes by blocks of four rows. Of earlier blocks
+// W_ij = sum_m p_im s_jm e^{L_im - L_jm} is computed by blocks of four rows. For j in an earlier block
 //
 //     W_ij = (p_i e^{gates of i's block through i}) . (s_j e^{gates of j's block after j} * between)
 //
-// with `between` the decay of the blocks between the two; in its own block one row after the other, a gate's
-// decay at a time. No exponent is above 0.
+// where `between` is the decay of the blocks between the two. Within a block of rows, the decays are applied
+// row by row. No exponent is positive.
 #include "exact/tiles.cuh"
 
 namespace girih::kernels {
 namespace exact {
 namespace {
 
-// The decay between block b and each of the b blocks before it: row b (b - 1) / 2 + block.
+// The decay between block b and each of the b blocks before it, in row b (b - 1) / 2 + block.
 constexpr int kBetweenFloats = kBlocks * (kBlocks - 1) / 2 * kPitch;
 constexpr int kFloats = 3 * kTileFloats + kBetweenFloats + 2 * kTotalsFloats;
 
-// W to where the rows of p were, which only this half of the warp has read. own: of the own block, the
-// thread's share of its columns.
+// Stores W in place of the rows of p, which only this half of the warp reads. own: the part of W in the
+// thread's own block of rows, summed over the columns m of the thread.
 __device__ inline void put_weights(float* p_tile, const Pack<4> (&w)[4], Pack<4> (&own)[4], int a, int b) {
   __syncwarp();
 #pragma unroll
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
 #pragma unroll 1
   for (int writer = 0; writer < heads.writers; ++writer) {
     const bool from_state = writer == 0;
-    Pack<4> w[4], own[4];  // W in columns a + 16 c; of the own block, its columns, the thread's share
+    Pack<4> w[4], own[4];  // W in columns a + 16 c; W within the own block, a partial sum
     clear(w);
     clear(own);
 #pragma unroll 1
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
         put(totals, b, 4 * a, decays.total);
       }
       __syncthreads();
-      // From the nearest block to the first.
+      // Decays from the nearest block to the first.
       {
         Pack<4> decay{{1.f, 1.f, 1.f, 1.f}};
 #pragma unroll 1

@@ -1,6 +1,6 @@
-// gated_scan in fp32. What a chunk adds to the state does not need the state, so all chunks' parts are made
-// at once, each from zero, in the place where the state before it will stand; then one walk over the chunks
-// adds them up, the one that joins segments elsewhere.
+// gated_scan in fp32. The update of a chunk does not depend on the state. One kernel computes the updates of
+// all chunks in parallel and stores each in the place of the state before the chunk. join_segments then scans
+// the chunks and replaces the updates by the states.
 #include "exact/tiles.cuh"
 #include "gsa/join.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 struct Updates {
   GatedScan scan;
-  float* decay;  // [pieces, heads, M]: the sum of a chunk's gates
+  float* decay;  // [chunks, heads, M]: the sum of the gates of a chunk
 };
 
 constexpr int kFloats = 2 * kTileFloats + kTotalsFloats;
@@ -18,7 +18,7 @@ constexpr int kFloats = 2 * kTileFloats + kTotalsFloats;
 inline __host__ __device__ int slabs_of(int width) { return (width + kTile - 1) / kTile; }
 
 // forward   U = x^T (s * e^{L_C - L})      reverse   U = x^T (s * e^{L})
-// A block has 64 rows and 64 columns of it.
+// A block computes 64 rows and 64 columns of U.
 template <bool Reverse>
 __global__ void __launch_bounds__(kThreads, 2) updates(const __grid_constant__ Updates problem) {
   extern __shared__ __align__(16) float shared[];
@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads, 2) updates(const __grid_constant__ U
   job /= slabs;
   const int head = static_cast<int>(job % p.heads);
   const int64_t number = job / p.heads;
-  // Without tokens it adds nothing: written too, for bounds that overlap make a walk read what nobody owns.
+  // A chunk without tokens stores zeros: with overlapping bounds in cu_seqlens, join_segments reads it.
   const Chunk<false> chunk{piece_at(p.tokens, number, kChunk)};
   const int which = slab >= first_slabs, first = static_cast<int>(slab - which * first_slabs) * kTile;
   const ScannedMemory& memory = p.memory[which];
   const int a = lane_of_row(), b = block_of_rows();
 
-  // What lies between a token and where the state is wanted.
+  // The decay between a token and the end (Reverse: the start) of the chunk.
   Pack<4> weight[4];
   {
     Pack<4> g[4], total = zeros<4>();

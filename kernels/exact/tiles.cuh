@@ -1,9 +1,9 @@
-// What a block of 256 threads does with one chunk of 64 tokens: tiles of 64 x 64 in shared memory, products
-// of which every thread has 4 x 4, and a chunk's rows in either order of time.
+// Building blocks of the fp32 kernels: a block of 256 threads works on one chunk of 64 tokens, with tiles of
+// 64 x 64 in shared memory, in either order of time.
 //
-// Thread 16 b + a has rows 4b to 4b + 3 of whatever the block makes: half a warp owns four rows. Of the
-// columns it has 4a to 4a + 3, or a, a + 16, a + 32, a + 48 where the right factor's rows are columns of the
-// result: then neighbouring lanes read neighbouring rows of a tile, whose pitch puts them on different banks.
+// Thread 16 b + a has rows 4b to 4b + 3 of a 64 x 64 result, so half a warp has four rows. The thread has
+// columns 4a to 4a + 3, or a, a + 16, a + 32, a + 48 in products x y^T: there neighbouring lanes read
+// neighbouring rows of y, which the pitch of a tile puts in different banks.
 #pragma once
 
 #include "exact/exact.h"
@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 constexpr int kTile = 64;
 constexpr int kPitch = kTile + 4;  // floats from row to row of a tile
 constexpr int kTileFloats = kTile * kPitch;
-constexpr int kBlocks = kTile / 4;  // of four rows
+constexpr int kBlocks = kTile / 4;  // blocks of four rows
 constexpr int kTotalsFloats = kBlocks * kPitch;
 
 __device__ inline int block_of_rows() { return static_cast<int>(threadIdx.x) / 16; }  // b
@@ -31,7 +31,7 @@ __device__ inline void put(float* tile, int row, int col, const Pack<4>& pack) {
   store<4>(tile + row * kPitch + col, pack);
 }
 
-// Calls f with an element of the type.
+// Calls f(T()) with the element type T.
 template <class F>
 __device__ inline void by_type(DType type, const F& f) {
   switch (type) {
@@ -46,8 +46,8 @@ __device__ inline void by_type(DType type, const F& f) {
   }
 }
 
-// The rows of a chunk in the order of time or, Reverse, from its last token to its first. Rows past its
-// length do not exist: zero.
+// The rows of a chunk in the order of time, or with Reverse from the last token to the first. Rows beyond the
+// length of the chunk are zero.
 template <bool Reverse>
 struct Chunk {
   Piece piece;
@@ -56,7 +56,7 @@ struct Chunk {
     return Reverse ? piece.start + piece.length - 1 - row : piece.start + row;
   }
 
-  // rows(i), for i = 0..3: four columns from `col` on of one head; none from `cols` on.
+  // Loads rows(i), i = 0..3, columns col..col+3 of one head; zero for col >= cols.
   template <class Rows>
   __device__ void load_rows(Pack<4> (&to)[4], const In<4>& from, int head, int col, int cols,
                             const Rows& rows) const {
@@ -70,11 +70,11 @@ struct Chunk {
       }
     });
   }
-  // Of the thread's rows the columns col + 4a to col + 4a + 3.
+  // Loads the rows of the thread, columns col + 4a to col + 4a + 3.
   __device__ void load_own(Pack<4> (&to)[4], const In<4>& from, int head, int col, int cols) const {
     load_rows(to, from, head, col + 4 * lane_of_row(), cols, [](int i) { return 4 * block_of_rows() + i; });
   }
-  // Columns col..col+63 to a tile.
+  // Loads columns col..col+63 of all rows to a tile.
   __device__ void load_tile(float* tile, const In<4>& from, int head, int col, int cols) const {
     Pack<4> rows[4];
     const auto row = [](int i) { return block_of_rows() + 16 * i; };
@@ -82,7 +82,7 @@ struct Chunk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) put(tile, row(i), 4 * lane_of_row(), rows[i]);
   }
-  // The thread's rows, columns col + 4a on.
+  // Stores the rows of the thread, columns col + 4a to col + 4a + 3.
   __device__ void store_own(const Out<4>& to, int head, int col, int cols, const Pack<4> (&rows)[4]) const {
     by_type(to.dtype, [&](auto element) {
       col += 4 * lane_of_row();
@@ -96,9 +96,9 @@ struct Chunk {
     });
   }
 
-  // The gates between a row and the one before it, of the thread's own rows and columns. In reversed time
-  // those are the earlier row's: a token's write is not decayed by its own gate but by all that follow, and
-  // nothing decays the chunk's last token before the state after it.
+  // Loads the gates between each row of the thread and the row before it. In reversed time these are the
+  // gates of the row before: the write of a token is decayed by all later gates but not by its own, and no
+  // gate lies between the last token of the chunk and the state after the chunk.
   __device__ void load_gates(Pack<4> (&g)[4], const In<4>& from, int head, int col, int cols) const {
     load_rows(g, from, head, col + 4 * lane_of_row(), cols, [&](int i) {
       const int row = 4 * block_of_rows() + i;
@@ -113,7 +113,7 @@ struct Chunk {
   }
 };
 
-// 64 x 64 of an fp32 matrix to a tile, zero outside of rows x cols.
+// Loads 64 x 64 elements of an fp32 matrix to a tile, zero outside of rows x cols.
 __device__ inline void load_matrix(float* tile, const float* from, int64_t stride, int rows, int cols) {
   Pack<4> pack[4];
   const int col = 4 * lane_of_row();
@@ -131,7 +131,7 @@ __device__ inline void clear(Pack<4> (&sums)[4]) {
   for (int r = 0; r < 4; ++r) sums[r] = zeros<4>();
 }
 
-// x[0] y[0] + ... added to a sum.
+// sum += x . y
 __device__ inline void add_dot(float& sum, const Pack<4>& x, const Pack<4>& y) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum = fmaf(x.at[i], y.at[i], sum);
@@ -146,13 +146,13 @@ __device__ inline void multiply(Pack<4>& x, const Pack<4>& y) {
   for (int i = 0; i < 4; ++i) x.at[i] *= y.at[i];
 }
 
-// The thread's four rows of a tile, columns col..col+3.
+// Loads the four rows of the thread from a tile, columns col..col+3.
 __device__ inline void own_rows(Pack<4> (&rows)[4], const float* tile, int col) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) rows[r] = four(tile, 4 * block_of_rows() + r, col);
 }
 
-// sums += x y: four columns of the thread's rows, and rows row..row+3 of a tile.
+// sums += x y, where x is the four rows of the thread x 4 and y is rows row..row+3 of a tile.
 __device__ inline void add_product(Pack<4> (&sums)[4], const Pack<4> (&x)[4], const float* tile, int row) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -161,8 +161,8 @@ __device__ inline void add_product(Pack<4> (&sums)[4], const Pack<4> (&x)[4], co
     for (int r = 0; r < 4; ++r) add_scaled(sums[r], x[r].at[j], y);
   }
 }
-// scores += x y^T: the same, and columns col..col+3 of a tile's rows a, a + 16, .. of which no more than
-// `rows` are asked for. add(sum, x, y): x . y added to a sum.
+// scores += x y^T, where y is columns col..col+3 of the rows a, a + 16, ... of a tile below `rows` (rounded
+// up to a multiple of 16). add(sum, x, y) adds x . y to a sum.
 template <class Add>
 __device__ inline void add_scores(Pack<4> (&scores)[4], const Pack<4> (&x)[4], const float* tile, int col,
                                   int rows, const Add& add) {
@@ -180,7 +180,7 @@ __device__ inline void add_scores(Pack<4> (&scores)[4], const Pack<4> (&x)[4], c
              [](float& sum, const Pack<4>& x, const Pack<4>& y) { add_dot(sum, x, y); });
 }
 
-// Four columns of the thread's four rows through the gates between them: e^g of every row, and of their sum.
+// The decay e^g of each of the four rows of the thread in four columns, and the decay of all four rows.
 struct RowDecays {
   Pack<4> row[4], total;
 
@@ -189,23 +189,23 @@ struct RowDecays {
     for (int c = 0; c < 4; ++c) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) row[r].at[c] = expf(g[r].at[c]);
-      // Not their product: blocks of equal gates would add up its rounding.
+      // Not the product of the rows: its rounding errors would accumulate over blocks of equal gates.
       total.at[c] = expf(g[0].at[c] + g[1].at[c] + g[2].at[c] + g[3].at[c]);
     }
   }
-  // x of row r as it is after the block's last row.
+  // Decays x from row r to the last row of the block.
   __device__ void decay_to_end(Pack<4>& x, int r) const {
 #pragma unroll
     for (int later = r + 1; later < 4; ++later) multiply(x, row[later]);
   }
-  // What row r reads of the state before the block.
+  // Decays x from before the block to row r.
   __device__ void decay_from_start(Pack<4>& x, int r) const {
 #pragma unroll
     for (int earlier = 0; earlier <= r; ++earlier) multiply(x, row[earlier]);
   }
 };
 
-// Which head reads, whose memory it is and who writes.
+// The head that reads, the head of the memory, and the heads that write.
 template <bool Reverse>
 struct Heads {
   int reader, memory, first_writer, writers;
@@ -220,7 +220,7 @@ struct Heads {
 
 inline int readers(const ExactShape& shape) { return shape.reverse ? shape.heads : shape.query_heads; }
 
-// `tiles` blocks for every chunk and reader.
+// Launches `tiles` blocks for every chunk and reader.
 template <auto Kernel, class Problem>
 cudaError_t launch(const Problem& p, int64_t tiles, int floats, cudaStream_t stream) {
   const int bytes = floats * static_cast<int>(sizeof(float));

@@ -1,11 +1,12 @@
-// A block has one chunk, one reading head and 64 slots.
+// value_read: a block has one chunk, one reading head and 64 slots.
 //
-// Earlier rows decay by blocks of four, the last of a block the reference for both sides: y starts as x H at
-// the chunk's first row and takes on one block's decay after the other,
+// Rows decay by blocks of four, relative to the last row of a block. y starts as x H, and every earlier block
+// decays y and adds its scores a times its decayed rows s~:
 //
 //     y <- (... ((x H) e^{total 0} + a_0 s~_0) e^{total 1} + a_1 s~_1 ...)       s~_j = s_j e^{gates after j}
 //
-// and in its own block one row after the other. No exponent is above 0, no factor is divided out again.
+// Within the own block of rows, the decays are applied row by row. No exponent is positive, and no factor is
+// divided out again.
 #include "exact/tiles.cuh"
 
 namespace girih::kernels {
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
         for (int k = 0; k < kTile; k += 4) {
           Pack<4> x[4];
           own_rows(x, x_tile, k);
-          add_scores(scores, x, y_tile, k, 4 * b + 4);  // the others are later than the thread's rows
+          add_scores(scores, x, y_tile, k, 4 * b + 4);  // further rows are later than the rows of the thread
           if (from_state) add_product(y, x, h_tile, k);
         }
       }

@@ -1,6 +1,7 @@
-// A block has 8 features of one matrix; its warps share their width. A product of m16n8k16 takes 16 rows by 8
-// features, whose elements may stand in any order along the width as long as both sides have the same: so a
-// lane reads 16 bytes of a row at once, and what it read are operands as they are.
+// y_i = gate_i(u W_i^T) + residual for up to 16 rows (few_rows.h). A block has 8 features of one matrix, and
+// its warps split the width. mma m16n8k16 multiplies 16 rows by 8 features. The order of the elements along
+// the width is arbitrary, if it is the same in both factors: a lane loads 16 contiguous bytes of a row, and
+// the registers are mma operands without an exchange between lanes.
 #include "few_rows/few_rows.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
@@ -13,11 +14,12 @@ namespace few_rows_product {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kFeatures = 8;  // of a block
-constexpr int kPack = 8;      // elements of 16 bytes
-constexpr int kStep = 32;     // of the width: four lanes' packs
+constexpr int kFeatures = 8;  // features of a block
+constexpr int kPack = 8;      // elements in 16 bytes
+constexpr int kStep = 32;     // columns of a step: packs of four lanes
 
-// Rows of u in shared memory: two of them lie 64 bytes apart, so that eight lanes' packs meet no bank twice.
+// The row stride of u in shared memory. Neighbouring rows differ by 64 bytes modulo 128, so that the packs of
+// eight lanes are in different banks.
 __host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
 
 __device__ inline uint4 load_once(const void* from) {
@@ -33,7 +35,7 @@ __device__ inline float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-// A pack of x as `u` has it before a norm.
+// Loads a pack of u before the norm: x, silu(x) or silu(x) other.
 template <typename T, RowInput Input>
 __device__ inline Pack<kPack> given(const FewRows& p, int row, int col) {
   const int64_t place = static_cast<int64_t>(row) * p.width + col;
@@ -50,7 +52,7 @@ __device__ inline Pack<kPack> given(const FewRows& p, int row, int col) {
   return x;
 }
 
-// u [rows, stride], with zeros up to whole steps.
+// Computes u [rows, stride] in shared memory, with zeros up to a multiple of kStep columns.
 template <typename T, RowInput Input>
 __device__ inline void make_input(const FewRows& p, T* u) {
   const int stride = stride_of(p.width), end = (p.width + kStep - 1) / kStep * kStep;
@@ -98,7 +100,7 @@ __device__ inline void finish(const FewRows& p, const FewRowsMatrix& m, int row,
   static_cast<float*>(m.y)[place] = gate_of(m.gate, r, factor_of(m.gate, m.scale, m.rate, feature));
 }
 
-// Ahead: a warp's steps that are read before u is made, so that one wait on memory covers the other.
+// Ahead: steps whose weights a warp loads before u is computed, so that the latencies of both loads overlap.
 template <typename T, RowInput Input, int Ahead>
 __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_constant__ FewRows p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const __grid_cons
 #pragma unroll
     for (int i = 0; i < Ahead; ++i) {
       const int col = column(from + i);
-      if (col - quad * kPack >= p.width) break;  // the same in all lanes
+      if (col - quad * kPack >= p.width) break;  // uniform over the warp
       const auto row = [&](int r) {
         return r < p.rows ? *reinterpret_cast<const uint4*>(u + r * stride + col) : uint4{0u, 0u, 0u, 0u};
       };

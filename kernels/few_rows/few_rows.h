@@ -1,10 +1,10 @@
-// Products of a few rows, those of a decoding step: up to 8 matrices by one x, which is read once,
+// Skinny matrix products of a decoding step: up to 8 matrices W_i times one x of up to 16 rows,
 //
 //     y_i = gate_i(u W_i^T) + residual          u = x,  rms_norm(x),  rms_norm(silu(x))  or  silu(x) other
 //
-// x, W_i and u have one type of 16 bits, sums are fp32 and taken in one order. A matrix is read once, as
-// fast as memory gives it, which is all there is to a step's time: in a layer it stands for up to ten
-// launches of a product and of what is done before and after it.
+// x, W_i and u have one 16-bit type; sums are fp32 in a fixed order. Every matrix is read once, so that
+// memory bandwidth bounds the time of a step. In a layer, one launch replaces up to ten launches of products
+// and of the operations before and after them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,31 +16,31 @@ namespace girih::kernels {
 
 constexpr int kFewRows = 16;
 constexpr int kFewRowsMatrices = 8;
-constexpr int kFewRowsWidest = 8192;  // u stands in shared memory: rows * width at most kFewRowsElements
+constexpr int kFewRowsWidest = 8192;  // u is in shared memory: rows * width is at most kFewRowsElements
 constexpr int kFewRowsElements = 96 * 1024;
 
 enum class RowInput : int { plain, rms_norm, silu_rms_norm, silu_product };
 
 struct FewRowsMatrix {
-  const void* weight;  // [features, width], dense, aligned to 16 bytes
+  const void* weight;  // [features, width], contiguous, aligned to 16 bytes
   int features;
-  RowGate gate;       // none: the product in the type of x
+  RowGate gate;       // none: y has the type of x; else fp32
   const float* bias;  // [features], or null: 0
-  const float* rate;  // [features], of `decay`
+  const float* rate;  // [features], for `decay`
   float scale;
-  void* y;         // [rows, features], dense
-  int first_tile;  // filled in at the launch
+  void* y;         // [rows, features], contiguous
+  int first_tile;  // set by few_rows()
 };
 
 struct FewRows {
   DType dtype;      // bf16 or f16
   int rows, width;  // 1 to kFewRows; a multiple of 8
-  const void* x;    // [rows, width], dense, aligned to 16 bytes, as `other` is
+  const void* x;    // [rows, width], contiguous, aligned to 16 bytes; `other` too
   RowInput input;
-  const void* other;  // the norm's weight [width] or the product's second factor [rows, width]
+  const void* other;  // the weight of the norm [width] or the second factor of the product [rows, width]
   float eps;
   const void* residual;  // [rows, features] for a single matrix without a gate, or null
-  int count;             // of matrices
+  int count;             // number of matrices
   FewRowsMatrix matrices[kFewRowsMatrices];
 };
 

@@ -1,12 +1,12 @@
-// The gradients, with r and act(gate) formed again:
+// The gradients, with r and act(gate) recomputed:
 //
 //     u = dy act(gate)        n = r x
 //     dx = r (u weight - n mean(u weight n))
 //     dweight = sum over rows of u n        dgate = dy n weight act'(gate)
 //
-// dy, x and gate are read, dx and dgate are written once: r is not worth 4 bytes a row, since both of a row's
-// sums are formed at once. A thread adds up dweight of its columns over the rows that it has seen; a block
-// adds its groups' sums in order and writes one partial, and a second kernel adds the partials in order.
+// dy, x and gate are read once, dx and dgate are written once. forward does not store r: one pass computes
+// both sums of a row. A thread sums dweight of its columns over its rows, a block sums over its groups in a
+// fixed order and writes one partial, and a second kernel sums the partials in a fixed order.
 #include "gated_rms_norm/rows.h"
 #include "tile/partials.h"
 
@@ -14,8 +14,8 @@ namespace girih::kernels {
 namespace gated_rms_norm {
 namespace {
 
-// What an H100 or H200 holds at once, 3 blocks of 256 threads a multiprocessor: more would write more
-// partials.
+// The blocks that are resident on an H100 or H200 at once, 3 of 256 threads for each multiprocessor. More
+// blocks would write more partials.
 constexpr int64_t kBlocks = 3 * 132;
 
 int64_t blocks_of(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
@@ -24,7 +24,7 @@ template <class R>
 __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     backward(const GatedRmsNormBackward p, const bool packs) {
   using T = typename R::T;
-  __shared__ __align__(16) float place[R::kGroups * R::kWidth];  // the weights, in the end dweight
+  __shared__ __align__(16) float place[R::kGroups * R::kWidth];  // the weights, later dweight
   const int dim = p.shape.dim;
   const float per_dim = 1.f / dim;
   const bool gated = p.shape.activation != GateActivation::none;
@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
   typename R::Part dweight = {};
   RowSums<R, 2> over_row;
 
-  // The same passes for all groups of a block: past the last row a group reads that one, and leaves it.
+  // All groups of a block run the same number of iterations. A group past the last row reads the last row and
+  // stores nothing.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
     const bool here = first + R::group() < p.shape.rows;
     const int64_t row = here ? first + R::group() : p.shape.rows - 1;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, packs);
     if (gated) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
 
-    // u, dgate / r, and the row's sums of x^2 and u weight x
+    // u, dgate / r, and the sums of x^2 and u weight x over the row
     typename R::Part u, dgate;
     float sums[2] = {0.f, 0.f};
     with_activation(p.shape.activation, [&](auto activation) {
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
       store(place + R::group() * R::kWidth + R::column(k) + 4 * f, dweight[k][f]);
     }
   }
-  __syncthreads();  // every group's sums stand in shared memory
+  __syncthreads();  // the sums of all groups are stored
   for (int column = threadIdx.x; column < dim; column += R::kThreads) {
     float sum = 0.f;
 #pragma unroll

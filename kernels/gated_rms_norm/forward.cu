@@ -1,14 +1,14 @@
 // r = (mean(x^2) + eps)^-1/2        y = r x weight act(gate)
 //
-// x and gate are read and y is written once.
+// x and gate are read once, y is written once.
 #include "gated_rms_norm/rows.h"
 
 namespace girih::kernels {
 namespace gated_rms_norm {
 namespace {
 
-// What an H100 or H200 holds at once, 4 blocks of 256 threads a multiprocessor: with fewer rows a block its
-// weights would be a larger part of what it reads.
+// The blocks that are resident on an H100 or H200 at once, 4 of 256 threads for each multiprocessor. With
+// more blocks, a block has fewer rows, and its weights are a larger part of its reads.
 constexpr int64_t kBlocks = 4 * 132;
 
 template <class R>
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
   const float per_dim = 1.f / dim;
   const bool gated = p.shape.activation != GateActivation::none;
   const int64_t step = static_cast<int64_t>(gridDim.x) * R::kGroups;
-  // A group past the last row reads that one.
+  // A group past the last row reads the last row.
   const auto load = [&](typename R::Raw& x, typename R::Raw& gate, int64_t row) {
     row = min(row, p.shape.rows - 1);
     load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
   const Weight<R> weight(place, p.weight, dim);
   RowSums<R, 1> over_row;
 
-  // The same passes for all groups of a block. The next row is on its way while this one is worked on.
+  // All groups of a block run the same number of iterations. The next row is loaded during the work on this
+  // row.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * R::kGroups; first < p.shape.rows; first += step) {
     const int64_t row = first + R::group();
     typename R::Raw next_x, next_gate{};

@@ -1,9 +1,8 @@
-// What forward and backward share: how a row lies in the registers of its threads, sums over it, the
-// activations, the choice of an instance.
+// Shared by forward and backward: the distribution of a row over threads, sums over a row, the activations,
+// and the choice of an instance.
 //
-// A row belongs to a group of `Lanes` threads, each with `Own` of its elements, and a block is several
-// groups. Neighbouring lanes own neighbouring packs of 16 bytes. A block walks over rows; the weights wait in
-// shared memory.
+// A group of `Lanes` threads has a row, each thread `Own` of its elements. A block has several groups and
+// loops over rows. Neighbouring lanes have neighbouring packs of 16 bytes. The weights are in shared memory.
 #pragma once
 
 #include <type_traits>
@@ -23,32 +22,32 @@ struct Rows {
   using T = Element;
   static constexpr int kLanes = Lanes;
   static constexpr int kThreads = Lanes < 256 ? 256 : Lanes;
-  static constexpr int kGroups = kThreads / Lanes;     // rows of a block
-  static constexpr int kPack = 16 / int(sizeof(T));    // elements
-  static constexpr int kPacks = Own / kPack;           // of a thread
-  static constexpr int kFours = kPack / 4;             // of a pack: what is computed at once
-  static constexpr int kWarps = (Lanes + 31) / kWarp;  // of a row
-  static constexpr int kWidth = Lanes * Own;           // the most that dim may be
+  static constexpr int kGroups = kThreads / Lanes;     // rows of a block at once
+  static constexpr int kPack = 16 / int(sizeof(T));    // elements of a pack
+  static constexpr int kPacks = Own / kPack;           // packs of a thread
+  static constexpr int kFours = kPack / 4;             // groups of four elements in a pack
+  static constexpr int kWarps = (Lanes + 31) / kWarp;  // warps of a row
+  static constexpr int kWidth = Lanes * Own;           // the largest dim
 
-  // A thread's part as it lies in memory: fp32 of three tensors would not fit in its registers.
+  // The elements of a thread in the type of memory: three tensors in fp32 would not fit in the registers.
   using Raw = uint4[kPacks];
   // The same in fp32.
   using Part = Pack<4>[kPacks][kFours];
 
   __device__ static int lane() { return threadIdx.x % Lanes; }
   __device__ static int group() { return threadIdx.x / Lanes; }
-  // The first column of this thread's pack p.
+  // The first column of pack p of this thread.
   __device__ static int column(int p) { return (p * Lanes + lane()) * kPack; }
 };
 
-// Whether rows can be read in packs of 16 bytes.
+// Whether rows can be accessed in packs of 16 bytes.
 template <typename... Pointers>
 bool fit_packs(const GatedRmsNormShape& shape, const Pointers*... tensors) {
   const int pack = shape.dtype == DType::f32 ? 4 : 8;
   return shape.dim % pack == 0 && ((reinterpret_cast<uintptr_t>(tensors) % 16 == 0) && ...);
 }
 
-// The 32-bit word of a row that begins at `column`, by itself; zero beyond the row's end.
+// Loads the 32-bit word of a row at `column` with accesses of one element; zero beyond the end of the row.
 template <typename T>
 __device__ inline uint32_t word_at(const T* row, int column, int dim) {
   if constexpr (sizeof(T) == 4) {
@@ -60,7 +59,7 @@ __device__ inline uint32_t word_at(const T* row, int column, int dim) {
   }
 }
 
-// This thread's part of a row; zero beyond the row's end.
+// Loads the elements of this thread in a row; zero beyond the end of the row.
 template <class R>
 __device__ inline void load_row(typename R::Raw& to, const typename R::T* row, int dim, bool packs) {
 #pragma unroll
@@ -81,7 +80,7 @@ __device__ inline void load_row(typename R::Raw& to, const typename R::T* row, i
   }
 }
 
-// Four f of a pack.
+// Elements 4f to 4f + 3 of a pack in fp32.
 template <class R>
 __device__ inline Pack<4> four_of(const uint4& pack, int f) {
   if constexpr (R::kFours == 1) {
@@ -105,7 +104,7 @@ __device__ inline void set_four(uint4& pack, int f, const Pack<4>& value) {
   }
 }
 
-// Pack p of this thread's part.
+// Stores pack p of this thread.
 template <class R>
 __device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, int dim, bool packs) {
   const int column = R::column(p);
@@ -122,12 +121,12 @@ __device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, 
   }
 }
 
-// The weights in shared memory, 0 beyond the last, in the order in which the lanes read them: fours of
-// neighbouring lanes stand beside each other, or lanes of eight elements would meet in a bank.
+// The weights in shared memory, zero beyond dim. Groups of four elements of neighbouring lanes are
+// neighbours, since packs of eight elements for each lane would have bank conflicts.
 template <class R>
 class Weight {
  public:
-  // `place` has R::kWidth floats. Ends with a barrier of the block.
+  // Loads the weights to `place`, which has R::kWidth floats. Ends with __syncthreads().
   __device__ Weight(float* place, const In<1>& weight, int dim) : place_(place) {
     for (int column = threadIdx.x; column < R::kWidth; column += R::kThreads) {
       const int pack = column / R::kPack, i = column % R::kPack;
@@ -137,7 +136,7 @@ class Weight {
     __syncthreads();
   }
 
-  // Of four f of this thread's pack p.
+  // The weights of elements 4f to 4f + 3 in pack p of this thread.
   __device__ Pack<4> operator()(int p, int f) const { return load<4>(place_ + offset(p, R::lane(), 4 * f)); }
 
  private:
@@ -148,8 +147,9 @@ class Weight {
   const float* place_;
 };
 
-// Sums of one and of two numbers over the threads of a row; all threads of the block take part. Rows of more
-// than a warp meet in shared memory, of two passes in turn: nobody writes what a slower warp still reads.
+// Sums of `Count` numbers over the threads of a row; all threads of the block call sum(). The warps of a wide
+// row use two buffers in shared memory in turn, so that no warp overwrites sums that a slower warp still
+// reads.
 template <class R, int Count>
 class RowSums {
  public:
@@ -166,7 +166,7 @@ class RowSums {
 #pragma unroll
         for (int i = 0; i < Count; ++i) parts[pass_][threadIdx.x / kWarp][i] = value[i];
       }
-      barrier_wait(1 + R::group(), R::kLanes);  // every warp's part stands in shared memory
+      barrier_wait(1 + R::group(), R::kLanes);  // the parts of all warps are stored
 #pragma unroll
       for (int i = 0; i < Count; ++i) {
         value[i] = parts[pass_][first][i];
@@ -175,7 +175,7 @@ class RowSums {
       }
       pass_ ^= 1;
     } else {
-      __syncwarp();  // weights are read again behind it: kept over the sum they would spill
+      __syncwarp();  // forces a reload of the weights after the sum: otherwise they spill
     }
   }
 
@@ -183,10 +183,13 @@ class RowSums {
   int pass_ = 0;
 };
 
-// Phi(g) = (1 + erf(g / sqrt(2))) / 2, where bell = e^{-g^2 / 2}. On the left it is bell Q(t), t = 1 / (1 +
-// 0.28 |g|), on the right one minus that; Q is fitted to it. It is off by 1.8e-7 at most, gelu by less than
-// with erf in fp32, and where 1 + erf has no digits left it is right to 0.3%. erff takes twice the
-// instructions: with it they, not the memory, would be the limit.
+// Phi(g) = (1 + erf(g / sqrt(2))) / 2, with bell = e^{-g^2 / 2}:
+//
+//     g < 0: Phi = bell Q(t)        g >= 0: Phi = 1 - bell Q(t)        t = 1 / (1 + 0.28 |g|)
+//
+// with a fitted polynomial Q. The error of Phi is at most 1.8e-7, and that of gelu is smaller than with erf
+// in fp32. Where 1 + erf cancels, the relative error is 0.3%. erff takes twice as many instructions, and the
+// kernel would be bound by instructions instead of memory.
 __device__ inline float normal_below(float g, float bell) {
   const float t = reciprocal(1.f + 0.28f * fabsf(g));
   float q = -0.1064387783f;
@@ -199,7 +202,7 @@ __device__ inline float normal_below(float g, float bell) {
   return g < 0.f ? tail : 1.f - tail;
 }
 
-// act(gate), and act'(gate) where it is asked for.
+// act(gate), and with WithSlope act'(gate).
 template <GateActivation Activation, bool WithSlope>
 __device__ inline void activate(const Pack<4>& gate, Pack<4>& act, Pack<4>& slope) {
 #pragma unroll
@@ -219,7 +222,8 @@ __device__ inline void activate(const Pack<4>& gate, Pack<4>& act, Pack<4>& slop
   }
 }
 
-// Calls body(std::integral_constant<GateActivation, ...>): one branch a row, not one for every four elements.
+// Calls body(std::integral_constant<GateActivation, ...>): one branch for each row, not for every four
+// elements.
 template <typename Body>
 __device__ inline void with_activation(GateActivation activation, Body body) {
   switch (activation) {
@@ -234,8 +238,8 @@ __device__ inline void with_activation(GateActivation activation, Body body) {
   }
 }
 
-// Two packs a thread: with one the loads in flight do not fill the memory, with more the gradient's sums do
-// not fit beside them.
+// Calls launch(Rows) for the smallest width that holds dim. A thread has two packs: with one, too few loads
+// are in flight to saturate memory; with more, the sums of the gradient do not fit in registers.
 template <typename T, typename Launch>
 cudaError_t with_dim(int dim, const Launch& launch) {
   constexpr int kTwo = 32 / int(sizeof(T));  // packs
@@ -244,7 +248,7 @@ cudaError_t with_dim(int dim, const Launch& launch) {
       divide_up(dim, kTwo), [&](auto threads) { return launch(Rows<T, threads(), kTwo>{}); });
 }
 
-// Calls launch(Rows).
+// Calls launch(Rows) for the type and width of the shape.
 template <typename Launch>
 cudaError_t with_rows(const GatedRmsNormShape& shape, const Launch& launch) {
   return by_element(shape.dtype,

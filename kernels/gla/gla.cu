@@ -1,3 +1,4 @@
+// Launches of the kernels of gla with a gate for each channel: choice of the instance.
 #include "gla/launch.h"
 #include "gsa/instance.h"
 #include "gsa/launch.h"

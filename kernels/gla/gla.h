@@ -1,10 +1,11 @@
-// Gated linear attention with a gate a key channel, and a step with any; head.h has the other gates.
+// Gated linear attention (GLA) with a gate for each key channel, and a step for all kinds of gates. head.h
+// has the kernels for a gate for each head, or no gate.
 //
 //     S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          [D, V]
 //     o_t = scale * S_t^T q_t                          [V]
 //
-// It is the second memory of gsa alone, with q in p's and k in s's place: its scan is gsa's with that one
-// memory, and these are the kernels of single chunks. In the words of GsaShape M is D here, and D is 0.
+// This is the second memory of gsa alone, with q in place of p and k in place of s. The scan is gsa's with
+// this one memory; the kernels below process single chunks. Reuses GsaShape with M = D and D = 0.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -15,7 +16,7 @@ struct GlaOutput {
   GsaShape shape;
   In<4> q, k, v;       // [B, T, HQ, M], [B, T, H, M], [B, T, H, V]
   In<4> g;             // [B, T, H, M] fp32
-  const void* states;  // of the scan of v
+  const void* states;  // from the scan of v
   Out<4> o;            // [B, T, HQ, V]
 };
 
@@ -27,17 +28,17 @@ struct GlaRows {
   const void* states;
   In<4> dout;         // [B, T, HQ, V]
   Out<4> dq;          // [B, T, HQ, M]
-  RowGradients left;  // of y = scale * q
-  Out<4> q_scan;      // y_scan, [B, T, HQ, M]
+  RowGradients left;  // with y = scale * q
+  Out<4> q_scan;      // y_scan of RowGradients, [B, T, HQ, M]
 };
 
 cudaError_t gla_rows(const GlaRows& problem, cudaStream_t stream);
 
-// s is k; the memory is (v, do, q).
+// s is k; the memory is memory[1] with (x, read, y) = (v, do, q).
 cudaError_t gla_columns(const GatedColumns& problem, cudaStream_t stream);
 
-// One token; any kind of gate, any sizes whose vectors have room in shared memory, strides and types but
-// fp64. The state is written in place.
+// One token. Any kind of gate, any sizes whose vectors fit in shared memory, any strides, any types except
+// fp64. The state is updated in place.
 struct GlaStep {
   int64_t sequences;
   int heads, query_heads, key_share, query_share;  // as in HeadShape

@@ -1,4 +1,4 @@
-// How the work on one gate a head is cut into launches.
+// Launches of the kernels of gla with a gate for each head: choice of the instance and of segments.
 #include <algorithm>
 
 #include "gla/launch.h"
@@ -10,7 +10,7 @@
 namespace girih::kernels {
 namespace {
 
-// launch(an element, keys of a tile): the smallest tile that holds `width`.
+// Calls launch(element, keys) with the smallest tile that holds `width` keys.
 template <class Launch>
 cudaError_t by_tile(const HeadShape& shape, int width, const Launch& launch) {
   if (shape.D > kHeadMaxKeys) return cudaErrorInvalidValue;
@@ -59,20 +59,20 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
   float* const states = static_cast<float*>(problem.workspace);
   float* const decay = states + pass.cut.count(shape.tokens) * heads * values * keys;
 
-  // Every segment from zero,
+  // 1. Scan every segment from zero.
   HeadPass alone = pass;
   alone.cut.decay = decay;
   alone.read.initial = {};
   alone.read.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
   if (const cudaError_t error = run(alone, stream); error != cudaSuccess) return error;
 
-  // what each starts from,
+  // 2. Compute the state before each segment.
   const SegmentJoin join{
       shape.tokens, pass.cut.tokens,   static_cast<int>(heads), shape.keys, problem.reverse, states,
       decay,        {shape.values, 0}, {problem.initial, {}},   {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
-  // and every segment again.
+  // 3. Scan every segment from that state.
   const Out<4>& ends = alone.read.final;
   pass.read.initial = {ends.data, ends.dtype, {ends.stride[0], ends.stride[1], ends.stride[2], 1}};
   return run(pass, stream);

@@ -1,4 +1,4 @@
-// A block of the read: which columns of which head it has, its shared memory, and its roles.
+// A block of head_read_kernel: its part of the work, its shared memory, and its warp roles.
 #pragma once
 
 #include "gla/head_gates.cuh"
@@ -8,8 +8,8 @@
 
 namespace girih::kernels {
 
-// Warps by role; a thread of each has so many registers: 480 for the five warpgroups together, which start
-// with 96 each. A keeper has 16 values and up to 128 keys of the state.
+// Number of warps of each role, and registers of a thread of each role. The five warpgroups start with 96
+// registers for a thread, 480 together. A state warp has 16 values and up to 128 keys of the state.
 constexpr int kLoaders = 4;
 constexpr int kPublishers = 4;
 template <int D>
@@ -20,7 +20,7 @@ constexpr int kFirstKeeper = kLoaders + kPublishers;
 constexpr int kHeadReadThreads = 32 * 20;
 constexpr int kLoaderRegisters = 64, kPublisherRegisters = 32, kProductRegisters = 128;
 static_assert(kLoaderRegisters + kPublisherRegisters + 3 * kProductRegisters <= 5 * 96);
-constexpr int kGatesAhead = 4;  // turns that gates are brought to the L2 cache before
+constexpr int kGatesAhead = 4;  // iterations between the prefetch of gates to L2 and their use
 constexpr int kMaxStages = 6, kMaxValues = 6;
 constexpr int kMaxSlots = 4;
 
@@ -39,27 +39,27 @@ struct HeadStage {
 template <typename T>
 using HeadValues = BlockTile<T, kSlab>;
 
-// Whether readers have q in registers: its rows are read once for two products, and its stage is free once
-// the scores are there, a turn and a half before the chunk's values are. Its place is not theirs then for
-// rows on their way out: they have their own.
+// Whether the output warps load q to registers. The rows of q are then loaded once for two products, and the
+// stage is free after the scores, one and a half iterations before the values of the chunk are. The stores of
+// o then cannot use the stage as a buffer and have their own (out_at).
 template <int D>
 constexpr bool kHoldsQueries = D <= 128;
 template <typename T, int D>
 constexpr int kOutBytes = kHoldsQueries<D> ? kReaders<D> / 4 * HeadValues<T>::kBytes : 0;
 
-// What lies before the rest: stages, values, slots, rows on their way out.
+// The start of the shared memory. Behind it: stages, values, states, buffers for the stores of o.
 struct HeadRing {
-  float sums[kMaxValues][kChunk];     // L of a chunk
-  float weights[kMaxValues][kChunk];  // w
-  uint64_t full[kMaxValues];          // q, k, v, L and w are there
-  uint64_t values_free[kMaxValues];   // v, L and w have been used
-  uint64_t stage_free[kMaxStages];    // q and k have been used
-  uint64_t carried[kMaxSlots];        // S is there
+  float sums[kMaxValues][kChunk];     // L, the running sums of the gates of a chunk
+  float weights[kMaxValues][kChunk];  // weights w of the values
+  uint64_t full[kMaxValues];          // q, k, v, L and w are loaded
+  uint64_t values_free[kMaxValues];   // v, L and w are free
+  uint64_t stage_free[kMaxStages];    // q and k are free
+  uint64_t carried[kMaxSlots];        // the rounded S is written
   uint64_t used[kMaxSlots];
 };
 constexpr int kHeadRingBytes = (sizeof(HeadRing) + 1023) / 1024 * 1024;
 
-// Without one of each there is no read.
+// The minimum of shared memory: one stage, one place for values and one state.
 template <typename T, int D>
 constexpr int kLeastHeadReadBytes = kHeadRingBytes + HeadStage<T, D>::kBytes + HeadValues<T>::kBytes +
                                     HeadState<T, D>::kBytes + kOutBytes<T, D>;
@@ -75,12 +75,12 @@ struct HeadBlock {
   const HeadShape& shape;
   unsigned char* const shared;
   HeadRing& ring;
-  const int warp;  // products of warpgroups bear no branch of single threads
+  const int warp;  // warp-uniform, as wgmma requires
   const bool alone;
-  int walkers, group;  // heads that are walked, query heads of a memory
-  int col, cols;       // of the values
+  int walkers, group;  // heads that are scanned; query heads of a memory head
+  int col, cols;       // columns of the values
   int query_head, head, state_head;
-  int64_t number;  // of the sequence or segment
+  int64_t number;  // index of the sequence or segment
   Walk<Reverse> walk;
   bool publishes;
 
@@ -93,7 +93,7 @@ struct HeadBlock {
         warp(warp_index()),
         alone(pass.cut.decay != nullptr) {}
 
-  // False: there is nothing to do.
+  // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool start();
   __device__ void init_barriers() const;
   __device__ void load() const;        // head_loaders.cuh
@@ -108,7 +108,7 @@ struct HeadBlock {
   __device__ State state_at(int slot) const {
     return State{reinterpret_cast<T*>(after_values() + slot * State::kBytes)};
   }
-  // A reader's rows on their way out.
+  // The buffer of an output warpgroup for the stores of o.
   __device__ Values out_at(int reader) const {
     return Values{
         reinterpret_cast<T*>(after_values() + pass.slots * State::kBytes + reader * Values::kBytes)};
@@ -132,16 +132,16 @@ __device__ inline bool HeadBlock<T, D, Reverse>::start() {
   number = job / walkers;
   head = query_head / group, state_head = Reverse ? query_head : head;
   if (!walk.find(shape.tokens, pass.cut.tokens, number, alone)) return false;
-  // Query heads that share a state have the same one; the first publishes it.
+  // Query heads with the same memory head compute the same state; the first stores it.
   publishes = !alone && p.states != nullptr && (Reverse || query_head % group == 0);
   return true;
 }
 
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::init_barriers() const {
-  const int users = 32 * (kKeepers<D> + (alone ? 0 : 4));  // of a chunk's q, k, v
+  const int users = 32 * (kKeepers<D> + (alone ? 0 : 4));  // threads that consume q, k and v of a chunk
   if (threadIdx.x < static_cast<unsigned>(pass.values)) {
-    // Every loader for its copies, and one warp for the sums.
+    // Arrivals: every loader for its copies, and one warp for the sums of gates.
     init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));
     init_barrier(&ring.values_free[threadIdx.x], users);
   }

@@ -1,4 +1,4 @@
-// Away from the launches: whoever sees the kernels and launches them compiles them.
+// head_fits and head_gradient_tile. Separate translation unit, so that the kernels are not instantiated here.
 #include <algorithm>
 
 #include "gla/head_gradients.cuh"
@@ -7,7 +7,7 @@
 namespace girih::kernels {
 
 namespace {
-using T = __half;  // as large as bf16
+using T = __half;  // same size as bf16
 }
 
 cudaError_t head_fits(int D, bool& fits) {
@@ -20,7 +20,7 @@ cudaError_t head_fits(int D, bool& fits) {
   return cudaSuccess;
 }
 
-// More gradients than those of 128 keys a thread has no registers for.
+// At most 128 keys: a thread has no registers for more gradients.
 cudaError_t head_gradient_tile(int D, int& tile) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;

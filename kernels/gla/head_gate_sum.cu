@@ -1,5 +1,5 @@
-// The gradient of a gate one a head: what its own chunk's blocks have for it and what its partner's have for
-// all gates of the chunk, of every query head and tile of keys, added in one order.
+// dg for a gate for each head: dg_t = sum of dg_parts of its chunk's blocks + sum of across of the partner's
+// blocks, over query heads and tiles of keys, in a fixed order.
 #include "gla/launch.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -9,11 +9,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread owns a gate.
+// A thread has one gate.
 __global__ void __launch_bounds__(kThreads)
     head_gate_sum(const __grid_constant__ HeadGradients p, int parts) {
   const Tokens& all = p.shape.tokens;
-  const int heads = p.shape.heads, each = p.shape.query_heads / heads * parts;  // of a gate
+  const int heads = p.shape.heads, each = p.shape.query_heads / heads * parts;  // terms of a gate
   const int64_t gates = all.batch * all.tokens * heads, grid = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < gates; i += grid) {
     const int64_t row = i / heads, batch = row / all.tokens, token = row - batch * all.tokens;

@@ -1,4 +1,4 @@
-// The gates of a chunk, one a token, and what they do to scores.
+// The gates of a chunk, one for each token: their running sums, and the decay of scores.
 #pragma once
 
 #include "gla/head.h"
@@ -7,8 +7,8 @@
 
 namespace girih::kernels {
 
-// Two neighbouring tokens' gates a lane, of a chunk of `rows` tokens from `start` on. As they are: nothing
-// waits for them before their sums are asked for.
+// The gates of two neighbouring tokens for each lane, of a chunk of `rows` tokens from `start`. The loaded
+// values are not converted, so that nothing waits for the loads before put_sums().
 struct GatePair {
   float first, second;
 
@@ -21,7 +21,7 @@ struct GatePair {
     return {gate(2 * lane()), gate(2 * lane() + 1)};
   }
 
-  // Brings them to the L2 cache.
+  // Prefetches the gates to the L2 cache.
   __device__ static void prefetch(const In<3>& g, const Sequence& sequence, int64_t start, int head,
                                   int rows) {
     if (g.data == nullptr) return;
@@ -33,7 +33,7 @@ struct GatePair {
     }
   }
 
-  // By a warp: L_i, the sum of the gates through row i, in powers of two, to sums[0..63].
+  // Writes L_i, the sum of the gates through row i in powers of two, to sums[0..63]. Called by a warp.
   __device__ void put_sums(float* sums) const {
     const auto power = [](float gate) { return kLog2E * summable(gate); };
     const float one = power(first), both = one + power(second);
@@ -49,9 +49,9 @@ struct GatePair {
   }
 };
 
-// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere: rows 16 w to
-// 16 w + 15 of the chunk's scores. By blocks of 16 columns: all of one counts, or nothing, and only the
-// diagonal's is looked at element by element.
+// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere; rows 16 w to
+// 16 w + 15 of the scores of a chunk. By blocks of 16 columns: a block is used in full or not at all, and
+// only the diagonal block is masked by element.
 __device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, int warp, bool later) {
   const int first = kRows * warp + lane_row();
   const float sign = later ? -1.f : 1.f;
@@ -72,7 +72,7 @@ __device__ inline void decay_scores(Sums<8>& a, const float* sums, float scale, 
     if (block != warp) continue;
     each_sum<2>([&](int n, int i) {
       const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
-      // What does not count may have overflown.
+      // masked elements may have overflowed
       if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
     });
   }

@@ -1,4 +1,4 @@
-// A block of the gradients of queries, keys and gates: what it has, and what it loads.
+// A block of head_gradients_kernel: its shared memory, its members, and its loads.
 #pragma once
 
 #include "gla/head_gates.cuh"
@@ -12,9 +12,10 @@ constexpr int kHeadGradientThreads = 256;
 template <typename T, int D>
 struct HeadGradientTiles {
   BlockTile<T, D> q, k;
-  BlockTile<T, 2 * kSlab> s, ds;  // 64 keys of S and G: of 64 values, and of 64 more, [values, keys]
-  BlockTile<T, 2 * kSlab> v, dout, partner;  // partner: of v' or do', then of k' or q'
-  // L, L' and a row's part of dg: of all gates up to it, and of all after it.
+  BlockTile<T, 2 * kSlab> s, ds;             // 64 keys of S and G, for two times 64 values, [values, keys]
+  BlockTile<T, 2 * kSlab> v, dout, partner;  // partner: v' or do', then k' or q'
+  // L, L', and the terms of each row in dg: of_row for the gates up to the row, of_col for the gates after
+  // it.
   float *sums, *partner_sums, *of_row, *of_col;
 
   static constexpr int kFloats = 4 * kChunk;
@@ -25,8 +26,9 @@ struct HeadGradientTiles {
     Layout(shared)(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(of_row, kChunk)(of_col,
                                                                                                       kChunk);
   }
-  // What every warp has for all own gates, and for all of the partner's. Two blocks of a multiprocessor leave
-  // no room for these: they take that of L' once the scores are decayed, of which only the last is read then.
+  // The sums of every warp that are common to all gates of the chunk, and to all gates of the partner. They
+  // overlap L', of which only the last element is read after the decay of the scores; otherwise two blocks
+  // would not fit on a multiprocessor.
   __device__ float* own_edge() const { return partner_sums; }
   __device__ float* partner_edge() const { return partner_sums + kHeadGradientThreads / 32; }
   __device__ const float& partner_whole() const { return partner_sums[kChunk - 1]; }
@@ -37,7 +39,8 @@ struct HeadGradientBlock {
   using Tiles = HeadGradientTiles<T, D>;
   static constexpr int kThreads = kHeadGradientThreads, kWide = 2 * kSlab;
   using Wide = BlockTile<T, kWide>;
-  // The states by slabs of 64 keys and 128 values, of the first keys all values first.
+  // A slab of the states: 64 keys and 128 values, from key `col` and value `v`. Slabs are in the order of
+  // keys, then values.
   struct Slab {
     int col, v;
   };
@@ -46,30 +49,31 @@ struct HeadGradientBlock {
   const HeadShape& shape;
   const Tiles tile;
   const int thread;
-  int warp;      // of the warpgroup
-  bool of_keys;  // the warpgroup has dk, else dq
-  bool crosses;  // the warpgroup has rows of the partner
+  int warp;      // index in the warpgroup
+  bool of_keys;  // the warpgroup computes dk, else dq
+  bool crosses;  // the warpgroup has terms with rows of the partner
   bool wants_gates, from_start;
   int key, keys, query_head, head, key_head, head_of_query;
   Piece piece, partner;
   const T *dout, *values, *s, *ds;
-  const Out<4>* out;  // dq or dk
+  const Out<4>* out;  // the output, dq or dk
 
-  // A warpgroup's x, y, H, z: dq of do, v, S, k; dk of v, do, G, q. The partner's y', then z'.
+  // The operands x, y, H, z of a warpgroup: do, v, S, k for dq; v, do, G, q for dk. partner_z: y' of the
+  // partner, then z'.
   Wide x, y, h;
   BlockTile<T, D> z, own, partner_z;
-  // Of the lane's two rows.
-  float2 read = {0.f, 0.f};          // a row's part of dg
-  float edge = 0.f, of_state = 0.f;  // <S, G>; own . (gradient through H)
+  // Values of the lane's two rows.
+  float2 read = {0.f, 0.f};          // the row's terms of dg
+  float edge = 0.f, of_state = 0.f;  // the thread's part of <S, G>; of own . (gradient through H)
   Sums<8> near;                      // x y^T
-  Operand<4> far{}, scores;          // x y'^T, near, weighed
+  Operand<4> far{}, scores;          // x y'^T and near, weighted and rounded
   Sums<8> gradient;
-  Operand<4> done{};  // the block of columns before
+  Operand<4> done{};  // the previous 64 columns of the gradient
 
   __device__ HeadGradientBlock(const HeadGradients& p, unsigned char* shared)
       : p(p), shape(p.shape), tile(shared), thread(threadIdx.x) {}
 
-  // False: the chunk has no tokens.
+  // Maps the block index to the block's work. Returns false if the chunk has no tokens.
   __device__ bool find();
   __device__ void start();
   __device__ void make_scores();
@@ -86,8 +90,8 @@ struct HeadGradientBlock {
     store_rows_of<T>(sums, x.block(room), worked_out_here(warp), *out, piece, worked_out_here(query_head),
                      key + col, shape.D);
   }
-  __device__ int first() const { return kRows * warp + lane_row(); }  // of the lane's two rows
-  // The chunk is its pair's second.
+  __device__ int first() const { return kRows * warp + lane_row(); }  // first of the lane's two rows
+  // Whether the chunk is the second of its pair.
   __device__ bool is_second() const { return of_keys != crosses; }
   __device__ void group_barrier() const { of_keys ? barrier_wait(1, 128) : barrier_wait(2, 128); }
   __device__ static BlockTile<T, kSlab> half(const Wide& slab, int i) {
@@ -103,7 +107,7 @@ struct HeadGradientBlock {
     load_async<kThreads>(tile.partner, rows + v, is_second() ? p.v.stride[1] : p.dout.stride[1],
                          partner.length, shape.V - v, thread);
   }
-  // (What follows from a thread's number has no registers from slab to slab.)
+  // (Values derived from the thread index are recomputed for each slab, as there are no registers for them.)
   __device__ void load_rows(int v) const {
     const int thread = worked_out_here(this->thread);
     load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, shape.V - v, thread);
@@ -120,7 +124,8 @@ struct HeadGradientBlock {
       load_async<kThreads>(half(tile.ds, i), ds + first, shape.D, shape.V - v, keys - at.col, thread);
     }
   }
-  // There is room for one slab: the next waits in the L2 cache. A line of 128 bytes a thread.
+  // Shared memory holds one slab: prefetches the next slab to the L2 cache, one line of 128 bytes for each
+  // thread.
   __device__ void prefetch_states(const Slab& at) const {
     const int v = at.v + thread % kWide;
     if (v < shape.V && at.col < keys)
@@ -131,7 +136,7 @@ struct HeadGradientBlock {
 template <typename T, int D>
 __device__ inline bool HeadGradientBlock<T, D>::find() {
   const int group = shape.query_heads / shape.heads;
-  const int all_warps = warp_index();  // products of warpgroups bear no branch of single threads
+  const int all_warps = warp_index();  // warp-uniform, as wgmma requires
   warp = all_warps % 4;
   of_keys = all_warps >= 4;
   const unsigned parts = (shape.D + D - 1) / D;
@@ -159,7 +164,7 @@ __device__ inline bool HeadGradientBlock<T, D>::find() {
   return true;
 }
 
-// The first loads, and L and L'.
+// Starts the first loads; computes L and L'.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::start() {
   load_rows(0);

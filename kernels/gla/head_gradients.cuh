@@ -1,35 +1,35 @@
-// The gradients of queries, keys and gates, one block a chunk, query head and tile of keys. A chunk's partner
-// is the other one of its pair; ' marks what is the partner's. S the state before the pair, G the gradient
-// that reaches the state after it:
+// dq, dk and dg for a gate for each head. A block has a chunk, a query head and a tile of keys. The partner
+// of a chunk is the other chunk of its pair; ' marks values of the partner. S is the state before the pair, G
+// the gradient of the state after the pair:
 //
 //     near_ij = scale e^{L_i - L_j} (do_i . v_j)
-//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j                         in a pair's first chunk
-//     dq_i = e^{L_i} (scale e^{L'_C} do_i S^T + sum_j cross_ij k'_j) + ...           in its second
+//     dq_i = scale e^{L_i} do_i S^T + sum_{j<=i} near_ij k_j                         first chunk of a pair
+//     dq_i = e^{L_i} (scale e^{L'_C} do_i S^T + sum_j cross_ij k'_j) + ...           second chunk
 //            cross_ij = scale e^{L'_C - L'_j} (do_i . v'_j)
-//     dk_j = e^{L_C - L_j} v_j G^T + sum_{i>=j} near_ij q_i                          in its second
-//     dk_j = e^{L_C - L_j} (e^{L'_C} v_j G^T + sum_i cross_ij q'_i) + ...            in its first
+//     dk_j = e^{L_C - L_j} v_j G^T + sum_{i>=j} near_ij q_i                          second chunk
+//     dk_j = e^{L_C - L_j} (e^{L'_C} v_j G^T + sum_i cross_ij q'_i) + ...            first chunk
 //            cross_ij = scale e^{L'_i} (do'_i . v_j)
 //
-// They are the same but for what stands where: a block has a warpgroup for each, which makes the scores with
-// its own rows as rows, and one of the two crosses to the partner. A partner that is not there has no rows,
-// and e^{L'_C} = 1. The scores come first, of all of V, and what the gate's gradient has of them; then the
-// gradients by 64 columns, for which there are registers beside both scores.
+// dq and dk have the same form with other operands. A block has a warpgroup for each; a warpgroup computes
+// the scores with its own rows as rows, and one of the two warpgroups has the terms with the partner. A
+// missing partner has no rows, and e^{L'_C} = 1. The scores over all of V and their terms of dg come first,
+// then the gradients in steps of 64 columns, for which there are registers beside both scores.
 //
-// A gate decays what pairs of rows j < t <= i exchange:
+// A gate decays the terms of pairs of rows j < t <= i:
 //
-//     dg_t = e^{L_C + L'_C} <S, G>                                  both outside of the pair
+//     dg_t = e^{L_C + L'_C} <S, G>                                  both rows outside of the pair of chunks
 //          + sum_{i>=t} q_i . (dq_i through S) + sum_{j<t} k_j . (dk_j through G)
 //          + sum_{j<t<=i} near_ij (q_i . k_j)
 //
-// The last is a sum over i >= t of what rows have less what columns have: the same products in fp32, so that
-// what does not belong cancels. Rows of the own chunk have what crosses to the partner beside what goes
-// through S or G: the same gates decay it. Of the partner's rows all count, without what crosses: for gates
-// of a pair's first chunk its second has sum_i q'_i . (dq'_i through S), for those of the second the first
-// has sum_j k'_j . (dk'_j through G). So a block gives its partner one number for all gates, that sum and its
-// half of <S, G>. A tile of keys has its part of every term.
+// The last term is a sum over i >= t of the terms of rows minus the terms of columns; both use the same fp32
+// products, so that the other pairs cancel. For the rows of the chunk, the terms with the partner are added
+// to the terms through S or G, because the same gates decay them. For the rows of the partner, only the terms
+// through S or G count: the gates of the first chunk of a pair get sum_i q'_i . (dq'_i through S), the gates
+// of the second chunk get sum_j k'_j . (dk'_j through G). So a block writes one number for all gates of its
+// partner: this sum and half of <S, G>. A tile of keys has its part of every term.
 //
-// Before a sequence's first token both states are there in fp32; there <S, dS>, less what the pair's own rows
-// read, is the first term: the first chunk has all of it but what the second's rows read.
+// Before the first token of a sequence both states are fp32 arrays. The first term is then <S, dS> minus the
+// reads of the pair's rows; the first chunk adds all of it except the reads of the second chunk's rows.
 #pragma once
 
 #include "gla/head_gradient_block.cuh"
@@ -37,7 +37,7 @@
 
 namespace girih::kernels {
 
-// Back from rounded ones.
+// sums = a, converted back to fp32.
 template <typename T>
 __device__ inline void widen(Sums<8>& sums, const Operand<4>& a) {
   each_pair<8>([&](int n, int i) {
@@ -46,7 +46,7 @@ __device__ inline void widen(Sums<8>& sums, const Operand<4>& a) {
   });
 }
 
-// x_i . y_i of the lane's two rows, those of y in `rows`.
+// x_i . y_i of the lane's two rows; `rows` is the tile of y.
 template <typename T, int N, class Tile>
 __device__ inline float2 row_products(const Sums<N>& x, const Tile& rows, int warp) {
   float2 sum = {0.f, 0.f};
@@ -60,7 +60,7 @@ __device__ inline float2 row_products(const Sums<N>& x, const Tile& rows, int wa
   return {sum_over_row(sum.x), sum_over_row(sum.y)};
 }
 
-// A thread's share of <S, dS> before the sequence's first token, keys `key` and the D - 1 after it.
+// The thread's part of <S, dS> before the first token of the sequence, for keys `key` to `key` + D - 1.
 __device__ inline float product_at_start(const HeadGradients& p, const Piece& piece, int query_head, int key,
                                          int D) {
   const HeadShape& shape = p.shape;
@@ -106,8 +106,8 @@ __device__ inline void HeadGradientBlock<T, D>::make_scores() {
   decay_scores(near, tile.sums, shape.scale, warp, of_keys);
 }
 
-// cross_ij = scale e^{L'_C - L'_j} (do_i . v'_j), or scale e^{L'_i} (do'_i . v_j). All of the warpgroup have
-// their scores: z' takes the place of y'.
+// cross_ij = scale e^{L'_C - L'_j} (do_i . v'_j), or scale e^{L'_i} (do'_i . v_j). All warps of the warpgroup
+// have their scores, so z' can replace y'.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::cross_over(Sums<8>& cross) {
   group_barrier();
@@ -125,26 +125,26 @@ __device__ inline void HeadGradientBlock<T, D>::cross_over(Sums<8>& cross) {
   round_to<T>(far, cross);
 }
 
-// sum_j near_ij (q_i . k_j), of rows, or less that of columns: a row's own token passes no gate.
+// The terms sum_j near_ij (q_i . k_j) of rows, or minus those of columns. The row's own token passes no gate.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::read_pairs() {
   Sums<8> pairs;
   fill(pairs, 0.f);
   run_products([&] { start_product_transposed(pairs, own, z); }, pairs);
   each_sum<8>([&](int n, int i) {
-    // A row's own token passes no gate.
+    // the row's own token passes no gate
     const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
     (i < 2 ? read.x : read.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
   });
   read = {sum_over_row(read.x), sum_over_row(read.y)};
-  // What columns have is taken from rows: those add to it behind the next barriers.
+  // The terms of columns are subtracted from those of rows, which are added after the next barriers.
   if (of_keys) {
     if (lane() % 4 == 0) tile.of_row[first()] = -read.x, tile.of_row[first() + 8] = -read.y;
     read = {0.f, 0.f};
   }
 }
 
-// This thread's share of <S, G>, of a slab of which each chunk of the pair has every second one.
+// The thread's part of <S, G>. Each chunk of a pair sums every second part of a slab.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::add_edge(bool both) {
   const int share = is_second() ? kThreads : 0, shares = partner.length > 0 ? 2 * kThreads : kThreads;
@@ -163,7 +163,7 @@ __device__ inline void HeadGradientBlock<T, D>::add_edge(bool both) {
   }
 }
 
-// 64 columns of x H become the gradient, r (to_state x H + cross z') + near z.
+// gradient = r (to_state x H + cross z') + near z for 64 columns; gradient contains x H.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::add_columns(int col) {
   const float whole = tile.sums[kChunk - 1], upper = tile.sums[first()], lower = tile.sums[first() + 8];
@@ -190,7 +190,7 @@ __device__ inline void HeadGradientBlock<T, D>::add_columns(int col) {
   keep(scores);
 }
 
-// By 64 columns, while the next slab of the states is on its way.
+// The gradient in steps of 64 columns; the copies of the next slab of the states are in flight.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::make_gradient() {
   fill(gradient, 0.f);
@@ -246,7 +246,7 @@ __device__ inline void HeadGradientBlock<T, D>::make_gradient() {
   }
 }
 
-// What rows, columns and a warp's share of <S, G> have for dg, to where the block's first warp finds it.
+// Writes the terms of rows, of columns and the warp's part of <S, G> for put_gates().
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::put_edges() const {
   float edge = sum_over_col(sum_over_row(this->edge));
@@ -269,7 +269,7 @@ __device__ inline void HeadGradientBlock<T, D>::put_edges() const {
   }
 }
 
-// The columns that are left.
+// Stores the columns that are still in registers.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::store() const {
   const int last = (keys - 1) / kSlab * kSlab;
@@ -281,10 +281,10 @@ __device__ inline void HeadGradientBlock<T, D>::store() const {
   }
 }
 
-// dg of the chunk's tokens, but for what the partner gives, and what this one gives the partner.
+// Writes dg of the chunk's tokens without the term of the partner, and the term for the partner.
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::put_gates() const {
-  // Rows 2 l and 2 l + 1 a lane.
+  // Lane l has rows 2 l and 2 l + 1.
   const float2 row = *reinterpret_cast<const float2*>(tile.of_row + 2 * lane());
   const float2 col = *reinterpret_cast<const float2*>(tile.of_col + 2 * lane());
   float after = row.x + row.y, before = col.x + col.y;
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
   round_to<T>(block.scores, block.near);
   block.make_gradient();
   if (block.wants_gates) block.put_edges();
-  // x has no reader left: its rows are the warp's room for rows on their way out.
+  // x has been read: it is the buffer for the stores.
   block.group_barrier();
   block.store();
   __syncthreads();

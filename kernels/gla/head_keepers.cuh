@@ -1,5 +1,5 @@
-// The keepers of the read: S^T in registers in fp32, from chunk to chunk, rounded for the readers before
-// each.
+// The state warps of head_read_kernel: S^T in registers in fp32. Before each chunk these warps write the
+// rounded S^T for the output warps.
 #pragma once
 
 #include "gla/head_block.cuh"
@@ -27,7 +27,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::keep_state() const {
                      [](float& element, const float& at) { element = at; });
   }
   float total = 0.f;
-  // (w v)^T of a chunk, the warp's rows: made while the product before is under way.
+  // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
   Operand<4> weighted;
   const auto weigh = [&](Operand<4>& to, const Turn& of) {
     wait(&ring.full[of.place], of.parity);
@@ -46,7 +46,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::keep_state() const {
       const State carried = state_at(to.place);
       Operand<kN / 2> rounded;
       round_to<T>(rounded, state);
-      // (By store_blocks, with one address for all, ptxas spills twice as much.)
+      // With store_blocks, which has one address for all blocks, ptxas spills twice as much.
 #pragma unroll
       for (int k = 0; k < kN / 2; ++k) {
         store_block(carried, first_value, first_key + 16 * k, rounded.at[k]);
@@ -81,7 +81,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::keep_state() const {
       pass.cut.decay[(number * walkers + state_head) * shape.keys + key] = total / kLog2E;
     }
   }
-  // Query heads that share a state give the same one; the first writes it.
+  // Query heads with the same memory head compute the same state; the first writes it.
   const bool mine = Reverse || query_head % group == 0;
   if (p.final.data != nullptr && mine && (alone || walk.nothing_follows)) {
     float* to = static_cast<float*>(p.final.data) +

@@ -1,11 +1,11 @@
-// The loaders of the read: chunks of q, k, v into stages and places, and their gates' sums.
+// The loaders of head_read_kernel: copy q, k, v of chunks, and compute the running sums of the gates.
 #pragma once
 
 #include "gla/head_block.cuh"
 
 namespace girih::kernels {
 
-// By warp 0 besides: L, and w = e^{L_C - L}, in reverse scale e^L.
+// Warp 0 also computes L, and w = e^{L_C - L}, in reverse w = scale e^L.
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::load() const {
   const int64_t batch = walk.sequence.batch;

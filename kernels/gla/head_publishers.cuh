@@ -1,4 +1,4 @@
-// The publishers of the read: S to global memory, once in a pair of chunks.
+// The store warps of head_read_kernel: store S to global memory, once for each pair of chunks.
 #pragma once
 
 #include "gla/head_block.cuh"
@@ -8,9 +8,9 @@ namespace girih::kernels {
 
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::publish() const {
-  constexpr int kPublished = 32 * kPublishers * 8 / D;  // rows at once
+  constexpr int kPublished = 32 * kPublishers * 8 / D;  // rows of one iteration
   const int thread = static_cast<int>(threadIdx.x) % 128, row = thread / (D / 8), key = thread % (D / 8) * 8;
-  // Chunks are counted from the sequence's start: a segment may begin inside of a pair.
+  // Chunk indices count from the start of the sequence: a segment may start inside of a pair.
   const int64_t first_chunk = (walk.start - walk.sequence.start) / kChunk,
                 last_chunk = (walk.sequence.end - walk.sequence.start - 1) / kChunk,
                 first_pair = first_piece(shape.tokens, walk.sequence, kHeadPair);
@@ -18,8 +18,8 @@ __device__ inline void HeadBlock<T, D, Reverse>::publish() const {
 #pragma unroll 1
   for (int turn = 0; turn < walk.chunks; ++turn, from.next(pass.slots)) {
     const int64_t chunk = first_chunk + walk.token_of(turn) / kChunk;
-    // Before a pair's first chunk, in reverse before its last. The others are waited for as well: two turns
-    // of a slot must not become one.
+    // S is stored before the first chunk of a pair, in reverse before the last. The warps wait for the other
+    // states too, as a wait must not miss a phase of the barrier.
     const bool published = Reverse ? chunk % 2 == 1 || chunk == last_chunk : chunk % 2 == 0;
     wait(&ring.carried[from.place], from.parity);
     if (published) {

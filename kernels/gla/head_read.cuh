@@ -1,24 +1,26 @@
-// The read's kernel. A chunk of C = 64 tokens, L its gates' running sums, S the state before it:
+// The kernel of head_read. A chunk has C = 64 tokens, L are the running sums of its gates, S is the state
+// before it:
 //
 //     o_i = scale e^{L_i} q_i S + scale sum_{j<=i} (q_i . k_j) e^{L_i - L_j} v_j
 //     S  <- e^{L_C} S + sum_j e^{L_C - L_j} k_j v_j^T
 //
-// and in reverse, the last chunk first, S the gradient that comes from later chunks:
+// In reverse, from the last chunk to the first, S is the gradient from later chunks:
 //
 //     o_i = e^{L_C - L_i} q_i S + scale sum_{j>=i} (q_i . k_j) e^{L_j - L_i} v_j
 //     S  <- e^{L_C} S + scale sum_j e^{L_j} k_j v_j^T
 //
-// A block walks a sequence, or a segment of one, with 64 columns of the values of one query head. Its warps
+// A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
-//   loaders     copy chunks of q, k, v ahead into rings of stages, and sum their gates
-//   keepers     warpgroups that have S in registers in fp32, transposed, 16 values a warp: round it into a
-//               slot of another ring, then S <- e^{L_C} S + (w v)^T k
-//   readers     warpgroups that take chunks in turn: rows of o
-//   publishers  bring S to global memory, once in a pair of chunks
-// So the state never leaves the block for its readers, and only S itself goes from chunk to chunk. The
-// products are warpgroups': warp by warp, reads of shared memory would be most of a chunk's time. What
-// keepers and readers have in registers is read from there once; a keeper weighs the next chunk's values
-// while its product is under way. (Registers are given out for sm_90a; on sm_80 some spill.)
+//   load()        loaders: copy chunks of q, k, v to rings of stages, and sum the gates
+//   keep_state()  state warps: S^T in registers in fp32, 16 values for each warp; write S^T, rounded, to a
+//   ring of
+//                 states, then S <- e^{L_C} S + (w v)^T k
+//   read()        output warps: warpgroups that compute o; they process chunks round-robin
+//   publish()     store warps: store S to global memory, once for each pair of chunks
+// So the output warps get the state through shared memory, and only the update of S is sequential. The
+// products are wgmma: with mma.sync, the loads from shared memory would be most of the time of a chunk. State
+// warps and output warps load their left factors from shared memory once; a state warp weights the values of
+// the next chunk while its product is in flight. (setmaxnreg needs sm_90a; on sm_80 some registers spill.)
 #pragma once
 
 #include <algorithm>
@@ -64,8 +66,8 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,
                 kPlace = HeadValues<T>::kBytes;
   if (limit < kLeastHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
-  // One of each, then another of each in turn while there is room: slots of S, stages, places for values, of
-  // which there are no fewer than stages.
+  // One of each, then more of each while shared memory is left: states, stages of q and k, stages of v. There
+  // are at least as many stages of v as of q and k.
   int room = limit - kLeastHeadReadBytes<T, D>;
   const auto take = [&](int bytes) {
     if (bytes <= room) return room -= bytes, true;
@@ -76,7 +78,7 @@ cudaError_t launch_head_read(HeadPass pass, cudaStream_t stream) {
   while (pass.stages < kMaxStages && take(kStage + kPlace)) ++pass.stages, ++pass.values;
   while (pass.values < kMaxValues && take(kPlace)) ++pass.values;
   while (pass.slots < kMaxSlots && take(kState)) ++pass.slots;
-  // Readers that take turns need two places of everything.
+  // Warpgroups that process chunks round-robin need two stages and two states.
   pass.readers = std::min({kReaders<D> / 4, pass.stages, pass.slots});
   return launch_kernel<head_read_kernel<T, D, Reverse>>(pass, blocks, kHeadReadThreads, limit - room, stream);
 }

@@ -1,18 +1,18 @@
-// The readers of the read: warpgroups that take chunks in turn.
+// The output warps of head_read_kernel: warpgroups that compute o. They process chunks round-robin.
 #pragma once
 
 #include "gla/head_block.cuh"
 
 namespace girih::kernels {
 
-// near_ij = scale (q_i . k_j) e^{-|L_i - L_j|}, o_i = r_i q_i S + sum_j near_ij v_j, r = scale e^L, in
-// reverse e^{L_C - L}
+// o_i = r_i q_i S + sum_j near_ij v_j,   near_ij = scale (q_i . k_j) e^{-|L_i - L_j|},   r = scale e^L, in
+// reverse r = e^{L_C - L}
 template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::read() const {
   const int reader = (warp - kFirstKeeper - kKeepers<D>) / 4, row_block = warp % 4;
   if (alone || reader >= pass.readers) return;
-  // A reader that skips turns never sees a barrier two phases on: the S that it saw last came after all
-  // before.
+  // A warpgroup that skips chunks cannot miss a phase of a barrier: the S of its own chunk comes after all
+  // previous phases.
   constexpr bool kHolds = kHoldsQueries<D>;
   Turn at, of_values, from;
   at.skip(reader, pass.stages), of_values.skip(reader, pass.values), from.skip(reader, pass.slots);
@@ -70,7 +70,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::read() const {
 
     arrive(&ring.values_free[of_values.place]);
 
-    // Without rows of their own they take those of q, which the products of all four warps have left.
+    // Without a buffer of their own, the stores use the tile of q, which all four warps have read.
     if (!kHolds) barrier_wait(1, 128);
     const SharedTile<T, kChunk, kSlab> out = kHolds ? out_at(reader).block(0) : stage.q.block(0);
     const Piece piece{walk.sequence, 0, walk.start + token, walk.rows_from(token)};

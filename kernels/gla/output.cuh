@@ -1,4 +1,4 @@
-// o = scale * S^T q, one block a chunk and query head, warp w with rows 16 w to 16 w + 15.
+// o = scale * S^T q. A block has a chunk and a query head; warp w has rows 16 w to 16 w + 15.
 #pragma once
 
 #include "gla/launch.h"
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     reads.key_read(q, w);
     round_to<T>(f, q);
   }
-  // The warp's rows of q are its room for rows on their way out.
+  // The warp's rows of the tile q are the buffer for its stores.
   const SharedTile<T, kChunk, kSlab> stage{reinterpret_cast<T*>(rows_of(tile.q, warp)) -
                                            warp * kRows * kSlab};
   each_slab(shape.V, load_values, [&](int v) {

@@ -1,8 +1,8 @@
-// The gradients of query rows, one block a chunk and query head, warp w with rows 16 w to 16 w + 15:
+// dq, and q for the reverse scan. A block has a chunk and a query head; warp w has rows 16 w to 16 w + 15:
 //
 //     dq_t = scale * S_t do_t
 //
-// a value read of (do, v).
+// This is a value read of (do, v).
 #pragma once
 
 #include "gla/launch.h"
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   wait_copies<1>();
   __syncthreads();
   RowReads<T, M, true> reads;
-  // The keys as they are take the place of the state.
+  // The unscaled keys replace the state.
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {rows_of(tile.dout, warp)}};
   reads.template start<4>();
   if (threadIdx.x == 0 && block.leads())
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   put_diagonal(tile.own, a, warp);
   __syncwarp();
   reads.template split<kGroup>(tile.s, p.k, {}, piece, block.head, shape.M);
-  // On their way during the read; rows and columns that do not exist are not stored.
+  // The loads of q are in flight during the read. Rows and columns outside of the array are clamped and not
+  // stored.
   uint32_t q_pairs[M / 8][2];
   const T* q_rows = chunk_rows<T>(p.q, piece, block.query_head);
   each_pair<M / 8>([&](int n, int i) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   });
   reads.value_read(dq, a);
 
-  // w = q dq without own tokens, then the rest of dq; q as the scan takes it.
+  // w = q dq without the rows' own tokens, then the remaining terms of dq, and q for the reverse scan.
   const SharedTile<T, kChunk, M> keys{reads.factored ? tile.k.data : tile.s.data};
   float* w_rows = chunk_rows<float>(p.left.w, piece, block.query_head);
   Sums<M / 8> q;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
       float& right = dq.at[n][2 * i + 1];
       const float2 r = reads.factor(i, n);
       of_q.x *= r.x, of_q.y *= r.y;
-      // As the columns will see it: rounded with its factor, or as it is where factors do not serve.
+      // q as gla_columns reads it: rounded after the multiplication by r, or without factors as it is.
       const float2 seen = reads.factored ? unpaired<T>(pair_of<T>(of_q.x, of_q.y)) : of_q;
       const float2 w = {__fdividef(seen.x * left, r.x), __fdividef(seen.y * right, r.y)};
       if (exists) *reinterpret_cast<float2*>(w_rows + row * p.left.w.stride[1] + col) = w;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
     }
   }
   if (!reads.factored) reads.decay_from_start(q);
-  __syncthreads();  // v and do have been read: rows on their way out go through them
+  __syncthreads();  // v and do have been read: their tiles are the buffers for the stores
 #pragma unroll
   for (int m = 0; m < M; m += kSlab) {
     store_rows<T>(dq, tile.v, warp, p.dq, piece, block.query_head, m, shape.M, 0, m / 8);

@@ -1,4 +1,4 @@
-// One token of gla, the state in place.
+// gla_step: one token of gla; updates the state in place.
 #include "gla/gla.h"
 #include "gsa/step.cuh"
 
@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
   extern __shared__ __align__(16) float shared[];
   float* const held = shared;
   float* const parts = held + (Held ? p.D * p.V : 0);  // kStepThreads * Pack_
-  float* const v = parts + kStepThreads * Pack_;       // whole packs
+  float* const v = parts + kStepThreads * Pack_;       // v is aligned to a pack
   float* const decay = v + p.V;
   float* const k = decay + p.D;
   float* const q = k + p.D;
@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_con
 
   const StepMemory<Pack_, Held> S(p.state, n, head, p.D, p.V, held, group > 1);
 
-  // What a thread takes of the token, of the first query, is asked for before any of it is waited for: all
-  // of it where no vector is longer than the block.
+  // A thread issues all its loads of the token and of the first query before it uses any of them; the loop
+  // has one iteration if no vector is longer than the block.
   for (int i = threadIdx.x; i < max(p.D, p.V); i += kStepThreads) {
     RawElement of_g, of_k, of_q, of_v;
     if (i < p.D) {

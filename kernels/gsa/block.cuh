@@ -1,4 +1,5 @@
-// What the blocks of gsa and gla share: one chunk and head each; columns of D and V 64 at a time.
+// Shared code of the blocks of gsa and gla. A block has one chunk and one query head and processes 64 columns
+// of D or V at a time.
 #pragma once
 
 #include "gsa/launch.h"
@@ -7,9 +8,9 @@
 
 namespace girih::kernels {
 
-constexpr int kGroup = 128;  // threads of four warps: a block's, or one of its groups
+constexpr int kGroup = 128;  // threads of a warpgroup; a block has one or two warpgroups
 
-// Rows of a chunk's states from `first` on.
+// Rows of the state of a chunk, from row `first`.
 template <typename T>
 __device__ inline const T* state_rows(const void* states, const GsaShape& shape, int64_t chunk, int head,
                                       int first) {
@@ -20,8 +21,8 @@ __device__ inline const T* state_rows(const void* states, const GsaShape& shape,
 // The block's chunk and query head.
 struct ChunkBlock {
   const GsaShape& shape;
-  const int warp, group;                // of a group of four warps
-  const int query_head, queries, head;  // of `queries` that share the memory
+  const int warp, group;                // index in the warpgroup; index of the warpgroup
+  const int query_head, queries, head;  // queries: number of query heads of the memory head
   const int64_t chunk;
   Piece piece;
 
@@ -35,21 +36,21 @@ struct ChunkBlock {
         chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
         piece(piece_at(shape.tokens, chunk, kChunk)) {}
 
-  // The first of the query heads that share the memory.
+  // True for the first of the query heads that share the memory head.
   __device__ bool leads() const { return query_head % queries == 0; }
 
-  // All of the block: starts to load columns from `col` on of a head's rows,
+  // Called by all threads of the block. Starts the copy of the rows of head `of`, from column `col`.
   template <int Threads, class Tile>
   __device__ void load(const Tile& tile, const In<4>& from, int of, int col, int width) const {
     load_rows<Threads>(tile, from, piece, of, col, width);
   }
-  // `rows` rows of the states from `first` on,
+  // Starts the copy of `rows` rows of the state, from row `first`.
   template <int Threads, class Tile>
   __device__ void load_states(const Tile& tile, const void* states, int first, int rows) const {
     load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first), shape.M,
                         rows, shape.M, threadIdx.x);
   }
-  // the gates, and the weights.
+  // Starts the copies of the gates and the weights.
   template <int Threads, class G, class S>
   __device__ void load_slots(const G& to_g, const In<4>& g, const S& to_s, const In<4>& s) const {
     load<Threads>(to_g, g, head, 0, shape.M);
@@ -58,8 +59,9 @@ struct ChunkBlock {
   }
 };
 
-// f(col) for a memory's columns col..col+63. The first are there; load(col) starts the copies of others, once
-// all of the block is done with those before.
+// Calls f(col) for columns col..col+63 of a memory. The copies of the first 64 columns are complete;
+// load(col) starts the copies of the next 64 after all threads of the block have finished with the previous
+// ones.
 template <class Load, class F>
 __device__ inline void each_slab(int width, const Load& load, const F& f) {
   for (int col = 0;; col += kSlab) {
@@ -72,7 +74,7 @@ __device__ inline void each_slab(int width, const Load& load, const F& f) {
   }
 }
 
-// Of 64 columns, the warp's rows of X:   a += X Y^T,   sums += X H, H's columns from `first` on.
+// For the warp's rows of X and 64 columns:   a += X Y^T,   sums += X H, H from column `first`.
 template <Side side, typename T, int N, class Tile, class Other, class Memory>
 __device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const Other& y, const Memory& h,
                                 int warp, int first = 0) {
@@ -85,8 +87,9 @@ __device__ inline void add_slab(Scores& a, Sums<N>& sums, const Tile& x, const O
   }
 }
 
-// A warp's 16 rows, 8 Eights columns of them from 8 n0 on, through its own rows of a tile, there from
-// column `at` on, to columns first_col.. of `cols` in global memory.
+// Stores 16 rows and 8 * Eights columns of sums, from column 8 n0, to columns first_col.. of `cols` in global
+// memory. The values pass through the warp's rows of the tile `stage`, from column `at`, so that lanes store
+// 16 bytes each.
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
                                   const Out<4>& array, const Piece& piece, int head, int first_col, int cols,
@@ -112,13 +115,13 @@ __device__ inline void store_rows(const Sums<N>& sums, const SharedTile<T, kChun
   }
 }
 
-// The memory of a warp's 16 rows of a tile.
+// The shared memory of a warp's 16 rows of a tile.
 template <class Tile>
 __device__ inline float* rows_of(const Tile& tile, int warp) {
   return reinterpret_cast<float*>(tile.data + kRows * warp * Tile::kCols);
 }
 
-// A block for every chunk and query head.
+// Launches one block for each chunk and query head.
 template <auto Kernel, class Problem>
 cudaError_t launch_blocks(const Problem& p, int threads, int bytes, cudaStream_t stream) {
   const int64_t blocks = piece_count(p.shape.tokens, kChunk) * p.shape.query_heads;

@@ -1,10 +1,9 @@
-// The gates of one chunk, slot by slot, and the weights that go with them. A block owns a chunk, a warp 16 of
-// its rows.
+// The gates of one chunk, for each slot, and the weights s. A block has a chunk; a warp has 16 of its rows.
 //
-// Where the gates of the whole chunk sum to little, e^{L_i - L_j} = r_i e^{X_j} with X_j = sum of g after j
-// and r_i = e^{-X_i}: s~ = s e^X serves all rows, one exponential a token and slot. Elsewhere r overflows;
-// there rows take the earlier 16-row blocks one by one, each with the end of that block as its reference, and
-// the block of their own pair by pair: of gates up to 0 no exponent is above 0.
+// If the sum of the gates of the chunk is small, e^{L_i - L_j} = r_i e^{X_j} with X_j the sum of g after row
+// j and r_i = e^{-X_i}. Then s~ = s e^X serves all rows and needs one exponential for each token and slot.
+// Otherwise r overflows. Then the rows use the earlier blocks of 16 rows one by one, each relative to the end
+// of that block, and the rows of their own block in pairs; with gates <= 0 no exponent is above 0.
 #pragma once
 
 #include <type_traits>
@@ -16,18 +15,18 @@
 
 namespace girih::kernels {
 
-// The largest sum of gates, in powers of two, that goes by the factors. bf16 has the range of fp32: r stays
-// below 2^80, and products with logits and gradients below 2^127. fp16 ends at 2^-14 below and 2^16 above,
-// and what a layer's gates, log sigmoids divided by 8 or 16, sum to in a chunk is about 2^-9 or 2^-4.
+// The largest sum of gates, in powers of two, for which the factors are used. bf16 has the range of fp32: r
+// stays below 2^80, and products with logits and gradients stay below 2^127. The range of fp16 is 2^-14 to
+// 2^16; the gates of a layer (log sigmoids divided by 8 or 16) sum to about 2^-9 or 2^-4 in a chunk.
 template <typename T>
 constexpr float factored_limit = std::is_same_v<T, __half> ? 13.f : 80.f;
-// Of fp16 the range is to serve both factors: s~ is 2^6 times, r 2^-6 times what is said above, and wherever
-// r meets e^{L_C}, or s~ something else than r, 2^6 or 2^-6 makes up for it. So s, p, dz and q have all
-// digits from 2^-7 on, and room up to 2^9.
+// In fp16 both factors have to fit in the range: s~ is multiplied by 2^6 and r by 2^-6. Products of r with
+// e^{L_C}, or of s~ with a factor other than r, are corrected by 2^6 or 2^-6. So s, p, dz and q have full
+// precision from 2^-7 and stay finite up to 2^9.
 template <typename T>
 constexpr int factor_shift = std::is_same_v<T, __half> ? 6 : 0;
 
-// log2 of s~ / s or of e^{L_C} beside r, of what it is without the shift.
+// Adds factor_shift to log2 of s~ / s, or to log2 of e^{L_C} where it multiplies r.
 template <typename T>
 __device__ inline float shifted(float log2) {
   if constexpr (factor_shift<T> == 0) {
@@ -36,7 +35,7 @@ __device__ inline float shifted(float log2) {
     return log2 + factor_shift<T>;
   }
 }
-// x times 2^factor_shift, or `Back` 2^-factor_shift.
+// x *= 2^factor_shift, or with `Back` x *= 2^-factor_shift.
 template <typename T, bool Back = false, int N>
 __device__ inline void shift(Sums<N>& x) {
   if constexpr (factor_shift<T> != 0) {
@@ -46,12 +45,12 @@ __device__ inline void shift(Sums<N>& x) {
   }
 }
 
-// The rows of one chunk and memory head in a [B, T, heads, width] array.
+// The rows of one chunk and head of an array [B, T, heads, width].
 template <typename T, template <int> class Array>
 __device__ inline auto chunk_rows(const Array<4>& array, const Piece& piece, int head) {
   return at<T>(array, piece.sequence.batch, piece.start, head);
 }
-// All of the block: starts to load these rows, their columns from `col` on of `width`.
+// Called by all threads of the block. Starts the copy of these rows, columns `col` to `width`.
 template <int Threads, class Tile>
 __device__ inline void load_rows(const Tile& tile, const In<4>& from, const Piece& piece, int head, int col,
                                  int width) {
@@ -59,7 +58,7 @@ __device__ inline void load_rows(const Tile& tile, const In<4>& from, const Piec
                       piece.length, width - col, threadIdx.x);
 }
 
-// 1 - e^g of two neighbours; of a row or column that does not exist, that of one that does.
+// 1 - e^g of two neighbouring columns. Rows and columns outside of the array are clamped.
 template <typename T>
 __device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, int head, int slots, int row,
                                            int col) {
@@ -68,7 +67,7 @@ __device__ inline uint32_t complement_pair(const In<4>& g, const Piece& piece, i
   return pair_of<T>(complement(pair.x), complement(pair.y));
 }
 
-// All of the block: starts to load s, or writes 1 - e^g for it.
+// Called by all threads of the block. Starts the copy of s, or writes 1 - e^g if s is absent.
 template <int Threads, typename T, int M>
 __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<4>& from, const In<4>& g,
                                     const Piece& piece, int head, int slots) {
@@ -86,12 +85,12 @@ __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const In<
   }
 }
 
-// Two neighbours of a tile, as floats.
+// Two neighbouring elements of a tile as floats.
 template <typename T, class Tile>
 __device__ inline float2 pair_at(const Tile& tile, int row, int col) {
   return unpaired<T>(*reinterpret_cast<const uint32_t*>(&tile.at(row, col)));
 }
-// At (row + lane_row(), col + lane_col()).
+// The pair at (row + lane_row(), col + lane_col()).
 template <typename T, class Tile>
 __device__ inline float2 lane_pair(const Tile& tile, int row, int col) {
   return unpaired<T>(*reinterpret_cast<const uint32_t*>(&lane_at(tile, row, col)));
@@ -101,7 +100,7 @@ __device__ inline void put_lane_pair(const Tile& tile, int row, int col, float l
   *reinterpret_cast<uint32_t*>(&lane_at(tile, row, col)) = pair_of<T>(left, right);
 }
 
-// 16 rows of a tile from `first` on as sums, times `factor`.
+// sums = factor * 16 rows of a tile, from row `first`.
 template <typename T, int N, class Tile>
 __device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int first, float factor = 1.f) {
   each_pair<N>([&](int n, int i) {
@@ -110,7 +109,7 @@ __device__ inline void take_rows(Sums<N>& sums, const Tile& tile, int first, flo
   });
 }
 
-// tile *= factors, 16 rows from `first` on.
+// tile *= factors, for 16 rows from row `first`.
 template <typename T, int N, class Tile>
 __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& factors) {
   each_pair<N>([&](int n, int i) {
@@ -119,20 +118,22 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Sums<N>& fa
   });
 }
 
-// Where factors serve: e^{-X} takes the place of g, decay [M] becomes e^{L_C}, and weigh(row, col, weight) is
-// called with e^{X} of (row + lane_row(), col + lane_col()) and the next column, until all have been. By all
-// of the block after g has arrived: every `Warps` warps have `Columns` columns of g from its first on, a warp
-// some of its own. True if factors serve for all of the block's columns, else nothing is written. The results
-// are seen after the next barrier.
+// If the sums of the gates allow the factors (for all columns of the block): replaces g by e^{-X}, sets decay
+// [M] to e^{L_C}, calls weigh(row, col, weight) with weight = e^{X} of (row + lane_row(), col + lane_col())
+// and of the next column, for all rows and columns, and returns true. Otherwise writes nothing and returns
+// false.
+//
+// Called by all threads of the block after g is loaded. Each set of `Warps` warps has `Columns` columns of g;
+// a warp has a part of these. The results are visible after the next barrier.
 template <typename T, int Warps, int Columns, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
-  constexpr int kTiles = Columns / 8 / Warps;  // of 8 columns, a warp's
+  constexpr int kTiles = Columns / 8 / Warps;  // tiles of 8 columns of a warp
   constexpr int kBlocks = kChunk / kRows;
   const int first = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
   uint32_t triangle[4], square[4];
   ones(triangle, Sum::after);
   ones(square, Sum::all);
-  Sums<kBlocks> after[kTiles];  // from the last 16 rows to the first
+  Sums<kBlocks> after[kTiles];  // blocks of 16 rows, the last block first
   Sums<1> total[kTiles];
   bool small = true;
 #pragma unroll
@@ -148,7 +149,7 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = after[t].at[b][i] = kLog2E * sums.at[0][i];
-        // Of gates above 0 a part may sum to more than the whole, and fp16 has no range for it.
+        // With gates above 0 a partial sum may exceed the whole sum, and fp16 has no range for it.
         if (factor_shift<T> != 0) small = small && x > -factored_limit<T> && x <= 1.f;
       }
     }
@@ -173,18 +174,19 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
   return true;
 }
 
-// A warp's view of its chunk's gates in shared memory, `Columns` of the M: all arrays start at its first.
+// A warp's view of the gates of its chunk in shared memory, for `Columns` of M slots. All pointers start at
+// the first of these columns.
 template <int M, int Columns = M>
 struct Gates {
   static constexpr int N = Columns / 8;
-  // e^{-X} where factors serve; else, after split(), the sums of log2 e^g through each row of its 16.
+  // With factors: e^{-X}. Without, after split(): sums of log2 e^g through each row of its block of 16 rows.
   SharedTile<float, kChunk, M> g;
-  float* decay;   // [M]: e^{L_C}, where factors serve
-  float* totals;  // [4, M]: sums of each 16 rows, elsewhere
-  int warp;       // of four
+  float* decay;   // [M], with factors: e^{L_C}
+  float* totals;  // [4, M], without factors: sums of each block of 16 rows
+  int warp;       // index in the warpgroup
 
   __device__ int row() const { return kRows * warp; }
-  // Row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next.
+  // The factors e^{-X} of row row() + lane_row() + 8 i, columns 8n + lane_col() and the next.
   __device__ float2 factor(int i, int n) const {
     return *reinterpret_cast<const float2*>(&lane_at(g, row() + 8 * i, 8 * n));
   }
@@ -199,9 +201,10 @@ struct Gates {
     });
   }
 
-  // The rest is for chunks where factors do not serve.
+  // The functions below are for chunks without factors.
 
-  // By four warps, each its rows; all warps of the block pass the barriers around it.
+  // Replaces g by its running sums within 16 rows and writes totals. Called by the four warps of a warpgroup,
+  // each for its rows; barriers of the block before and after it are the caller's.
   __device__ void split() const {
     uint32_t triangle[4];
     ones(triangle, Sum::through);
@@ -229,7 +232,7 @@ struct Gates {
     const float2 sum = *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
     return {exp2_fast(sum.x), exp2_fast(sum.y)};
   }
-  // Of row j of the warp's 16.
+  // The running sums of row j of the warp's 16 rows.
   __device__ float2 through(int j, int n) const {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
@@ -239,7 +242,7 @@ struct Gates {
       to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
     });
   }
-  // e^{sum through each row}, and e^{sum after it}, within the 16.
+  // e^{sum of g through each row} and e^{sum of g after each row}, within the 16 rows.
   __device__ void decay_through(Sums<N>& to) const {
     through(to);
     each_sum<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });
@@ -255,8 +258,8 @@ struct Gates {
   }
 };
 
-// Row i of the warp's 16 against row j, slot by slot: e^{l_i - l_j}; 0 where j is the later row. Those are
-// told by their places: gates may be above 0 (then so is l_i - l_j), or NaN.
+// e^{l_i - l_j} of rows i and j of the warp's 16 rows for one slot; 0 if j is the later row. The order of the
+// rows is an argument because gates may be above 0 (then l_i - l_j is too) or NaN.
 __device__ inline float decay_between(float later, float earlier, bool in_order) {
   return exp2_fast(in_order ? later - earlier : -INFINITY);
 }

@@ -1,20 +1,22 @@
-// The gradients of key rows, one block a chunk and query head, warp w of every four with rows 16 w to 16 w +
-// 15. G: what later chunks and the final state give to the state after this one. For each memory, one after
-// the other (gsa's keys and values; gla has the second alone, with k and q in s's and p's place):
+// dk, dv, ds and dg: the gradients of key rows. A block has a chunk and a query head; warp w of each
+// warpgroup has rows 16 w to 16 w + 15. G is the gradient of the state after the chunk. For each memory, one
+// after the other (gsa has keys and values; gla has only the second memory, with k in place of s and q in
+// place of p):
 //
 //     dx_j = G_j s_j         ds_j = sum of G_j^T x_j over the memories
 //     G_j = e^{L_C - L_j} G + sum_{t>=j} e^{L_t - L_j} read_t y_t^T
 //     dg_t = sum over the memories' rows of G_t * e^{g_t} H_{t-1}
 //
-// with x, read, y: k, q, scale dz, or v, do, p. What a row gives to its own token crosses no gate. Without
-// it, with w = z dz + p dp of reads and s ds of writes, in the chunk
+// with (x, read, y) = (k, q, scale dz) or (v, do, p). The read of a row's own token passes no gate. Without
+// these terms, and with w = z dz + p dp, inside the chunk
 //
 //     dg_t = sum H * (gradient of H) - sum_{j<t} (w - s ds)_j
 //
-// (s as it is in G's part of ds, as the tensor cores saw it in the rows' part, so that pairs of rows cancel)
+// H is the state before the chunk; the reverse scan wrote its gradient as that of the state after the
+// previous chunk. s ds uses s as rounded for G in ds, as gsa_rows did for w, so that the terms of pairs of
+// rows cancel.
 //
-// H the states before the chunk: their gradient is what the reverse scan wrote for the chunk before. Of the
-// query heads that share a memory only the first adds what G gives.
+// Of the query heads that share a memory head only the first adds the terms of G.
 #pragma once
 
 #include "gsa/columns_block.cuh"
@@ -29,7 +31,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
   Block block(p, shared);
   if (block.piece.length == 0) return;
   block.start_loads();
-  // What the edge needs, while the copies are on their way: the block of the chunk before has just read it.
+  // Loads of the states for the edge, while the copies are in flight. The states are in the L2 cache: the
+  // block of the previous chunk has read them.
   typename Block::EdgeRows edge_rows;
   const bool has_edge = block.has_edge();
   if (has_edge) block.load_edges(edge_rows, false);
@@ -44,7 +47,8 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
   wait_copies<0>();
   __syncthreads();
 
-  // ds, the group's 64 columns; where factors serve without e^X. What the chunk's own rows give comes last.
+  // u = ds of the warpgroup's 64 columns, with factors without e^X. The terms of the rows' own tokens are
+  // added last.
   Sums<8> u;
   fill(u, 0.f);
   const float* w_rows = chunk_rows<float>(p.w, block.piece, block.query_head);
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(kGroup*(M / 64), M == 64 ? 3 : 1)
 
   float2 w[8][2];
   block.load_w(w, w_rows);
-  if (Block::kGroups > 1) __syncthreads();  // rows on their way out go through read too
+  if (Block::kGroups > 1) __syncthreads();  // put() uses the tile `read` as a store buffer
   if (factored) {
     block.template finish<true>(u, w);
   } else {

@@ -1,4 +1,5 @@
-// A block of the gradients of key rows: what it has, and its phases in the order in which they come.
+// A block of gated_columns_kernel: its shared memory, its members, and its phases in the order of their
+// calls.
 #pragma once
 
 #include "gsa/gradients.cuh"
@@ -6,7 +7,7 @@
 
 namespace girih::kernels {
 
-// A group of four warps for every 64 of M.
+// The block has one warpgroup for each 64 slots.
 template <typename T, int M, int Memories>
 struct GatedColumnTiles {
   static constexpr int kGroups = M / 64;
@@ -31,21 +32,22 @@ struct GatedColumnTiles {
   __device__ Slots y(int i) const { return {first_y.data + i * kChunk * M}; }
 };
 
-// A chunk and query head. Memories are counted from the first that there is. Sums are the callers': an array
-// here would keep all of the block out of registers until every loop over it is unrolled.
+// A block has a chunk and a query head. Memory indices count from the first memory that exists. Accumulators
+// are local variables of the callers: as members, arrays would keep the whole object out of registers until
+// every loop over them is unrolled.
 template <typename T, int M, int Memories>
 struct GatedColumnBlock {
   using Tiles = GatedColumnTiles<T, M, Memories>;
   using Beyond = SharedTile<float, kChunk, M>;
   static constexpr int kGroups = Tiles::kGroups, kThreads = kGroup * kGroups;
   using Edge = EdgeSum<kThreads, M>;
-  using EdgeRows = typename Edge::Rows[Memories][2];  // a memory's halves of the first slab
+  using EdgeRows = typename Edge::Rows[Memories][2];  // for each memory both halves of its first slab
 
   const GatedColumns& p;
   const Tiles tile;
   const GsaShape& shape;
   const int warp, group, query_head, head;
-  const bool first;  // of the query heads that share the memory
+  const bool first;  // whether this is the first query head of the memory head
   const int64_t chunk;
   const Piece piece;
   RowWrites<T, M> writes;
@@ -62,15 +64,15 @@ struct GatedColumnBlock {
         chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
         piece(piece_at(shape.tokens, chunk, kChunk)) {}
 
-  // Copies of g and s, then of the first slab of the first memory.
+  // Starts the copies of g and s, then of the first slab of the first memory.
   __device__ void start_loads() const;
   __device__ void start_writes();
-  // Of the rows for the edge those of which comes_late is `late`.
+  // Loads the rows for the edge for which comes_late is `late`.
   __device__ void load_edges(EdgeRows& rows, bool late) const;
   __device__ void put_edge(const EdgeRows& rows) const;
   __device__ void load_unscaled() const;
 
-  // What memories give to u and dx.
+  // Adds the terms of all memories to u and stores dx.
   template <bool Factored>
   __device__ void take_memories(Sums<8>& u, const float* w_rows) const;
   __device__ void prefetch_w(const float* w_rows) const;
@@ -87,7 +89,7 @@ struct GatedColumnBlock {
   __device__ void put(const Sums<8>& u) const;
 
   __device__ const ColumnMemory& memory(int i) const { return p.memory[i + 2 - Memories]; }
-  // Of the memory's rows among those of states.
+  // The first row of the memory in the states [D + V, M].
   __device__ int first_row(int i) const { return i + 2 - Memories == 0 ? 0 : shape.D; }
   __device__ bool has_edge() const { return first && piece.index > 0; }
 
@@ -109,11 +111,11 @@ struct GatedColumnBlock {
                       state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
                       min(kSlab, memory(i).width - slab), shape.M, threadIdx.x, half);
   }
-  // Not the last of four halves where it has no registers: to go to memory it was waited for, and with it
-  // all that was on its way before.
+  // The last of the four halves is loaded later: there are no registers for it. If it went to local memory,
+  // its store would wait for it and for all loads issued before it.
   __device__ static bool comes_late(int i, int half) { return M == 64 && i == 1 && half == 1; }
 
-  // f(n, i, row, column) of the thread's pairs of sums.
+  // Calls f(n, i, row, column) for the thread's pairs of the accumulator.
   template <class F>
   __device__ void each_pair(const F& f) const {
     kernels::each_pair<8>([&](int n, int i) {
@@ -150,7 +152,8 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::load_edges(EdgeRows& ro
   }
 }
 
-// edge = sum over the memories' rows of H * (gradient of H), H the state before the chunk, of the warp.
+// edge = sum over the rows of the memories of H * (gradient of H) for each warp, H the state before the
+// chunk.
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::put_edge(const EdgeRows& rows) const {
   Edge edge;
@@ -172,7 +175,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_edge(const EdgeRows
   edge.put(tile.edge + threadIdx.x / 32 * M);
 }
 
-// y in place of y_scan, where factors do not serve.
+// Without factors: loads y in place of y_scan.
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::load_unscaled() const {
   wait_copies<0>();
@@ -205,8 +208,8 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::multiply(int i, Scores&
 
 // u += [a_jt e^{L_t - L_j} y_t, t > j],   w = W = [s_j . e^{L_t - L_j} y_t, t >= j]
 //
-// Where factors serve u has X G, and what all memories give comes with the last; the first's scores wait in
-// `first_scores`. Elsewhere `part` has the memory's X G.
+// With factors u contains X G, and the terms of all memories are added with the last memory; the scores of
+// the first memory stay in `first_scores` until then. Without factors `part` contains X G of this memory.
 template <typename T, int M, int Memories>
 template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scores& a, Sums<8>& u,
@@ -219,29 +222,29 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::write(int i, const Scor
 #pragma unroll
       for (int h = 0; h < 2; ++h) first_scores[h] = scores[h];
     } else {
-      shift<T, true>(u);  // X G meets s~ and 1 / r
+      shift<T, true>(u);  // X G is multiplied by s~ and 1 / r
       writes.keep_rounding(u);
       if (i > 0) writes.value_write(u, first_scores, tile.y(0));
       writes.value_write(u, scores, tile.y(i));
     }
     writes.key_write(w, tile.y(i));
   } else {
-    __syncthreads();  // the scratch is rows of x
+    __syncthreads();  // the scratch overlaps the tile x
     writes.write_by_blocks(part, w, a, tile.y(i));
     add(u, part);
   }
 }
 
-// dX = f G^T + W Read, from the last slab, which is still in the tiles.
+// dX = f G^T + W Read, from the last slab to the first; the last slab is still in the tiles.
 template <typename T, int M, int Memories>
 template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Operand<2> (&w)[2]) const {
-  constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the warpgroup
   const int width = memory(i).width, of_group = 8 * kEights * group;
   const int last = (width - 1) / kSlab * kSlab;
   for (int col = last; col >= 0; col -= kSlab) {
     if (kGroups > 1 || col < last)
-      __syncthreads();  // rows on their way out go through x: both groups read it
+      __syncthreads();  // the stores use x as their buffer, which both warpgroups read
     if (col < last) {
       load_slab(i, col, false);
       wait_copies<0>();
@@ -250,7 +253,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Ope
     Sums<kEights> dx;
     fill(dx, 0.f);
     add_scored<Side::later, T>(dx, w, tile.read, warp, of_group);
-    if (Factored) shift<T>(dx);  // as s~ in the place of s e^X
+    if (Factored) shift<T>(dx);  // the product with s~ below contains 2^factor_shift
     add_product_of_tile_rows<2>(dx, tile.end, kRows * warp, tile.gradient, of_group);
     if (Factored) shift<T, true>(dx);
     store_rows_of<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + of_group, width,
@@ -258,7 +261,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::put_dx(int i, const Ope
   }
 }
 
-// u = sum over the memories of X G + [a_jt e^{L_t - L_j} y_t, t > j], where factors serve without e^X
+// u = sum over the memories of X G + [a_jt e^{L_t - L_j} y_t, t > j]; with factors without e^X.
 template <typename T, int M, int Memories>
 template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::take_memories(Sums<8>& u,
@@ -266,7 +269,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::take_memories(Sums<8>& 
   Operand<2> first_scores[2];
 #pragma unroll 1
   for (int i = 0; i < Memories; ++i) {
-    if (i + 1 == Memories) prefetch_w(w_rows);  // not earlier: the L2 cache would not keep it
+    if (i + 1 == Memories) prefetch_w(w_rows);  // earlier, L2 would evict the lines before their use
     Scores a;
     Sums<8> part;
     fill(part, 0.f);
@@ -283,7 +286,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::take_memories(Sums<8>& 
   }
 }
 
-// The thread's pairs of w. Rows and columns that do not exist are left out later.
+// Loads the thread's pairs of w. Rows and columns outside of the array are clamped and ignored by finish().
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::load_w(float2 (&w)[8][2],
                                                                 const float* w_rows) const {
@@ -293,9 +296,9 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::load_w(float2 (&w)[8][2
   });
 }
 
-// c = w - s u in place of g, then
+// Writes c = w - s u in place of g, then
 //
-//     u_j = ds_j = (u_j + sum over the memories of a_jj y_j) e^X,    e^X only where factors serve
+//     u_j = ds_j = (u_j + sum over the memories of a_jj y_j) e^X,    e^X with factors only
 template <typename T, int M, int Memories>
 template <bool Factored>
 __device__ inline void GatedColumnBlock<T, M, Memories>::finish(Sums<8>& u, const float2 (&w)[8][2]) const {
@@ -312,7 +315,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::finish(Sums<8>& u, cons
       c.x -= lost.x, c.y -= lost.y;
     }
     if (!exists) c = {0.f, 0.f};
-      // What the row gave to its own token.
+      // The terms of the row's own token.
 #pragma unroll
     for (int j = 0; j < Memories; ++j) {
       float2 y = {0.f, 0.f};
@@ -331,7 +334,7 @@ __device__ inline void GatedColumnBlock<T, M, Memories>::finish(Sums<8>& u, cons
   });
 }
 
-// ds and dg_t = edge - sum_{j<t} c_j. Where s = 1 - e^g there is no ds, and dg_t gets -e^{g_t} ds_t.
+// Stores ds and dg_t = edge - sum_{j<t} c_j. If s = 1 - e^g, ds is not stored and dg_t gets -e^{g_t} ds_t.
 template <typename T, int M, int Memories>
 __device__ inline void GatedColumnBlock<T, M, Memories>::put(const Sums<8>& u) const {
   const Beyond beyond{reinterpret_cast<float*>(tile.gradient.data)};

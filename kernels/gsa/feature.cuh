@@ -1,4 +1,5 @@
-// p = feature(scale * x), rows of logits spread over the four lanes of a row, and its gradient.
+// p = feature(scale * x) and its gradient. x: rows of logits [M], each distributed over the four lanes of a
+// row.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -6,7 +7,7 @@
 
 namespace girih::kernels {
 
-// x = value in slots from `slots` on, which do not exist.
+// Sets x = value in the padding slots, from `slots`.
 template <int N>
 __device__ inline void mask_slots(Sums<N>& x, int slots, float value) {
   if (slots >= 8 * N) return;
@@ -15,7 +16,7 @@ __device__ inline void mask_slots(Sums<N>& x, int slots, float value) {
   });
 }
 
-// The largest of rows lane_row() and lane_row() + 8.
+// The largest logits of rows lane_row() and lane_row() + 8.
 template <int N>
 __device__ inline float2 row_tops(const Sums<N>& x) {
   float2 top = {-INFINITY, -INFINITY};
@@ -27,8 +28,8 @@ __device__ inline float2 row_tops(const Sums<N>& x) {
   return {max_over_row(top.x), max_over_row(top.y)};
 }
 
-// x becomes p times the row's divisor: softmax leaves its sums out of p, `divisor` is what to multiply by
-// (rows lane_row() and lane_row() + 8); 1 elsewhere. Slots from `slots` on do not exist.
+// x becomes p / divisor. For softmax x holds the exponentials and divisor is the reciprocal of their sum, for
+// rows lane_row() and lane_row() + 8; otherwise divisor is 1. Slots from `slots` are padding.
 template <int N>
 __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots, float2& divisor) {
   divisor = {1.f, 1.f};
@@ -36,7 +37,7 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
     if (scale < 0.f) {
       each_sum<N>([&](int n, int i) { x.at[n][i] = -x.at[n][i]; });
     }
-    const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // never 0: times -inf it is -inf
+    const float factor = fmaxf(kLog2E * fabsf(scale), 1e-30f);  // not 0: 0 * -inf is NaN
     mask_slots(x, slots, -INFINITY);
     const float2 largest = row_tops(x), top = {factor * largest.x, factor * largest.y};
     float2 sum = {0.f, 0.f};
@@ -61,24 +62,25 @@ __device__ inline void apply(Sums<N>& x, Feature feature, float scale, int slots
   });
 }
 
-// Of a row's softmax p, without its divisor: the largest logit, in powers of two, p's sum, and that of p dp.
-// Rows lane_row() and lane_row() + 8.
+// For the exponentials p of a row: the largest logit in powers of two, sum p, and sum p dp. Rows lane_row()
+// and lane_row() + 8.
 struct SoftmaxSums {
   float2 top, sum, delta;
 };
 
-// The gradient of apply(). z and dp = dL/dp come without what rows read of their own tokens, which is score *
-// weight: own_z, own_dp are the scores of rows lane_row() and lane_row() + 8, weight(n, i) the weights of row
-// lane_row() + 8 i, columns 8 n + lane_col() and the next; scale is not yet in z and own_z. Calls
-// put(n, i, z, dp, p, dz) for every such pair: z scaled and dp without own tokens, dz = scale * dL/dz. What
-// it makes of p and dz takes the place of z and dp. Where other warps have more of the rows' columns,
-// join(sums) adds theirs.
+// The gradient of apply(). z and dp = dL/dp do not contain the read of the row's own token, which is score *
+// weight: own_z and own_dp are the scores of rows lane_row() and lane_row() + 8, and weight(n, i) returns the
+// weights of row lane_row() + 8 i, columns 8 n + lane_col() and the next. z and own_z do not contain scale.
+//
+// Calls put(n, i, z, dp, p, dz) for each pair, with z scaled, z and dp without own tokens, and dz = scale *
+// dL/dz. put() may change p and dz; the results replace z and dp. If other warps have other columns of the
+// rows, join(sums) adds their sums.
 template <int N, class Weight, class Join, class Put>
 __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, float2 own_dp,
                                      const Weight& weight, Feature feature, float scale, int slots,
                                      const Join& join, const Put& put) {
   own_z.x *= scale, own_z.y *= scale;
-  // f(n, i, what a row reads of its own token: of z, of dp) of every pair.
+  // Calls f(n, i, own term of z, own term of dp) for each pair.
   const auto each = [&](const auto& f) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -95,9 +97,9 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
     z.at[n][2 * i + 1] = fmaf(z.at[n][2 * i + 1], scale, of_z.y);
     dp.at[n][2 * i] += of_dp.x, dp.at[n][2 * i + 1] += of_dp.y;
   });
-  // derivative(z, dp, row) = (p, dL/dz)
+  // derivative(z, dp, row) returns (p, dL/dz).
   const auto finish = [&](const auto& derivative) {
-    asm volatile("" ::: "memory");  // read the weights again: there are no registers to keep them
+    asm volatile("" ::: "memory");  // forces a second load of the weights, which have no registers
     each([&](int n, int i, float2 of_z, float2 of_dp) {
       float &left = z.at[n][2 * i], &right = z.at[n][2 * i + 1];
       float &of_left = dp.at[n][2 * i], &of_right = dp.at[n][2 * i + 1];
@@ -109,7 +111,7 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
     });
   };
   if (feature == Feature::softmax) {
-    mask_slots(z, slots, -1e30f);  // p = 0, and 0 z = 0
+    mask_slots(z, slots, -1e30f);  // so that p = 0 and 0 z = 0
     const float2 largest = row_tops(z), top = {kLog2E * largest.x, kLog2E * largest.y};
     float2 sum = {0.f, 0.f}, delta = {0.f, 0.f};
     each_sum<N>([&](int n, int i) {
@@ -127,7 +129,8 @@ __device__ inline void differentiate(Sums<N>& z, Sums<N>& dp, float2 own_z, floa
       return {p, p * (given - (row ? delta.y : delta.x))};
     });
   }
-  // One loop for the others, who branch in it: each with its own they were most of the kernel's code.
+  // One loop with branches for the other features: with one loop each, these loops were most of the kernel's
+  // code.
   finish([&](float x, float given, int) -> float2 {
     if (feature == Feature::none) return {x, given};
     if (feature == Feature::silu) {

@@ -1,4 +1,4 @@
-// Away from the launches: whoever sees the kernels and launches them compiles them.
+// gsa_fits. Separate translation unit, so that the kernels are not instantiated here.
 #include <algorithm>
 
 #include "gsa/columns.cuh"
@@ -10,7 +10,7 @@ namespace girih::kernels {
 
 cudaError_t gsa_fits(int M, bool& fits) {
   const auto bytes_of = [](auto slots) {
-    using T = __half;  // as large as bf16
+    using T = __half;  // same size as bf16
     return std::max({GsaOutputTiles<T, slots()>::kBytes, GsaRowTiles<T, slots()>::kBytes,
                      GatedColumnTiles<T, slots(), 2>::kBytes});
   };

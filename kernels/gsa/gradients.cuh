@@ -1,11 +1,11 @@
-// What the kernels of key rows share: rows on their way out, and the gradients of the gates.
+// Parts of the kernels of key rows: stores of rows, and the gradient of the gates.
 #pragma once
 
 #include "gsa/block.cuh"
 
 namespace girih::kernels {
 
-// As store_rows, to T or fp32, whichever the array holds: columns col.. of `cols`.
+// store_rows for an array of T or fp32: columns col.. of `cols`.
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kChunk, kSlab>& stage, int warp,
                                      const Out<4>& to, const Piece& piece, int head, int col, int cols,
@@ -23,16 +23,16 @@ __device__ inline void store_rows_of(const Sums<N>& sums, const SharedTile<T, kC
   });
 }
 
-// The sum of states * their gradients over the rows, for each of M columns: a thread has 8 neighbouring
-// columns of every so-many-th row.
+// Sum over rows of state * (gradient of the state), for each of M columns. A thread has 8 neighbouring
+// columns of every kRowsAtOnce-th row.
 template <int Threads, int M>
 struct EdgeSum {
   static constexpr int kPacks = M / 8;
   static constexpr int kRowsAtOnce = Threads / kPacks;
   float sum[8] = {};
 
-  // A half of up to 64 rows of both, M elements apart: every load is of a row that exists, so that all are
-  // under way before the first is waited for. What they bring is added later.
+  // Half of up to 64 rows of the state and of its gradient. Row indices are clamped, so that all loads are
+  // issued before the first is waited for; add() ignores rows past the end.
   struct Rows {
     uint4 state[kSlab / 2 / kRowsAtOnce], gradient[kSlab / 2 / kRowsAtOnce];
     int first, count;
@@ -68,7 +68,8 @@ struct EdgeSum {
     }
   }
 
-  // At a sequence's start, where both are there in fp32; no state is zero.
+  // Adds the product at the start of a sequence, where the state and its gradient are fp32 arrays. Without an
+  // initial state the product is zero.
   __device__ void add_start(const In<4>& state, const In<4>& gradient, const Piece& piece, int head, int rows,
                             int slots, int thread) {
     if (state.data == nullptr) return;
@@ -84,7 +85,7 @@ struct EdgeSum {
     }
   }
 
-  // Lanes with the same columns add up; to [M], the warp's own.
+  // Sums over the lanes with the same columns and writes the warp's sums [M].
   __device__ void put(float* to) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -95,8 +96,8 @@ struct EdgeSum {
   }
 };
 
-// dg_t = edge - sum_{j<t} c_j + beyond(t, m), edge the sum over the `Edges` warps' [M]: a thread has a column
-// and a share of the rows, and adds first what stands before them. By all threads, after a barrier.
+// dg_t = edge - sum_{j<t} c_j + beyond(t, m), edge the sum over `Edges` warps. A thread has a column and a
+// part of the rows and first sums the rows before them. Called by all threads after a barrier.
 template <int Threads, int Edges, int M, class Beyond>
 __device__ inline void put_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* edge,
                                           const Out<4>& to, const Piece& piece, int head, int slots,

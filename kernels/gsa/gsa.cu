@@ -1,3 +1,4 @@
+// Launches of the kernels of gsa: choice of the instance.
 #include "gsa/gsa.h"
 #include "gsa/instance.h"
 #include "gsa/launch.h"

@@ -1,4 +1,4 @@
-// The instance that serves a shape.
+// Choice of the instance for a shape.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -6,7 +6,7 @@
 
 namespace girih::kernels {
 
-// launch(an element, slots of a tile): the smallest tile that holds M.
+// Calls launch(element, slots) with the smallest tile that holds M slots.
 template <class Launch>
 inline cudaError_t by_instance(const GsaShape& shape, const Launch& launch) {
   return by_short_element(shape.dtype, [&](auto element) {

@@ -1,4 +1,5 @@
-// A thread owns one element of the state and walks its sequence's segments.
+// The kernel of join_segments. A thread has one element of the state and loops over the segments of its
+// sequence.
 #include "gsa/join.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -8,7 +9,8 @@ namespace gsa {
 namespace {
 
 constexpr int kThreads = 128;
-// The walk itself is one FMA a segment; what it waits for is memory, so that many segments are read ahead.
+// A segment costs one FMA; the loop is bound by memory latency, so the values of 8 segments are loaded at
+// once.
 constexpr int kAhead = 8;
 
 __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
       return offset_of(array, sequence.index, head, row - memory * p.width[0], m);
     };
     float state = initial.data == nullptr ? 0.f : static_cast<const float*>(initial.data)[offset(initial)];
-    // An empty sequence has one segment, and that one hands on what it starts from.
+    // An empty sequence has one segment, whose final state is its initial state.
     const int64_t count = segments > 0 || p.tokens.tokens == 0 ? segments : 1;
     const int64_t ends = final.data == nullptr ? count - 1 : segments;  // segments whose S_end is read
     for (int64_t n = 0; n < count; n += kAhead) {

@@ -1,9 +1,9 @@
-// Segments of a sequence that were scanned apart, each from zero, put together:
+// Joins segments of a sequence that were scanned independently, each from zero:
 //
 //     S_in(n+1) = S_in(n) Diag(e^{L(n)}) + S_end(n)
 //
-// S_end(n) the state that segment n ends in, L(n) the sum of its gates. The same whether the segments were
-// scanned by blocks of one GPU or by several GPUs.
+// S_end(n) is the final state of segment n and L(n) the sum of its gates. The segments may come from blocks
+// of one GPU or from several GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,15 +17,15 @@ namespace girih::kernels {
 
 struct SegmentJoin {
   Tokens tokens;
-  int64_t segment;  // tokens; segments are numbered as pieces of this size
+  int64_t segment;  // tokens of a segment; segments have the indices of piece_at() for this size
   int heads, M;
-  bool reverse;        // segments follow one another from last to first
-  float* states;       // [segments, heads, width[0] + width[1], M]: S_end, overwritten by S_in. Contiguous.
+  bool reverse;        // the segments are joined from the last to the first
+  float* states;       // [segments, heads, width[0] + width[1], M], contiguous: S_end, replaced by S_in
   const float* decay;  // [segments, heads, M]: L
-  int width[2];        // a memory's rows
-  In<4> initial[2];    // [N, heads, width, M] fp32: what the first segment starts from; absent: zero
-  // The same of what the last segment ends in; absent: S_end and L of the segment that nothing follows are
-  // not read.
+  int width[2];        // rows of each memory
+  In<4> initial[2];    // [N, heads, width, M] fp32: initial state of the sequence; absent: zero
+  // The final state of the sequence, in the same layout. If absent, S_end and L of the last segment are not
+  // read.
   Out<4> final[2];
 };
 

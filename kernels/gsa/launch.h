@@ -1,4 +1,4 @@
-// The kernels by element type and tile of slots; each is compiled in a file of its own.
+// Launch functions for each element type and tile of slots. Each instance is compiled in its own file.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -9,7 +9,7 @@ template <typename T, int M>
 cudaError_t launch_gsa_output(const GsaOutput& problem, cudaStream_t stream);
 template <typename T, int M>
 cudaError_t launch_gsa_rows(const GsaRows& problem, cudaStream_t stream);
-// With two memories for gsa, one for gla.
+// Memories: 2 for gsa, 1 for gla.
 template <typename T, int M, int Memories>
 cudaError_t launch_gated_columns(const GatedColumns& problem, cudaStream_t stream);
 

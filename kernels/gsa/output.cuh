@@ -1,7 +1,7 @@
-// o = Hv^T feature(scale * Hk^T q), one block a chunk and query head.
+// o = Hv^T feature(scale * Hk^T q). A block has a chunk and a query head; warp w has rows 16 w to 16 w + 15.
 //
-// Warp w has the chunk's rows 16 w to 16 w + 15. Columns of D and V are taken 64 at a time; logits and p stay
-// in registers from the first slab of D to the last of V.
+// Columns of D and V are processed 64 at a time. Logits and p stay in registers from the first slab of D to
+// the last slab of V.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   wait_copies<2>();
   __syncthreads();
   RowReads<T, M> reads;
-  // Each warp's scratch is its rows of q, which it has read by then.
+  // The scratch of a warp is its rows of the tile q, which the warp has read by then.
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {rows_of(tile.q, warp)}};
   reads.template start<4>();
 
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kGroup, M == 64 ? 3 : 2)
   reads.template split<kGroup>(tile.hk, p.s, p.g, block.piece, block.head, shape.M);
   reads.value_read(logits, a);
 
-  // p = feature(logits), for softmax without its divisor
+  // p = feature(logits), for softmax without the division
   float2 divisor;
   apply(logits, shape.feature, shape.scale, shape.slots, divisor);
 

@@ -1,9 +1,10 @@
-// The two reads of a chunk's rows that go through its gates:
+// The two reads of the rows of a chunk through its gates:
 //
 //     value_read   y_i = e^{L_i} * (x_i H) + sum_{j<=i} a_ij e^{L_i - L_j} * s_j                  [M]
 //     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
 //
-// H the chunk's first state, a_ij = x_i . y_j the scores, L_i the sum of g through row i, slot by slot.
+// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g through row i for
+// each slot.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -11,24 +12,26 @@
 
 namespace girih::kernels {
 
-// The reads of a warp's rows, `Columns` of the M slots: all arrays start at its first. A `Strict` value_read
-// leaves out what a row reads of its own token.
+// The reads of the rows of a warp, for `Columns` of M slots; all pointers start at the first of these. With
+// `Strict` value_read leaves out the term of the row's own token.
 template <typename T, int M, bool Strict = false, int Columns = M>
 struct RowReads {
   static constexpr int N = Columns / 8;
   using Tile = SharedTile<T, kChunk, M>;
 
-  // What they need, all in shared memory.
+  // The operands in shared memory.
   struct Shared {
     Gates<M, Columns> gates;
-    Tile s;    // the weights times e^{sum of g after the row}, in the chunk or within its 16
-    Tile raw;  // the weights as they are, where factors do not serve
+    Tile s;  // the weights times e^{sum of g after the row}; the sum ends with the chunk, or without factors
+             // with the 16 rows
+    Tile raw;  // without factors: the weights, unscaled
     Scratch scratch;
   };
   Shared at;
   bool factored;
 
-  // By all of the block, `Warps` warps with these columns, after g and s have arrived. Ends in a barrier.
+  // Called by all threads of the block after g and s are loaded; `Warps` warps share these columns. Ends with
+  // a barrier.
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s;
@@ -40,15 +43,14 @@ struct RowReads {
     __syncthreads();
   }
 
-  // Of row lane_row() + 8 i of the warp's, columns 8n + lane_col() and the next; 1 where factors do not
-  // serve.
+  // The factors of row lane_row() + 8 i of the warp, columns 8n + lane_col() and the next; 1 without factors.
   __device__ float2 factor(int i, int n) const {
     const float2 r = at.gates.factor(i, n);
     return {factored ? r.x : 1.f, factored ? r.y : 1.f};
   }
 
-  // Where factors do not serve, before the first read and when `raw`, the tile of at.raw, is free. By all
-  // warps; ends in a barrier.
+  // Without factors: prepares the reads; `raw`, the tile of at.raw, has to be free. Called by all threads of
+  // the block before the first read. Ends with a barrier.
   template <int Threads>
   __device__ void split(const Tile& raw, const In<4>& weights, const In<4>& g, const Piece& piece, int head,
                         int slots) {
@@ -61,14 +63,14 @@ struct RowReads {
     __syncthreads();
   }
 
-  // x *= e^{L_i}, where factors do not serve.
+  // x *= e^{L_i}, without factors.
   __device__ void decay_from_start(Sums<N>& x) const {
-    Sums<N> copy = x;  // what goes by reference is kept in memory
+    Sums<N> copy = x;  // the callee takes a reference, which keeps its argument in local memory
     decay_by_blocks(at, copy);
     x = copy;
   }
 
-  // y, so far x H, becomes the value read. a: the scores.
+  // y contains x H and becomes the value read. a: the scores.
   __device__ void value_read(Sums<N>& y, const Scores& a) const {
     if (!factored) {
       Sums<N> copy = y;
@@ -84,8 +86,7 @@ struct RowReads {
     at.gates.multiply(y);
   }
 
-  // p becomes f, and what these columns add to W. Where factors serve p may come with them: `Multiplied` says
-  // so.
+  // p becomes f; W gets the terms of these columns. `Multiplied`: p already contains the factors.
   template <bool Multiplied = false>
   __device__ void key_read(Sums<N>& p, Scores& W) const {
     if (!factored) {
@@ -106,7 +107,7 @@ struct RowReads {
       scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
     }
   }
-  // The same with all columns' W, rounded.
+  // The same with W of all columns, rounded.
   __device__ void key_read(Sums<N>& p, Operand<2> (&w)[2]) const {
     Scores W;
     key_read(p, W);
@@ -114,7 +115,8 @@ struct RowReads {
   }
 
  private:
-  // Rarely run, and large: calls of their own, lest they take registers from the rest.
+  // Not inlined: these functions are large and rarely called, and their registers would count for the fast
+  // path.
   __device__ __noinline__ static void split_by_blocks(const Shared at) {
     at.gates.split();
     Sums<N> after;
@@ -193,7 +195,8 @@ struct RowReads {
     Sums<2> block;
     at.scratch.get(block);
     set_block(W, block, gates.warp);
-    // The earlier blocks, from the nearest: f takes on one block's decay after the other.
+    // The earlier blocks, from the nearest to the first; f is multiplied by the decay of one block after the
+    // other.
     each_sum<N>([&](int n, int i) { p.at[n][i] *= exp2_fast(through.at[n][i]); });
 #pragma unroll 1
     for (int b = gates.warp - 1; b >= 0; --b) {

@@ -1,12 +1,13 @@
-// The gradients of query rows, one block a chunk and query head, warp w of every four with rows 16 w to 16 w
-// + 15:
+// dq, and p and dz for the reverse scan and for gsa_columns: the gradients of query rows. A block has a chunk
+// and a query head; warp w of each warpgroup has rows 16 w to 16 w + 15:
 //
 //     dp_t = Hv_t do_t          dz_t = J_feature^T dp_t          dq_t = scale Hk_t dz_t
 //
-// The first is a value read of (do, v), the last a key read of dz: no memory but forward's is needed.
+// dp is a value read of (do, v), dq a key read of dz: only the states of forward are needed.
 //
-// A group of four warps for every 64 of M: one for 128 has 117 KB of instructions from start to end, and
-// waits for them two thirds of its time. The two warps of a row give each other what they sum over M.
+// The block has a warpgroup for each 64 slots. One warpgroup for 128 slots has 117 KB of instructions
+// and waits for instructions two thirds of its time. The two warps with the same rows exchange their sums
+// over M.
 #pragma once
 
 #include "gsa/rows_finish.cuh"

@@ -1,5 +1,5 @@
-// A block of the gradients of query rows: what it has, its phases in the order in which they come, and those
-// as far as z and dp.
+// A block of gsa_rows_kernel: its members, its phases in the order of their calls, and the phases up to z and
+// dp.
 #pragma once
 
 #include "gsa/feature.cuh"
@@ -7,8 +7,8 @@
 
 namespace girih::kernels {
 
-// A chunk and query head. Sums are the callers': an array here would keep all of the block out of registers
-// until every loop over it is unrolled.
+// A block has a chunk and a query head. Accumulators are local variables of the callers: as members, arrays
+// would keep the whole object out of registers until every loop over them is unrolled.
 template <typename T, int M>
 struct GsaRowBlock : ChunkBlock {
   using Tiles = GsaRowTiles<T, M>;
@@ -19,10 +19,10 @@ struct GsaRowBlock : ChunkBlock {
 
   const GsaRows& p;
   const Tiles tile;
-  const int first;  // of the group's columns
-  // The room of a warp's rows on their way out, and of its scratch, once q, do and v have been read.
+  const int first;  // first slot of the warpgroup
+  // Buffer for the stores and for the scratch of the warps, free once q, do and v have been read.
   Stage stage;
-  int slots;  // the group's
+  int slots;  // slots from `first` to M
   RowReads<T, M, true, 64> reads;
 
   __device__ GsaRowBlock(const GsaRows& p, unsigned char* shared)
@@ -31,12 +31,12 @@ struct GsaRowBlock : ChunkBlock {
         tile(shared),
         first(64 * group) {}
 
-  // Copies of g and s, then of each memory's first slab.
+  // Starts the copies of g and s, then of the first slab of each memory.
   __device__ void start_loads() const;
   __device__ void start_reads();
 
-  // As far as dz, and W of the group's slots. Where factors serve apart from where they do not: among what
-  // the other needs, instructions come later than they can run, for a fifth of the kernel's time.
+  // Computes dz and W of the warpgroup's slots. The code with factors and the code without are separate
+  // instances: mixed, the compiler schedules instructions later, which costs a fifth of the kernel's time.
   template <bool Factored>
   __device__ void differentiate_rows(Sums<8>& dp, Scores& W);
   template <bool Factored>
@@ -50,7 +50,7 @@ struct GsaRowBlock : ChunkBlock {
   __device__ void bring_values(const Sums<8>& z);
   __device__ void load_own_weights() const;
 
-  // rows_finish.cuh: dz, what others need of it and p, and dq.
+  // rows_finish.cuh: dz, the results for the other kernels, and dq.
   __device__ void take_z(Sums<8>& z);
   template <bool Factored>
   __device__ void apply_jacobian(Sums<8>& z, Sums<8>& dp) const;
@@ -61,7 +61,7 @@ struct GsaRowBlock : ChunkBlock {
   __device__ void join_scores(Scores& W) const;
   __device__ void put_dq(const Operand<4>& f, const Operand<2> (&w)[2]);
 
-  // 64 columns of keys or values, and what the state has for them.
+  // Starts the copies of 64 columns of keys or values and of their rows of the state.
   __device__ void load_memory_k(int d) const {
     load<kThreads>(tile.k, p.k, head, d, shape.D);
     load_states<kThreads>(tile.hk, p.states, d, shape.D - d);
@@ -71,13 +71,13 @@ struct GsaRowBlock : ChunkBlock {
     load_states<kThreads>(tile.hv, p.states, shape.D + v, shape.V - v);
   }
 
-  // Of the warp's sums, those that wait in the place of hk and k.
+  // The warp's part of the buffer for z, which overlaps hk and k.
   __device__ float* aside() const {
     return reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kAside * 128;
   }
-  // The slab of k and hk that stays in the tiles.
+  // First column of the last slab, which stays in the tiles k and hk.
   __device__ int last() const { return (shape.D - 1) / kSlab * kSlab; }
-  // Scores of rows with themselves, of the first read or the second.
+  // Scores of the lane's two rows with themselves, in the first (z) or second (dp) read.
   __device__ float2 own_score(int which) const {
     const float* of = tile.own + which * kChunk + kRows * warp + lane_row();
     return {of[0], of[8]};
@@ -85,12 +85,12 @@ struct GsaRowBlock : ChunkBlock {
   __device__ void put(const Sums<8>& sums, const Out<4>& to) const {
     store_rows<T>(sums, stage, warp, to, piece, query_head, first, first + slots);
   }
-  // The warps of the same rows wait for each other.
+  // Barrier of the warps with the same rows.
   __device__ void meet() const {
     if constexpr (kGroups > 1) barrier_wait(1 + warp, 32 * kGroups);
   }
-  // Addresses are worked out where a loop needs them: those of what it rarely loads, worked out ahead of it,
-  // cost more than they save.
+  // Makes the compiler compute addresses inside of loops. Hoisted, the addresses of loads that rarely run
+  // cost more registers than they save.
   __device__ void renew() { asm volatile("" : "+l"(piece.start), "+r"(piece.length)); }
 };
 
@@ -118,7 +118,7 @@ __device__ inline void GsaRowBlock<T, M>::start_reads() {
   if (threadIdx.x == 0 && leads()) p.left.factored[chunk * shape.heads + head] = reads.factored;
 }
 
-// a = X Y^T,   sums = X H
+// a = X Y^T,   sums = X H, over all slabs
 template <typename T, int M>
 template <class Tile, class Memory, class LoadSlab>
 __device__ inline void GsaRowBlock<T, M>::multiply(Sums<8>& sums, Scores& a, const Stage& x_tile,
@@ -135,8 +135,8 @@ __device__ inline void GsaRowBlock<T, M>::multiply(Sums<8>& sums, Scores& a, con
             [&](int) { add_slab<Side::earlier, T>(a, sums, x_tile, y_tile, memory, warp, first); });
 }
 
-// The weights of the warp's rows as they are, for what a row reads of its own token, in its rows of q.
-// Where the scratch or do needs those, all weights come to hv's place.
+// Loads the unscaled weights of the warp's rows, for the reads of the rows' own tokens, to its rows of the
+// tile q. Without factors, or if do uses this tile, all weights are loaded to the tile hv instead.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::load_own_weights() const {
   const SharedTile<T, kRows, M> to{tile.q.data + kRows * warp * kSlab};
@@ -152,8 +152,8 @@ __device__ inline void GsaRowBlock<T, M>::load_own_weights() const {
   });
 }
 
-// What a value read, or the Jacobian after the second, needs of the weights, where hv has served or not yet
-// come.
+// Loads the weights that the value read of z, or the Jacobian after the read of dp, needs, to the tile hv:
+// before hv is loaded, or after its last use.
 template <typename T, int M>
 template <bool Factored>
 __device__ inline void GsaRowBlock<T, M>::bring_weights(bool of_z) {
@@ -171,14 +171,14 @@ __device__ inline void GsaRowBlock<T, M>::bring_weights(bool of_z) {
   }
 }
 
-// What dp's turn needs once z is read: do and hv, where they are not there yet.
+// After z is read: loads the operands of dp, do and hv, unless they are loaded already.
 template <typename T, int M>
 template <bool Factored>
 __device__ inline void GsaRowBlock<T, M>::bring_values(const Sums<8>& z) {
   if constexpr (kOwnWeights<Factored>) {
     load_own_weights();
     commit_copies();
-    wait_copies<1>();  // the weights may come later
+    wait_copies<1>();  // not for the weights
   } else {
     __syncthreads();
     if (Tiles::kOneByOne) load<kThreads>(tile.dout, p.dout, query_head, 0, shape.V);
@@ -190,10 +190,10 @@ __device__ inline void GsaRowBlock<T, M>::bring_values(const Sums<8>& z) {
   __syncthreads();
 }
 
-// z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp alike of (do, v): the same instructions in
-// two turns. It stays a loop; with `unroll 1` the compiler moved masks ahead of it, and 40 registers to
-// memory. z has a value before the first turn: unset there, those of its sums that found no register through
-// the second were given that turn's dp by the assembler.
+// z = e^L Q Hk + [sum_{j<i} q_i . k_j e^{L_i - L_j} s_j], and dp likewise of (do, v): the same instructions
+// run twice. The loop has to stay a loop: with `unroll 1` the compiler moved masks out of the loop and
+// spilled 40 registers. z is initialised before the loop: uninitialised, ptxas gave those elements of z that
+// were spilled during the second iteration the values of dp.
 template <typename T, int M>
 template <bool Factored>
 __device__ inline void GsaRowBlock<T, M>::read_values(Sums<8>& z, Sums<8>& dp) {

@@ -1,12 +1,11 @@
-// What the gradients of query rows have once z and dp are read: dz, what the columns and the reverse scan
-// take, and dq.
+// The phases of gsa_rows_kernel after z and dp: dz, the results for gsa_columns and the reverse scan, and dq.
 #pragma once
 
 #include "gsa/rows_block.cuh"
 
 namespace girih::kernels {
 
-// z whole again; the place where it waited gets k and hk back.
+// Loads z back from the buffer and starts to load k and hk, which the buffer overlaps.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::take_z(Sums<8>& z) {
   renew();
@@ -21,7 +20,7 @@ __device__ inline void GsaRowBlock<T, M>::take_z(Sums<8>& z) {
   }
 }
 
-// The softmax sums of a row's columns: the other group's too.
+// Adds the softmax sums of the other warpgroup, which has the other slots of the row.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::join_softmax(SoftmaxSums& own) const {
   if constexpr (kGroups == 1) return;
@@ -43,15 +42,15 @@ __device__ inline void GsaRowBlock<T, M>::join_softmax(SoftmaxSums& own) const {
   add(at(1 - group, 1), own.top.y, own.sum.y, own.delta.y);
 }
 
-// dz = J_feature^T dp, and w = z dz + p dp, without what rows read of their own tokens. p and dz, where
-// factors serve times their factor, take the place of z and dp.
+// dz = J_feature^T dp, and w = z dz + p dp without the terms of the rows' own tokens. p and dz, with factors
+// multiplied by r, replace z and dp.
 template <typename T, int M>
 template <bool Factored>
 __device__ inline void GsaRowBlock<T, M>::apply_jacobian(Sums<8>& z, Sums<8>& dp) const {
   const SharedTile<T, kChunk, M> weights{kOwnWeights<Factored> ? tile.q.data : tile.hv.data + first};
   const float unscaled = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
   float* const w_first = chunk_rows<float>(p.left.w, piece, query_head) + first + lane_col();
-  // The lane's two rows of w, and how many columns they have.
+  // The lane's two rows of w, and the number of their columns.
   const int row = kRows * warp + lane_row();
   float* const w_rows[2] = {w_first + row * p.left.w.stride[1], w_first + (row + 8) * p.left.w.stride[1]};
   const int w_cols[2] = {row < piece.length ? slots : 0, row + 8 < piece.length ? slots : 0};
@@ -60,7 +59,7 @@ __device__ inline void GsaRowBlock<T, M>::apply_jacobian(Sums<8>& z, Sums<8>& dp
       [&](int n, int i) { return lane_pair<T>(weights, kRows * warp + 8 * i, 8 * n); }, shape.feature,
       shape.scale, shape.slots - first, [&](SoftmaxSums& own) { join_softmax(own); },
       [&](int n, int i, float2 of_z, float2 of_dp, float2& prob, float2& dz) {
-        // p and dz as others will see them: rounded with their factor.
+        // p and dz as the other kernels read them: rounded after the multiplication by r.
         float2 r = {1.f, 1.f};
         if constexpr (Factored) {
           r = reads.at.gates.factor(i, n);
@@ -76,7 +75,7 @@ __device__ inline void GsaRowBlock<T, M>::apply_jacobian(Sums<8>& z, Sums<8>& dp
       });
 }
 
-// p and dz, in the places of z and dp, as the reverse scan and the columns take them. Leaves z spent.
+// Stores p and dz, which are in z and dp, for the reverse scan and gsa_columns. Overwrites z.
 template <typename T, int M>
 template <bool Factored>
 __device__ inline void GsaRowBlock<T, M>::put_reads(Sums<8>& z, const Sums<8>& dp) const {
@@ -107,7 +106,8 @@ __device__ inline void GsaRowBlock<T, M>::differentiate_rows(Sums<8>& dp, Scores
   reads.template key_read<true>(dp, W);
 }
 
-// W of all slots: the groups' sum. The rows of g, and of the weights in put_dq, have served.
+// W = sum of W over the warpgroups. Uses the tile g as a buffer; the gates, and the weights used by put_dq,
+// have been read.
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::join_scores(Scores& W) const {
   if constexpr (kGroups > 1) {
@@ -128,7 +128,7 @@ __device__ inline void GsaRowBlock<T, M>::join_scores(Scores& W) const {
 // dQ = (dz e^L) Hk^T + [dz_i . e^{L_i - L_j} s_j, j <= i] K = F Hk^T + W K
 template <typename T, int M>
 __device__ inline void GsaRowBlock<T, M>::put_dq(const Operand<4>& f, const Operand<2> (&w)[2]) {
-  constexpr int kEights = 8 / kGroups;  // of the slab's columns, the group's
+  constexpr int kEights = 8 / kGroups;  // tiles of 8 columns of the warpgroup
   if constexpr (kGroups > 1) {
     wait_copies<0>();
     __syncthreads();
@@ -144,7 +144,7 @@ __device__ inline void GsaRowBlock<T, M>::put_dq(const Operand<4>& f, const Oper
     }
     const int col = 8 * kEights * group;
     if constexpr (kGroups > 1) {
-      // What the group's slots give to the other's columns.
+      // The terms of the warpgroup's slots for the columns of the other warpgroup.
       Sums<kEights> dq;
       fill(dq, 0.f);
       add_product_transposed<T>(dq, f, tile.hk.from_column(first), kSlab - 8 * kEights - col);

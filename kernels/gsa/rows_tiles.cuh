@@ -1,4 +1,4 @@
-// Shared memory of a block of the gradients of query rows, and sums on their way through it.
+// Shared memory of gsa_rows_kernel, and exchange of accumulators through it.
 #pragma once
 
 #include "gsa/block.cuh"
@@ -8,17 +8,18 @@ namespace girih::kernels {
 template <typename T, int M>
 struct GsaRowTiles {
   static constexpr int kGroups = M / 64;
-  // With 128 slots two blocks fit where do comes after q.
+  // With 128 slots do is loaded to the tile of q after q has been read; then two blocks fit on a
+  // multiprocessor.
   static constexpr bool kOneByOne = kGroups > 1;
-  // Of z's 8 columns by 8 those that wait here for dp, in the place of hk and k, which come again: with all
-  // of z in the 128 registers that a thread then has, what does not fit went to memory and back.
+  // Tiles of 8 columns of z that are stored here during the read of dp, in place of hk and k, which are
+  // loaded again. A thread then has 128 registers; with all of z in registers the compiler spilled.
   static constexpr int kAside = 7;
   static constexpr int kSoftmax = kGroups > 1 ? 1024 : 0;
 
   SharedTile<float, kChunk, M> g;
   SharedTile<T, kChunk, M> s, hk, hv;
   SharedTile<T, kChunk, kSlab> q, k, v, dout;
-  float* softmax;               // [groups, 64, 4]: a group's SoftmaxSums, once z is no longer aside
+  float* softmax;  // [warpgroups, 64, 4]: SoftmaxSums of each warpgroup, once z is back in registers
   float *totals, *decay, *own;  // own [2, 64]: scores of rows with themselves
 
   static constexpr int kBytes = SharedTile<float, kChunk, M>::kBytes + 3 * SharedTile<T, kChunk, M>::kBytes +
@@ -39,7 +40,8 @@ struct GsaRowTiles {
   }
 };
 
-// The first Count by 8 columns of sums, lane by lane: aside and back, or from one warp to another.
+// Stores, loads or adds the first Count tiles of 8 columns of an accumulator, in the order of lanes: to spill
+// it, or to pass it to another warp.
 template <int Count, int N>
 __device__ inline void put_sums(float* to, const Sums<N>& sums) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// gated_scan: how a scan is cut into blocks, and into segments where there are too few of them.
+// gated_scan: the choice of the blocks, and of segments if there are too few blocks.
 #include <algorithm>
 
 #include "exact/exact.h"
@@ -16,9 +16,9 @@ bool same(const In<4>& a, const In<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
-// One block's part of the state. 2 slabs x 32 columns reads the same gates for twice the rows of 1 slab x 64,
-// but needs two slabs that go with the same s. A memory of one slab alone goes by 32 columns, for twice the
-// blocks.
+// Slabs and columns of the state of one block. 2 slabs x 32 columns reads the same gates for twice the rows
+// of 1 slab x 64 columns, but needs two slabs with the same s. A state of a single slab uses 32 columns, for
+// twice the blocks.
 struct BlockPart {
   int slabs, columns;
 };
@@ -30,7 +30,7 @@ BlockPart block_part(const ScanPass& pass) {
   return {1, 64};
 }
 
-// Blocks that walk one sequence.
+// Number of blocks for one sequence.
 int64_t blocks_a_sequence(const ScanPass& pass) {
   const BlockPart part = block_part(pass);
   return static_cast<int64_t>(pass.scan.heads) * slab_groups(pass, part.slabs) *
@@ -51,8 +51,8 @@ int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
 
 template <typename T, int Slabs, int Slots, bool Reverse>
 cudaError_t launch_one_way(ScanPass pass, cudaStream_t stream) {
-  // Three warpgroups of two stages each, which take 190 to 213 KB: two warpgroups are as fast forward and 7%
-  // slower in reverse. Where shared memory is smaller, what fits.
+  // Three warpgroups with two stages each, 190 to 213 KB. Two warpgroups are as fast in forward and 7% slower
+  // in reverse. With less shared memory: as many as fit.
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStage = Stage<T, Slabs, Slots>::kBytes, kCarried = kCarriedBytes<Slabs, Slots>;
@@ -101,7 +101,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   float* const states = static_cast<float*>(problem.workspace);
   float* const decay = states + pass.cut.count(problem.tokens) * problem.heads * rows * M;
 
-  // Every segment from zero,
+  // 1. Scan every segment from zero.
   gsa::ScanPass alone = pass;
   alone.cut.decay = decay;
   for (int i = 0; i < 2; ++i) {
@@ -117,7 +117,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   }
   if (const cudaError_t error = gsa::run(alone, stream); error != cudaSuccess) return error;
 
-  // what each starts from,
+  // 2. Compute the state before each segment.
   const SegmentJoin join{problem.tokens,
                          pass.cut.tokens,
                          problem.heads,
@@ -130,7 +130,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
                          {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
-  // and every segment again.
+  // 3. Scan every segment from that state.
   return gsa::run(pass, stream);
 }
 

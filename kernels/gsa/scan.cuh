@@ -1,18 +1,19 @@
-// The scan's kernel. A chunk of C = 64 tokens, L its gates' running sums:
+// The kernel of gated_scan. A chunk has C = 64 tokens; L are the running sums of its gates:
 //
 //     forward   S <- S Diag(e^{L_C}) + x^T (s * e^{L_C - L})      states[c] = S before chunk c
-//     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before it gets chunk c, the
-//               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} last chunk first
+//     reverse   S <- S Diag(e^{L_C}) + x^T s, s = y * e^{L}       states[c] = S before the update of chunk c,
+//               or (S + x^T s) Diag(e^{L_C}), s = y * e^{L - L_C} the last chunk first
 //
-// No exponent is above zero but in y * e^{L - L_C}, which factored_limit bounds (and factor_shift moves);
-// what underflows is gone from the state anyway.
+// Exponents are at most zero, except in y * e^{L - L_C}, which factored_limit bounds (and factor_shift
+// scales). Values that underflow do not contribute to the state.
 //
-// A block has Slabs x 64 rows and Slots columns of one head's state, for all chunks of a sequence or a
-// segment of one. U = x^T s~ (s~ the weighted s) does not need S, so the block's warpgroups take chunks in
-// turn, and S <- S e^{L_C} + U alone goes from one to the next. S lies in shared memory in fp32; thread i of
-// every warpgroup has the same elements of it, and a barrier for every warp hands them over. Every warpgroup
-// has its own ring of stages, filled by cp.async. In a warpgroup every warp has the gates and s~ of a quarter
-// of the columns, all 64 tokens of them, so that their sums stay within a warp, and then 16 rows a slab of U.
+// A block has Slabs x 64 rows and Slots columns of the state of one head, for all chunks of a sequence or
+// segment. U = x^T s~ (s~ the weighted s) does not depend on S. So the warpgroups of the block process chunks
+// round-robin, and only S <- S e^{L_C} + U is sequential. S is in shared memory in fp32. Thread i of every
+// warpgroup has the same elements of S, and an mbarrier for each warp passes them to the next warpgroup.
+// Every warpgroup has its own ring of stages, filled by cp.async. In a warpgroup, a warp has the gates and s~
+// of a quarter of the columns for all 64 tokens, so that the sums of the gates stay within the warp, and then
+// 16 rows of each slab of U.
 #pragma once
 
 #include "gsa/scan_block.cuh"
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
   unsigned parity = 0;
   for (int turn = warpgroup; turn < walk.chunks;) {
     const Stage stage{ring + slot * Stage::kBytes};
-    bool after_it = false;  // U takes part in the chunk's decay
+    bool after_it = false;  // U is decayed with the chunk
     if constexpr (Reverse) {
       after_it = p.factored[(block.first_chunk + walk.chunk_of(turn)) * p.heads + block.head];
     }
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroup, 1) scan(const __gr
       typename Block::Rounded before;
       block.carry(stage, turn, after_it, parity, before);
       if (!block.alone) {
-        block.meet();  // all four warps are done with x
+        block.meet();  // all four warps have read x
         block.publish(stage, turn, before);
       }
       member = 0;

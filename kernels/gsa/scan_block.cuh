@@ -1,4 +1,4 @@
-// A block of the scan, and what it does with a chunk.
+// A block of the scan: its part of the state, and the steps for a chunk.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -8,14 +8,15 @@
 namespace girih::kernels::gsa {
 
 constexpr int kBlocks = kChunk / kRows;
-// A chunk's 16-token blocks in the order in which gates add up: from the token where the state is wanted.
+// First row of a block of 16 tokens, in the order in which gates are summed: from the end of the chunk at
+// which the state is needed.
 template <bool Reverse>
 __device__ constexpr int block_row(int block) {
   return kRows * (Reverse ? block : kBlocks - 1 - block);
 }
 
-// Eight columns of a chunk. total = L_C; forward, weight = e^{sum of the gates after a token}, block after
-// block.
+// For 8 columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token}, one
+// block of 16 rows after the other.
 template <bool Reverse, class Tile>
 __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& g, int col) {
   uint32_t triangle[4], square[4];
@@ -35,7 +36,7 @@ __device__ inline void weigh(Sums<kBlocks>& weight, Sums<1>& total, const Tile& 
   }
 }
 
-// The same columns of s forward, in rounded pairs; from the gates where there is no s.
+// The same columns of s as pairs of T, in forward; computed from the gates if s is absent.
 template <typename T, class Stage>
 __device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int col, bool has_s) {
   const auto for_each_pair = [&](auto f) {
@@ -58,8 +59,8 @@ template <typename T, int Slabs, int Slots, bool Reverse>
 struct ScanBlock {
   using Stage = gsa::Stage<T, Slabs, Slots>;
   static constexpr int kN = Slots / 8;
-  static constexpr int kPacks = Slots / 8;  // a row's of a published state, of 16 bytes
-  static constexpr int kOwn = kN / kWarps;  // of the columns, in eights, those whose gates are the warp's
+  static constexpr int kPacks = Slots / 8;  // 16-byte packs of a row of a stored state
+  static constexpr int kOwn = kN / kWarps;  // tiles of 8 columns whose gates the warp sums
   using Rounded = uint32_t[Slabs][kN][2];
 
   const ScanPass& pass;
@@ -67,12 +68,12 @@ struct ScanBlock {
   Carried<Slabs, Slots>& carried;
   const int thread, warpgroup, warp;
   const bool alone;
-  // Which part of which state.
+  // The block's part of the state.
   int group, head, col, cols;
-  int64_t number;  // of the sequence or segment
+  int64_t number;  // index of the sequence or segment
   Slab slab[Slabs];
   Walk<Reverse> walk;
-  // Where the thread's packs of a published state go.
+  // The thread's packs of a stored state, and their addresses.
   int pack_row, pack_col;
   int64_t chunk_stride, first_chunk;
   T* states[Slabs];
@@ -87,7 +88,7 @@ struct ScanBlock {
         warp(thread / 32),
         alone(pass.cut.decay != nullptr) {}
 
-  // False: there is nothing to do.
+  // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool find();
   __device__ void find_states();
   template <class Array, class F>
@@ -99,9 +100,9 @@ struct ScanBlock {
   __device__ void publish(const Stage& stage, int turn, const Rounded& before) const;
   __device__ void end() const;
 
-  // A float4 of the state is a thread's: two rows of one slab, columns 8n + lane_col() and the next.
+  // The thread's float4 elements of the state: two rows of one slab, columns 8n + lane_col() and the next.
   __device__ float4* state() const { return reinterpret_cast<float4*>(carried.state) + thread; }
-  // The warpgroup's own barrier.
+  // Barrier of the warpgroup.
   __device__ void meet() const { barrier_wait(1 + warpgroup, kWarpgroup); }
 };
 
@@ -121,8 +122,8 @@ __device__ inline bool ScanBlock<T, Slabs, Slots, Reverse>::find() {
   return walk.find(p.tokens, pass.cut.tokens, number, alone);
 }
 
-// f(element, its place) for those of the thread's elements that exist in an array of states, array(memory)
-// one of each.
+// Calls f(element, its address in global memory) for the thread's elements inside of an array of states;
+// array(memory) returns the array of a memory.
 template <typename T, int Slabs, int Slots, bool Reverse>
 template <class Array, class F>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const Array& array,
@@ -144,7 +145,8 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(con
   }
 }
 
-// Warpgroup 0 has the first chunk, so what it stores here only it reads.
+// Only warpgroup 0 loads the initial state: it has the first chunk, so no other thread reads these elements
+// before.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::begin_state() const {
   if (warpgroup != 0) return;
@@ -169,8 +171,8 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::find_states() {
   }
 }
 
-// Forward s~ = s * e^{L_C - L} (in reverse s has its weights), and e^{L_C} in the place of the first token's
-// gates, which only this warp has read.
+// Forward: s~ = s * e^{L_C - L} (in reverse s is weighted already). Writes e^{L_C} over the gates of the
+// first token, which only this warp has read.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::weigh_chunk(const Stage& stage, bool has_s,
                                                                         bool first) const {
@@ -218,7 +220,8 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::add_chunk(const Stag
   }
 }
 
-// S <- S e^{L_C} + U, or (S + U) e^{L_C}, once it is the warpgroup's turn; before: S, rounded.
+// S <- S e^{L_C} + U, or (S + U) e^{L_C}, after the previous warpgroup has finished; before: the old S,
+// rounded.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::carry(const Stage& stage, int turn, bool after_it,
                                                                   unsigned& parity, Rounded& before) {
@@ -256,11 +259,11 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::carry(const Stage& s
   if (turn + 1 < walk.chunks) arrive(&carried.turns[(warpgroup + 1) % pass.warpgroups][warp]);
 }
 
-// The state before the chunk, to global memory.
+// Stores the state before the chunk to global memory.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::publish(const Stage& stage, int turn,
                                                                     const Rounded& before) const {
-  // Through the tile of x, so that neighbouring lanes write whole lines.
+  // Through the tile x, so that neighbouring lanes write whole lines.
   const int64_t chunk = walk.chunk_of(turn) * chunk_stride;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
@@ -290,7 +293,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::end() const {
       pass.cut.decay[(number * p.heads + head) * p.M + col + threadIdx.x] = sum;
     }
   }
-  // The warpgroup that had the last chunk has the last state.
+  // The warpgroup of the last chunk has the final state.
   if (warpgroup != (walk.chunks == 0 ? 0 : (walk.chunks - 1) % pass.warpgroups)) return;
   if (!alone && !walk.nothing_follows) return;
   for_each_element([&](int memory) -> const Out<4>& { return p.memory[memory].final; },

@@ -1,4 +1,4 @@
-// What a block of the scan has: rows of which memories, in shared memory the state and rings of stages.
+// The rows of a block of the scan, its shared memory (the state and rings of stages), and its loads.
 #pragma once
 
 #include "gsa/walk.cuh"
@@ -8,20 +8,20 @@
 
 namespace girih::kernels::gsa {
 
-constexpr int kWarpgroup = 128;  // threads
+constexpr int kWarpgroup = 128;  // threads of a warpgroup
 constexpr int kMaxWarpgroups = 3;
 
-// One launch over a scan.
+// The arguments of one launch.
 struct ScanPass {
   GatedScan scan;
   Segments cut;
-  bool shared_s;  // the memories have the same s, so a block may have rows of both
+  bool shared_s;  // both memories have the same s, so a block may have rows of both
   int warpgroups, stages;
 };
 
 __host__ __device__ inline int slabs_of(int width) { return (width + kSlab - 1) / kSlab; }
 
-// Groups of `slabs` slabs, each a block's, that cover the rows of the state.
+// Number of groups of `slabs` slabs that cover the rows of the state; a block has one group.
 __host__ __device__ inline int slab_groups(const ScanPass& pass, int slabs) {
   const int first = slabs_of(pass.scan.memory[0].width), second = slabs_of(pass.scan.memory[1].width);
   return pass.shared_s ? (first + second + slabs - 1) / slabs
@@ -30,8 +30,8 @@ __host__ __device__ inline int slab_groups(const ScanPass& pass, int slabs) {
 
 struct Slab {
   int memory;
-  int col;   // first column of that memory's x
-  int cols;  // none: past the end
+  int col;   // first column of x of this memory
+  int cols;  // 0: past the end
 };
 
 // The i-th slab of a group.
@@ -49,7 +49,7 @@ __device__ inline Slab slab_at(const ScanPass& pass, int slabs, int group, int i
   return {memory, slab * kSlab, cols < 0 ? 0 : cols > kSlab ? kSlab : cols};
 }
 
-// What a chunk brings.
+// The inputs of a chunk.
 template <typename T, int Slabs, int Slots>
 struct Stage {
   using X = SharedTile<T, kChunk, kSlab>;
@@ -60,7 +60,7 @@ struct Stage {
   char* data;
 
   __device__ X x(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
-  // In the place of x, the rows of the state that are written out.
+  // Rows of the state on the way to global memory, in place of x.
   __device__ S states(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
   __device__ S s() const { return {reinterpret_cast<T*>(data + Slabs * X::kBytes)}; }
   __device__ G g() const { return {reinterpret_cast<float*>(data + Slabs * X::kBytes + S::kBytes)}; }
@@ -68,7 +68,8 @@ struct Stage {
 
 constexpr int kWarps = kWarpgroup / 32;
 
-// What lies before the stages: the state, every warpgroup's sums of gates, and a barrier for every warp.
+// The shared memory before the stages: the state, the sums of gates of every warpgroup, and a barrier for
+// each warp.
 template <int Slabs, int Slots>
 struct Carried {
   float state[Slabs * kSlab * Slots];
@@ -78,8 +79,8 @@ struct Carried {
 template <int Slabs, int Slots>
 constexpr int kCarriedBytes = (sizeof(Carried<Slabs, Slots>) + 127) / 128 * 128;
 
-// One of two, number by number: an index into the parameters is a load, and would stand before the first
-// copy.
+// Selects one of two arrays member by member: an index into the kernel's parameters would be a load, and
+// would delay the first copy.
 __device__ inline In<4> either(bool first, const In<4>& one, const In<4>& other) {
   In<4> in;
   in.data = first ? one.data : other.data;
@@ -88,8 +89,8 @@ __device__ inline In<4> either(bool first, const In<4>& one, const In<4>& other)
   return in;
 }
 
-// A warpgroup's loads, a stage after the other: of every group-th chunk, the warpgroup's, what the group's
-// members have.
+// The loads of a warpgroup, one stage after the other: for every chunk of the warpgroup, the inputs of each
+// of the p.group query heads.
 template <typename T, int Slabs, int Slots, bool Reverse>
 class ScanLoads {
   using Stage = gsa::Stage<T, Slabs, Slots>;

@@ -1,5 +1,5 @@
-// The scores of a chunk's rows with each other, a warp's 16 of them with all 64: in registers, as the left
-// factor of products, and block by block.
+// The scores of the rows of a chunk with each other; a warp has 16 rows against all 64. In registers, as the
+// left factor of products, and by blocks of 16 columns.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -8,8 +8,8 @@
 
 namespace girih::kernels {
 
-// The scores of a warp's 16 rows against the chunk's 64, in two halves: the second is all masked for the
-// first two warps, who skip it.
+// The scores of a warp's 16 rows against the 64 rows of the chunk, in two halves of 32 columns. One half of
+// two of the warps is fully masked; these warps skip this half.
 struct Scores {
   Sums<4> half[2];
 };
@@ -19,7 +19,7 @@ __device__ inline void zero(Scores& a) {
   fill(a.half[1], 0.f);
 }
 
-// Which scores stay: those of earlier columns (and the row's own), or of later ones.
+// Which scores are not masked: those of earlier columns (and the row's own), or of later columns.
 enum class Side { earlier, later };
 
 template <Side side>
@@ -27,7 +27,7 @@ __device__ inline bool has_half(int h, int warp) {
   return side == Side::earlier ? h == 0 || warp >= 2 : h == 1 || warp < 2;
 }
 
-// a += x y^T, columns col..col+15 of both; halves without a score left out.
+// a += x y^T, columns col..col+15 of both. Fully masked halves are skipped.
 template <Side side, typename T, class Tile>
 __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile& y, int col, int warp) {
 #pragma unroll
@@ -36,12 +36,12 @@ __device__ inline void add_scores(Scores& a, const uint32_t (&x)[4], const Tile&
   }
 }
 
-// Rounded, and zero on the other side of the diagonal and, without `Diagonal`, on it; halves that are all
-// zero are not touched.
+// Rounds the scores, and sets them to zero on the masked side of the diagonal and, without `Diagonal`, on the
+// diagonal. Fully masked halves are not written.
 template <Side side, bool Diagonal, typename T>
 __device__ inline void round_scores(Operand<2> (&to)[2], const Scores& a, int warp) {
-  // Of the diagonal's half one of two blocks of 16 columns is its own. No branches: with them the compiler
-  // kept `to` in memory, for one half's place there or the other's.
+  // In the half with the diagonal, one of the two blocks of 16 columns has the diagonal. The code has no
+  // branches: with branches the compiler kept `to` in local memory.
   const bool second = warp & 1;
   uint32_t stay[2][4];
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ inline void add_scored(Sums<N>& sums, const Operand<2> (&a)[2], const
   }
 }
 
-// f(score, its place n, i in sums) of the 16 columns of block `block` of the scores.
+// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in a Sums<2>.
 template <class A, class F>
 __device__ inline void for_each_of_block(A& a, int block, const F& f) {
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ inline void set_block(Scores& a, const Sums<2>& from, int block) {
   for_each_of_block(a, block, [&](float& x, int n, int i) { x = from.at[n][i]; });
 }
 
-// The scores of rows with themselves, to [64].
+// Writes the scores of rows with themselves to `to` [64].
 __device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
   Sums<2> own;
   block_of(own, a, warp);
@@ -103,7 +103,7 @@ __device__ inline void put_diagonal(float* to, const Scores& a, int warp) {
   });
 }
 
-// The 16 x 16 scratch of a warp.
+// A 16 x 16 buffer of a warp in shared memory.
 struct Scratch {
   float* at;
 
@@ -120,11 +120,11 @@ struct Scratch {
     });
     __syncwarp();
   }
-  // Column j: of rows lane_row() and lane_row() + 8.
+  // Column j of rows lane_row() and lane_row() + 8.
   __device__ float2 column(int j) const {
     return {at[lane_row() * kRows + j], at[(lane_row() + 8) * kRows + j]};
   }
-  // By all lanes, from sums over the four lanes of a row.
+  // Writes column j; each value is summed over the four lanes of a row.
   __device__ void put_column(int j, float above, float below) const {
     above = sum_over_row(above);
     below = sum_over_row(below);

@@ -1,4 +1,4 @@
-// One token of gsa, the state in place.
+// gsa_step: one token of gsa; updates the state in place.
 #include "gsa/step.cuh"
 
 namespace girih::kernels {
@@ -17,7 +17,7 @@ __device__ float block_reduce(float value, bool largest, float* parts) {
   return value;
 }
 
-// p = feature(scale * logits), in place, M of them.
+// p[0..M-1] = feature(scale * p), p: the logits.
 __device__ void apply_feature(float* p, int M, Feature feature, float scale, float* parts) {
   if (feature == Feature::softmax) {
     float top = -INFINITY, sum = 0.f;
@@ -38,16 +38,16 @@ __device__ void apply_feature(float* p, int M, Feature feature, float scale, flo
   __syncthreads();
 }
 
-// What a slot keeps of its memory, and how much of the token it takes.
+// Decay of a slot, and the weight of the new token.
 struct Gate {
   float decay, weight;
 };
 
-// ABC: z <- logaddexp(z, s), g = z before - z, the weight e^{s - z}
+// ABC: z' = logaddexp(z, s), the decay is e^{z - z'}, the weight e^{s - z'}; z is replaced by z'.
 __device__ Gate abc_gate(float& z, float logit) {
   if (logit == -INFINITY) return {1.f, 0.f};
   const float before = z, top = fmaxf(z, logit);
-  if (before == -INFINITY) {  // an empty memory has nothing to decay
+  if (before == -INFINITY) {  // the memory is empty
     z = logit;
     return {1.f, 1.f};
   }
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
   float* const held_k = shared;
   float* const held_v = held_k + (Held ? p.D * p.M : 0);
   float* const parts = held_v + (Held ? p.M * p.V : 0);  // kStepThreads * Pack_
-  float* const s = parts + kStepThreads * Pack_;         // from here to k, whole packs
+  float* const s = parts + kStepThreads * Pack_;         // s to k start at multiples of a pack
   float* const decay = s + p.M;
   float* const v = decay + p.M;
   float* const slots = v + p.V;
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
   const StepMemory<Pack_, Held> Hk(p.state_k, n, head, p.D, p.M, held_k, group > 1);
   const StepMemory<Pack_, Held> Hv(p.state_v, n, head, p.M, p.V, held_v, group > 1);
 
-  // What a thread takes of the token, of the first query, is asked for before any of it is waited for: all
-  // of it where no vector is longer than the block.
+  // A thread issues all its loads of the token and of the first query before it uses any of them; the loop
+  // has one iteration if no vector is longer than the block.
   const bool abc = p.z.data != nullptr;
   for (int i = threadIdx.x; i < max(p.M, max(p.D, p.V)); i += kStepThreads) {
     RawElement of_s, of_g, of_k, of_q, of_v;
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
     wait_copies<1>();
     update_and_read<Decays::columns>(Hk, member == 0, decay, k, s, q, parts,
                                      [&](int m, float logit) { slots[m] = logit; });
-    if (member + 1 < group) {  // q has been read; barriers of the feature's come before it is read again
+    if (member + 1 < group) {  // q has been read; apply_feature has barriers before the next use
       for (int d = threadIdx.x; d < p.D; d += kStepThreads) q[d] = load_any(p.q, n, query_head + 1, d);
     }
     apply_feature(slots, p.M, p.feature, p.scale, parts);

@@ -1,8 +1,10 @@
-// What the steps of gsa and gla do with a memory: it is read and written once. (One that is too large to be
-// held is read again by every further query of its head.)
+// The update and the read of a memory in a decoding step of gsa and gla. The memory is read and written once.
+// If a memory head has several query heads and the memory is too large for shared memory, each further query
+// head reads it once more.
 //
-// A block has one sequence and memory head. Its threads cover a memory's rows in turns, each with `Pack`
-// neighbouring columns; what they read out of it is added through shared memory, always in the same order.
+// A block has one sequence and one memory head. The threads cover the rows of the memory in several
+// iterations; each thread has `Pack` neighbouring columns. The sums over rows are added through shared memory
+// in a fixed order.
 #pragma once
 
 #include "gsa/gsa.h"
@@ -14,15 +16,15 @@ namespace girih::kernels {
 
 constexpr int kStepThreads = 128;
 
-// A block's memories are held in shared memory up to so many floats in all: what six blocks of a
-// multiprocessor with 228 KB, or two with 100, read of them is then under way at once, where the token's
-// vectors are small beside them. In larger ones a thread has many turns, whose loads keep memory busy as they
-// are. (128 sequences of 16 heads, 64 x 64, on an H200: gla 22.0 us instead of 25.0, gsa with its two of them
-// 41.5 instead of 43.2.)
+// Up to this many floats, the memories of a block are copied to shared memory. Six blocks of a multiprocessor
+// with 228 KB, or two with 100 KB, then have all their loads in flight at once, if the vectors of the token
+// are small beside the memories. With larger memories a thread has many iterations, whose loads keep the
+// memory system busy. (128 sequences of 16 heads, 64 x 64, on an H200: gla 22.0 us instead of 25.0, gsa with
+// its two memories 41.5 us instead of 43.2.)
 constexpr int64_t kStepHeld = 8192;
 
-// Which packs of a memory are the thread's, of `packs` a row from `first` on: one column of them, in every
-// `turns`th row from `turn` on.
+// The thread's packs of a memory with `packs` packs a row, counted from pack `first`: one column of packs, in
+// every `turns`th row from row `turn`.
 struct StepShare {
   int wide, turns, turn, pack;
 
@@ -34,16 +36,16 @@ struct StepShare {
   __device__ bool exists() const { return turn < turns; }
 };
 
-// The block's memory H, [rows, cols], cols a multiple of Pack. Held, it is under way to shared memory from
-// its construction on: a thread copies the packs that are its own in every update, so it has to wait for its
-// own copies alone, and for nobody.
+// The block's memory H [rows, cols]; cols is a multiple of Pack. `Held`: the constructor starts the copy to
+// shared memory. A thread copies the packs that it updates, so it waits for its own copies only and needs no
+// barrier.
 template <int Pack_, bool Held>
 struct StepMemory {
   float* H;
   int64_t row_stride, col_stride;
   int rows, cols;
-  float* held;  // rows * cols floats from a multiple of 16 bytes on
-  bool again;   // there are queries after the first, which read the memory once more
+  float* held;  // rows * cols floats, aligned to 16 bytes
+  bool again;   // further queries read the memory too
 
   __device__ StepMemory(const Out<4>& state, int64_t n, int head, int rows, int cols, float* held, bool again)
       : H(static_cast<float*>(state.data) + offset_of(state, n, head)),
@@ -79,12 +81,12 @@ struct StepMemory {
   __device__ float* held_at(int r, int c) const { return held + r * cols + c; }
 };
 
-// What a memory's decay has an element for.
+// The dimension of the decay: one element for each row or for each column.
 enum class Decays { rows, columns };
 
-// out(c, sum over rows r of read[r] * H[r, c]), after H[r, c] <- decay[r or c] H[r, c] + row[r] col[c]; by
-// the whole block. `update` is false where H holds the token already. col, and decay where it is of columns,
-// start at a whole pack. parts: kStepThreads * Pack floats that nobody reads.
+// If `update`, H[r, c] <- decay[r or c] H[r, c] + row[r] col[c]. Then calls out(c, sum over r of read[r] *
+// H[r, c]) for every column. Called by all threads of the block. col, and decay for columns, are aligned to a
+// pack. parts: kStepThreads * Pack floats of scratch.
 template <Decays Of, int Pack_, bool Held, class Result>
 __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool update, const float* decay,
                                        const float* row, const float* col, const float* read, float* parts,
@@ -98,7 +100,8 @@ __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool up
       const Pack<Pack_> of_col = load<Pack_>(col + c);
       Pack<Pack_> by_col = zeros<Pack_>();
       if (Of == Decays::columns) by_col = load<Pack_>(decay + c);
-      // Four rows are under way at once: nothing says that a later row is not an earlier one's store.
+      // Four rows are loaded before the first is stored: the compiler cannot know that a store does not alias
+      // a later load.
       constexpr int kAtOnce = 4;
       for (int first_row = share.turn; first_row < H.rows; first_row += kAtOnce * share.turns) {
         Pack<Pack_> h[kAtOnce];
@@ -135,11 +138,11 @@ __device__ inline void update_and_read(const StepMemory<Pack_, Held>& H, bool up
   }
 }
 
-// A block for every sequence and memory head, with so many floats of shared memory.
+// Launches one block for each sequence and memory head, with `floats` floats of shared memory.
 template <auto Kernel, class Problem>
 cudaError_t launch_step(const Problem& p, int64_t floats, cudaStream_t stream) {
   const int64_t blocks = p.sequences * p.heads;
-  if (blocks == 0) return cudaSuccess;  // whatever the sizes
+  if (blocks == 0) return cudaSuccess;  // for any sizes
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (floats > limit / static_cast<int64_t>(sizeof(float))) return cudaErrorInvalidValue;

@@ -1,33 +1,33 @@
-// Which tokens a launch, and a block of it that goes from chunk to chunk, has.
+// The tokens of a launch (sequences or segments) and of a block that scans them chunk by chunk.
 #pragma once
 
 #include "gsa/gsa.h"
 
 namespace girih::kernels {
 
-// A launch over whole sequences, or over segments of them.
+// A launch scans whole sequences, or segments of sequences.
 struct Segments {
-  // Of one, a multiple of 64; 0: whole sequences. The initial states are then the segments', not the
-  // sequences'.
+  // Tokens of a segment, a multiple of 64; 0: whole sequences. With segments, the initial states are those of
+  // the segments.
   int64_t tokens;
-  // Not null: every segment from zero, for what it adds to the state. The final states are the segments', the
-  // sums of their gates go here, [segments, heads, slots or keys]; nothing else is written, and segments that
-  // nothing follows are left out.
+  // If not null, every segment starts from zero. The launch writes the final state of each segment and, here,
+  // the sum of its gates [segments, heads, slots or keys], and nothing else. The last segment of a sequence
+  // is skipped.
   float* decay;
 
   int64_t count(const Tokens& all) const { return tokens == 0 ? all.sequences : piece_count(all, tokens); }
 };
 
-// A sequence's tokens, or a segment's of one. Reverse: from the last chunk to the first.
+// The tokens of a sequence or of a segment. Reverse: from the last chunk to the first.
 template <bool Reverse>
 struct Walk {
   Sequence sequence;
   int64_t start;
   int length, chunks;
-  bool nothing_follows;  // in the order of the walk
+  bool nothing_follows;  // no segment of the sequence is later in scan order
 
-  // Of `segment` tokens each, or 0: whole sequences. False: there is no such segment, or where what follows
-  // alone counts (`alone`), none follows.
+  // segment: tokens of a segment, or 0 for whole sequences. Returns false if segment `number` does not exist,
+  // or if `alone` and the segment is the last of its sequence in scan order.
   __device__ bool find(const Tokens& tokens, int64_t segment, int64_t number, bool alone) {
     int64_t end;
     if (segment == 0) {

@@ -1,11 +1,11 @@
-// The mirror of reads.cuh, for the gradients of a chunk's key rows j:
+// The mirror of reads.cuh: the gradients of the key rows j of a chunk:
 //
 //     key_write    (f, W) of s:  f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm},  t >= j
 //     value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>j} a_jt e^{L_t - L_j} * y_t,                    [M]
 //
-// G the gradient of the state after the chunk, y what later rows gave to the memory; what a row gave to its
-// own token is left out of u. Where factors serve, e^{L_t - L_j} = e^{X_j} r_t; elsewhere 16-row blocks
-// again, from the last, and pairs within a block.
+// G is the gradient of the state after the chunk, and y are the weights of the reads of later rows. u does
+// not contain the terms of the rows' own tokens. With factors, e^{L_t - L_j} = e^{X_j} r_t. Without factors,
+// rows use blocks of 16 rows from the last block, and pairs of rows within a block.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -13,22 +13,22 @@
 
 namespace girih::kernels {
 
-// The gradients that a warp's rows get. Blocks have a group of four warps for every 64 of the M columns: all
-// of them see all rows and gates, each has its columns of u.
+// The gradients of the rows of a warp. A block has a warpgroup for each 64 of the M columns. All warpgroups
+// use all rows and gates; each has its columns of u.
 template <typename T, int M>
 struct RowWrites {
   static constexpr int N = M / 8;
   using Tile = SharedTile<T, kChunk, M>;
-  using Own = Sums<8>;  // the group's columns
+  using Own = Sums<8>;  // the columns of the warpgroup
 
-  // What they need, all in shared memory.
+  // The operands in shared memory.
   struct Shared {
     Gates<M> gates;
-    Tile s;    // the weights as they are; where factors serve, what rounding took from s e^X
-    Tile end;  // s e^{L_C - L_j}, where factors serve s e^X
+    Tile s;    // the weights, unscaled; with factors: the rounding error of s e^X
+    Tile end;  // s e^{L_C - L_j}; with factors: s e^X
     Scratch scratch;
     int group;
-    float y_scale;  // y counts so often, where factors do not serve
+    float y_scale;  // factor of y, without factors
 
     __device__ float2 weight(int i, int n) const { return lane_pair<T>(s, gates.row() + 8 * i, 8 * n); }
   };
@@ -37,7 +37,7 @@ struct RowWrites {
 
   __device__ int first_column() const { return 64 * at.group; }
 
-  // By all warps of the block, after g and s have arrived. Ends in a barrier.
+  // Called by all warps of the block after g and s are loaded. Ends with a barrier.
   template <int Warps>
   __device__ void start() {
     const Tile s = at.s, end = at.end;
@@ -56,7 +56,7 @@ struct RowWrites {
     __syncthreads();
   }
 
-  // Where factors serve, y with its factor r: W of key_write, rounded,
+  // With factors, y multiplied by r: W of key_write, rounded.
   __device__ void key_write(Operand<2> (&w)[2], const Tile& y) const {
     Scores W;
     zero(W);
@@ -68,7 +68,7 @@ struct RowWrites {
     }
     round_scores<Side::later, true, T>(w, W, at.gates.warp);
   }
-  // what is lost of x G, u so far, when s e^X is rounded, in place of s: dg is to have it,
+  // With factors, u = x G: writes u times the rounding error of s e^X over s, for dg.
   __device__ void keep_rounding(const Own& u) const {
     each_pair<8>([&](int n, int i) {
       const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
@@ -76,13 +76,12 @@ struct RowWrites {
       put_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
     });
   }
-  // and u, without e^X, gets the chunk's own part of value_write.
+  // With factors: adds the terms of the chunk's rows to u, without e^X.
   __device__ void value_write(Own& u, const Operand<2> (&scores)[2], const Tile& y) const {
     add_scored<Side::later, T>(u, scores, y, at.gates.warp, first_column());
   }
 
-  // Elsewhere: u, so far x G, becomes the whole of value_write. y is scaled on the way. Has barriers of the
-  // block.
+  // Without factors: u contains x G and becomes value_write. Scales y in place. Has barriers of the block.
   __device__ void write_by_blocks(Own& u, Operand<2> (&w)[2], const Scores& a, const Tile& y) const {
     Sums<N> all;
     fill(all, 0.f);
@@ -98,7 +97,8 @@ struct RowWrites {
   }
 
  private:
-  // Rarely run, and large: calls of their own, lest they take registers from the rest.
+  // Not inlined: these functions are large and rarely called, and their registers would count for the fast
+  // path.
   __device__ __noinline__ static void end_by_blocks(const Shared at) {
     Sums<N> weights;
     take_rows<T>(weights, at.s, at.gates.row());
@@ -124,7 +124,7 @@ struct RowWrites {
     const Gates<M>& gates = at.gates;
     const int warp = gates.warp;
     zero(W);
-    // The warp's own 16 columns, pair by pair.
+    // The warp's own 16 columns, by pairs of rows.
     Sums<2> block;
     block_of(block, a, warp);
     at.scratch.put(block);
@@ -162,7 +162,7 @@ struct RowWrites {
     scale_columns(through, [&](int) { return float2{at.y_scale, at.y_scale}; });
     if (at.group == 0) scale_rows<T>(y, gates.row(), through);
     __syncthreads();
-    // The later blocks: W from the nearest, u from the last.
+    // The later blocks: W from the nearest block to the last, u from the last to the nearest.
     Sums<N> after, x;
     gates.decay_after(after);
     each_sum<N>([&](int n, int i) {

@@ -1,5 +1,5 @@
-// columns.cuh by a single warp, which has all of a chunk's 16 tokens as rows: what one product leaves in
-// registers is the next one's factor, and sums over vectors stay within four lanes.
+// columns.cuh by a single warp, with the chunk's 16 tokens as rows: products stay in registers as factors of
+// the next products, and sums over vectors stay within four lanes.
 #pragma once
 
 #include "lattice/short_ring.cuh"
@@ -9,7 +9,7 @@ namespace girih::kernels::lattice {
 template <typename T>
 class ShortColumns {
   using Ring = ShortRing<T>;
-  using Columns = Sums<2>;    // [tokens, 16 of D or M]
+  using Columns = Sums<2>;    // [tokens, 16 columns of D or M]
   using Factor = Operand<4>;  // [tokens, D or M]
 
   const LatticeColumns& p;
@@ -21,7 +21,7 @@ class ShortColumns {
   __device__ ShortColumns(const ShortReverse& p, const Ring& ring)
       : p(p.columns), dlast_decay(p.reverse.dlast_decay), shares(p.shares), ring(ring) {}
 
-  // Chunks of the block's share, counted from the last, in turn with the others that do.
+  // Processes chunks of the block's share, counted from the last one, round-robin with the other dkv warps.
   __device__ void run(int worker) const {
     const Carried& block = ring.block();
     const ChunkedSequence& of = block.of;
@@ -39,7 +39,7 @@ class ShortColumns {
                                  ? load_any(p.at_floor, part.batch(), token, part.head)
                                  : 0.f;
       wait(ring.full() + turn.place, turn.parity);
-      // While the chain comes to the chunk: it has nothing of what this changes.
+      // Overlaps with the state warps, which do not use the tile that this changes.
       if (!is(LatticeObjective::similarity)) make_difference(turn.place);
       wait(ring.done() + turn.place, turn.parity);
       float sums[2], end = 0.f;
@@ -74,12 +74,12 @@ class ShortColumns {
     pack<T>(a, x);
     store_block(tile, 0, col, a);
   }
-  // Row lane_row() and the one 8 below it.
+  // Values of rows lane_row() and lane_row() + 8.
   __device__ static float2 of_rows(const float* numbers) {
     return {numbers[lane_row()], numbers[lane_row() + 8]};
   }
 
-  // f(col): 16 columns after another, in a loop (row_source.h).
+  // Calls f(col) for blocks of 16 columns. A loop, to save instruction cache (row_source.h).
   template <class F>
   __device__ static void for_columns(const F& f) {
 #pragma unroll 1
@@ -87,8 +87,8 @@ class ShortColumns {
     __syncwarp();
   }
 
-  // decode: H = K S^T - V in the place of V; encode: c = V S - K in that of K. What is not made so, all of
-  // similarity, is there: H = V, c = K.
+  // decode: H = K S^T - V, which replaces V; encode: c = V S - K, which replaces K. Otherwise H = V and c =
+  // K.
   __device__ void make_difference(int stage) const {
     const auto k = ring.tokens(stage, Ring::k), v = ring.tokens(stage, Ring::v);
     const bool decode = is(LatticeObjective::decode);
@@ -104,7 +104,8 @@ class ShortColumns {
     });
   }
 
-  // x += the product of `left` and 16 columns of a memory, or rows. One piece of code for both: row_source.h.
+  // x += product of `left` with 16 columns, or 16 rows, of a memory. One loop for both saves instruction
+  // cache (row_source.h).
   __device__ static void add_product_of(Columns& x, const Factor& left,
                                         const typename Ring::S::Memory& memory, int first, bool of_rows) {
     uint32_t right[4][4];
@@ -119,7 +120,7 @@ class ShortColumns {
         load_matrices_transposed(right[i], memory.address(16 * i, first, lane() % 16, lane() / 16 * 8));
       }
     }
-    // In two sums, which are there sooner than one.
+    // Two accumulators halve the chain of dependent products.
     Columns half;
     fill(half, 0.f);
 #pragma unroll
@@ -130,8 +131,8 @@ class ShortColumns {
     add(x, half);
   }
 
-  // dk and dv. sums: c.dW of the lane's rows; end: what cancels at the chunk's end. decode makes Y first and
-  // encode dW, for the other has a product with it, rounded.
+  // Stores dk and dv. sums: c.dW of the lane's rows; end: the cancelling sum at the chunk's end. decode
+  // computes Y first, and encode dW: the other one needs a product with it, rounded.
   __device__ void put_rows(const Part& part, int stage, int worker, float (&sums)[2], float& end) const {
     const bool decode = is(LatticeObjective::decode), similarity = is(LatticeObjective::similarity);
     sums[0] = sums[1] = 0.f;
@@ -144,8 +145,9 @@ class ShortColumns {
     }
   }
 
-  // dW = E_C (H dX), and with step = sign gamma dk: decode step dW + Y S, encode -step dW, similarity step dW
-  // Y = (W E_C) dX^T, and dv: decode -Y, encode Y + step dW S^T, similarity Y
+  // With step = sign gamma:
+  //     dW = E_C (H dX)           dk: decode step dW + Y S, encode -step dW, similarity step dW
+  //     Y = (W E_C) dX^T          dv: decode -Y, encode Y + step dW S^T, similarity Y
   __device__ void make(const typename Ring::S::Keys& to, int stage, int worker, bool of_k, bool is_crossed,
                        bool crosses, float (&sums)[2], float& end) const {
     const auto& numbers = ring.numbers(stage);
@@ -186,14 +188,14 @@ class ShortColumns {
     });
   }
 
-  // The tile to the chunk's rows in global memory.
+  // Stores a tile to the chunk's rows in global memory.
   template <class Tile>
   __device__ void put(const Out<4>& to, const Part& part, const Tile& tile, int cols) const {
     store_rows<1>(tile, row_of<T>(to, part.batch(), part.chunk.start, part.head), to.stride[1],
                   part.chunk.length, cols, 0);
   }
 
-  // dgamma and dg, a token a lane.
+  // Stores dgamma and dg; a lane has a token.
   __device__ void put_gates(const Part& part, int stage, const float (&sums)[2], float end, float dgamma,
                             float at_floor) const {
     const auto& numbers = ring.numbers(stage);
@@ -206,7 +208,7 @@ class ShortColumns {
     if (exists) store_any(p.dgamma, dgamma, part.batch(), token, part.head);
     if (p.dg.data == nullptr) return;
 
-      // dl_t = at_floor_t - gamma_t dgamma_t and at the end what cancels there, dg its sum from t on
+      // dl_t = at_floor_t - gamma_t dgamma_t, plus the cancelling sum at the end; dg_t sums dl from t on
 #pragma unroll
     for (int i = 0; i < 2; ++i) end = fmaf(numbers.steps[t + 32 * i], numbers.cancels[t + 32 * i], end);
     end = sum_over_col(sum_over_row(end));
@@ -224,7 +226,7 @@ class ShortColumns {
     if (exists) store_any(p.dg, d, part.batch(), token, part.head);
   }
 
-  // Of the decay of the end of a chunk that is not complete.
+  // Gradient of the decay at the end of an incomplete chunk.
   __device__ float open_end(const Part& part) const {
     float sum = dlast_decay.data == nullptr ? 0.f : load_any(dlast_decay, part.sequence(), part.head);
     for (int w = 0; w < Ring::S::kWarps; ++w) sum += ring.sums()[w];

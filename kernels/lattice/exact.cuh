@@ -1,10 +1,9 @@
-// A memory [D, M] in the registers of a block's warps, sums over it, and what one token does to it (exact.h).
+// A memory [D, M] in the registers of a block's warps, sums over it, and the update by one token (exact.h).
 //
-// Warps have 16 columns each, a lane 4 of them and of every 32 rows 4: sums over rows, a column's, stay in
-// a warp; those over columns, a row's, go through shared memory. Beside these warps a block has helpers,
-// which bring the rows of the next tile of tokens to shared memory and write out what the last tile has
-// given, so that neither type nor stride of a tensor, nor the way to memory, is in the chain from token to
-// token.
+// A warp has 16 columns; a lane has 4 of these and 4 of every 32 rows. Sums over rows stay in a warp; sums
+// over columns pass through shared memory. Helper warps load the rows of the next tile of tokens to shared
+// memory and store the results of the previous tile, so that conversions, strides and global memory are not
+// on the critical path from token to token.
 #pragma once
 
 #include "lattice/exact.h"
@@ -17,19 +16,19 @@ namespace girih::kernels::lattice {
 
 template <int D_, int M_>
 struct ExactSizes {
-  static constexpr int D = D_, M = M_;   // with room for the call's
-  static constexpr int kPacks = D / 32;  // of 4 rows, a lane's
-  static constexpr int kWarps = M / 16;  // of the memory
+  static constexpr int D = D_, M = M_;   // including padding
+  static constexpr int kPacks = D / 32;  // packs of 4 rows of a lane
+  static constexpr int kWarps = M / 16;  // warps that hold the memory
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kHelpers = M == 64 ? 64 : 128;  // threads; registers are given to 4 warps at a time
+  static constexpr int kHelpers = M == 64 ? 64 : 128;  // threads; setmaxnreg works on 4 warps
   static constexpr int kAll = kThreads + kHelpers;
   static constexpr int kMemory = D * M;
 };
 
-// Where a thread's part of a memory lies: rows 32 j + row + (0..3), columns col + (0..3).
+// Elements of a memory that a thread holds: rows 32 j + row + (0..3), columns col + (0..3).
 struct ExactPlace {
   int thread, warp, lane, row, col;
-  bool first;  // of the 8 lanes that have the same columns
+  bool first;  // lane 0 of the 8 lanes with the same columns
 
   __device__ ExactPlace()
       : thread(threadIdx.x),
@@ -57,7 +56,7 @@ struct ExactRows {
   }
 };
 
-// f(j, e): of every four rows, and of every row among them.
+// Calls f(j, e) for every row: pack j, row e of the pack.
 template <class Sizes, class F>
 __device__ inline void each_row(const F& f) {
 #pragma unroll
@@ -71,13 +70,13 @@ __device__ inline void each_col(const F& f) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) f(c);
 }
-// f(j, e, c)
+// Calls f(j, e, c) for every element.
 template <class Sizes, class F>
 __device__ inline void each_entry(const F& f) {
   each_row<Sizes>([&](int j, int e) { each_col([&](int c) { f(j, e, c); }); });
 }
 
-// The sum over all rows, of each lane's.
+// Sums each column over all rows; every lane gets the sums of its columns.
 __device__ inline void sum_rows(Pack<4>& x) {
 #pragma unroll
   for (int other = 1; other < 8; other *= 2) {
@@ -90,8 +89,8 @@ __device__ inline float sum_lanes(float x) {
   return x;
 }
 
-// to[row] = the sum over the warp's columns: in each of two steps a lane hands half of its rows to another
-// and keeps the rest.
+// to[row] = the sum over the warp's columns. In each of two steps a lane sends half of its rows to another
+// lane.
 template <class Sizes>
 __device__ inline void store_row_sums(const ExactRows<Sizes>& x, float* to) {
   const ExactPlace place;
@@ -113,7 +112,7 @@ __device__ inline void store_row_sums(const ExactRows<Sizes>& x, float* to) {
   const int from = (upper ? kHalf : 0) + (second ? kLeft : 0);
   store<kLeft>(to + from / 4 * 32 + place.row + from % 4, left);
 }
-// The sum of what warps have stored, `of` [warps, D].
+// Adds the sums of all warps; `of` is [warps, D].
 template <class Sizes>
 __device__ inline ExactRows<Sizes> add_warps(const float* of) {
   auto sum = ExactRows<Sizes>::from(of);
@@ -124,20 +123,20 @@ __device__ inline ExactRows<Sizes> add_warps(const float* of) {
   }
   return sum;
 }
-// A barrier of the memory's warps.
+// A barrier of the warps that hold the memory.
 template <class Sizes>
 __device__ inline void memory_barrier() {
   barrier_wait(1, Sizes::kThreads);
 }
 
-// Helpers, beside so many tokens, are at as many barriers as the memory's warps (kCountsBarriers).
+// Executes as many barriers in the helper warps as the memory's warps for `tokens` tokens (kCountsBarriers).
 template <class Sizes>
 __device__ inline void count_barriers(const LatticeExactShape& shape, int tokens) {
   const bool as_many = kCountsBarriers && shape.objective == LatticeObjective::decode;
   for (int i = 0; as_many && i < tokens; ++i) barrier_wait(2, Sizes::kHelpers);
 }
 
-// A state's memory, [D, M] fp32 of any strides; absent or beyond its sizes: zeros.
+// A caller's memory [D, M], fp32 with any strides; absent: zeros.
 template <class Sizes>
 __device__ inline void load_memory(ExactMemory<Sizes>& x, const In<4>& from, int64_t n, int head,
                                    const LatticeExactShape& shape) {
@@ -159,7 +158,7 @@ __device__ inline void store_memory(const Out<4>& to, const ExactMemory<Sizes>& 
     if (d < shape.D && m < shape.M) data[offset_of(to, n, head, d, m)] = x.at[j][e].at[c];
   });
 }
-// f(j, row, where it lies) of all of a kept memory that is the thread's.
+// Calls f(j, row, offset) for the thread's packs of a stored memory.
 template <class Sizes, class F>
 __device__ inline void each_kept(const LatticeExactShape& shape, int64_t number, int head, const F& f) {
   const ExactPlace place;
@@ -171,13 +170,13 @@ __device__ inline void each_kept(const LatticeExactShape& shape, int64_t number,
   });
 }
 
-// Tokens of one head, and which of Sizes::kHelpers helpers this thread is.
+// A tile of tokens of one head, and the index of the helper thread.
 template <class Sizes>
 struct ExactTile {
   int64_t batch, first;
   int count, head, helper;
 
-  // Rows to shared memory in fp32, one every `stride` floats; zeros in the room beyond their width, and of an
+  // Loads rows to shared memory as fp32, `stride` floats apart. Zeros between `width` and `Room`, and for an
   // absent tensor.
   template <int Room>
   __device__ void bring(float* to, int stride, const In<4>& x, int of_head, int width) const {
@@ -201,12 +200,12 @@ struct ExactTile {
       }
     });
   }
-  // A number of each token.
+  // Loads a scalar of each token.
   __device__ void bring(float* to, int stride, const In<3>& x) const {
     for (int u = helper; u < count; u += Sizes::kHelpers)
       to[u * stride] = x.data == nullptr ? 0.f : load_any(x, batch, first + u, head);
   }
-  // f(token of the tile, i), i below size, which there is `Room` for.
+  // Calls f(token of the tile, i) for i < size; `Room` is a bound of size known at compile time.
   template <int Room, class F>
   __device__ void each(int size, const F& f) const {
     for (int x = helper; x < count * Room; x += Sizes::kHelpers) {
@@ -215,7 +214,7 @@ struct ExactTile {
   }
 };
 
-// What a token's row in shared memory has for exact_step(), in this order.
+// A token's row in shared memory: k, v, gamma and g, in this order.
 template <class Sizes>
 struct ExactToken {
   static constexpr int kFloats = Sizes::M + Sizes::D + 4;
@@ -234,14 +233,15 @@ struct ExactToken {
   }
 };
 
-// The memory of a chunk as it goes from token to token.
+// The state within a chunk.
 template <class Sizes>
 struct ExactState {
   ExactMemory<Sizes> S, Delta;
-  float L;  // the sum of the chunk's gates so far
+  float L;  // sum of the chunk's gates so far
 };
 
-// What a token has made: h, a of a column, and 1 / |x|, or 1; 0 of a column of zeros. `kept`: m.
+// Results of a token: h, a of the lane's columns, and 1 / |x| (1 without normalisation, 0 for a column of
+// zeros). kept: m.
 template <class Sizes>
 struct ExactMade {
   ExactRows<Sizes> h;
@@ -249,7 +249,7 @@ struct ExactMade {
   float kept, threshold;
 };
 
-// An entry of x.
+// An element of x.
 template <class Sizes>
 __device__ inline float moved(const ExactState<Sizes>& state, const ExactMade<Sizes>& made,
                               const LatticeExactShape& shape, int j, int e, int c) {
@@ -257,19 +257,20 @@ __device__ inline float moved(const ExactState<Sizes>& state, const ExactMade<Si
   if (shape.shrinkage == 0.f) return x;
   return x == 0.f ? 0.f : copysignf(fmaxf(fabsf(x) - made.threshold, 0.f), x);
 }
-// 1 / |x| to a rounding or two, without the branches of a root and a division; of 0 it is 0.
+// 1 / |x| with an error of one or two ulp, without the branches of a root and a division; 0 for 0.
 __device__ inline float inverse_norm(float square) {
   const float y = rsqrtf(square);
   return square > 0.f ? y * fmaf(-0.5f * square * y, y, 1.5f) : 0.f;
 }
-// 1 / l, of |s|^2.
+// 1 / l from |s|^2.
 __device__ inline Pack<4> unit_of(const Pack<4>& square, const LatticeExactShape& shape) {
   Pack<4> unit;
   each_col([&](int c) { unit.at[c] = shape.normalize ? 1.f : inverse_norm(square.at[c]); });
   return unit;
 }
 
-// Delta after the token; the chunk's S stays. `parts`: [2, warps, D], of which tokens take turns.
+// Updates Delta by a token; S of the chunk does not change. `parts`: [2, warps, D]; `turn` alternates between
+// the two by token.
 template <class Sizes>
 __device__ inline ExactMade<Sizes> exact_step(ExactState<Sizes>& state, const LatticeExactShape& shape,
                                               const ExactToken<Sizes>& token, float* parts, int turn) {
@@ -335,15 +336,15 @@ __device__ inline ExactMade<Sizes> exact_step(ExactState<Sizes>& state, const La
   return made;
 }
 
-// Of y.
+// An element of y.
 template <class Sizes>
 __device__ inline float read_of(const ExactState<Sizes>& state, const ExactMade<Sizes>& made,
                                 const LatticeExactShape& shape, int j, int e, int c) {
   const float inverse = made.inverse.at[c];
   return inverse > 0.f ? moved(state, made, shape, j, e, c) * inverse : state.S.at[j][e].at[c];
 }
-// S <- y, Delta <- 0, where a chunk ends; what reads y after it finds it in S. (Before it, y would stay in
-// registers beside S and Delta.)
+// At the end of a chunk: S <- y, Delta <- 0. Later reads of y load S, so that y needs no registers beside S
+// and Delta.
 template <class Sizes>
 __device__ inline void end_chunk(ExactState<Sizes>& state, ExactMade<Sizes>& made,
                                  const LatticeExactShape& shape) {
@@ -355,11 +356,11 @@ __device__ inline void end_chunk(ExactState<Sizes>& state, ExactMade<Sizes>& mad
   state.L = 0.f;
 }
 
-// The sequence and head of a block's turn, and where it stands.
+// Sequence and head of a block, and its position.
 struct ExactSequence {
-  ChunkedSequence of;  // in segments
-  int head, begun;     // tokens of the first chunk that came before
-  bool resumed;        // with steps and gates of it
+  ChunkedSequence of;  // cut into segments
+  int head, begun;     // tokens of the chunk before this call
+  bool resumed;        // positions exist and chunks have more than one token
 
   __device__ ExactSequence(const LatticeExactInputs& in, int64_t item)
       : of(chunked_sequence(lattice_segments(in.shape), item / in.shape.heads)),
@@ -372,7 +373,7 @@ struct ExactSequence {
   __device__ int64_t length() const { return of.sequence.end - of.sequence.start; }
 };
 
-// The sizes that have room: launch(Sizes).
+// Calls launch(Sizes) with the smallest size that holds D and M.
 template <class Launch>
 inline cudaError_t by_exact_size(const LatticeExactShape& shape, const Launch& launch) {
   if (shape.D > kLatticeWidest || shape.M > kLatticeWidest || shape.chunk > kMostChunk) {
@@ -382,10 +383,10 @@ inline cudaError_t by_exact_size(const LatticeExactShape& shape, const Launch& l
   return shape.M <= 64 ? launch(ExactSizes<128, 64>()) : launch(ExactSizes<128, 128>());
 }
 
-// Whether `limit` bytes of shared memory are enough for forward.
+// Whether `limit` bytes of shared memory suffice for forward.
 cudaError_t exact_scan_fits(const LatticeExactShape& shape, int limit, bool& fits);
 
-// Tokens of a tile, both of whose buffers have room in `floats`.
+// Tokens of a tile, such that two buffers fit in `floats`.
 inline int tile_of(int64_t floats, int64_t a_token) {
   const int64_t tokens = floats / (2 * a_token);
   return static_cast<int>(tokens < 8 ? tokens : 8);

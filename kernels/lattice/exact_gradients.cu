@@ -1,5 +1,5 @@
-// From the last token of a sequence to the first (exact.h): segment after segment, a segment's tokens forward
-// once more and then back.
+// Backward from the last token of a sequence to the first (exact.h). For each segment: recomputes forward,
+// then goes back over its tokens.
 #include <algorithm>
 
 #include "lattice/exact_token.cuh"
@@ -9,7 +9,8 @@ namespace girih::kernels {
 namespace lattice {
 namespace {
 
-// A block's part of the workspace: S before a segment and y of its tokens, as threads have them, and vectors.
+// A block's workspace: S before a segment and y of its tokens in the layout of threads, and vectors of
+// tokens.
 template <class Sizes>
 struct Workspace {
   static constexpr int64_t kMemories = int64_t{kLatticeSegment + 1} * Sizes::kMemory;
@@ -22,8 +23,8 @@ struct Workspace {
   }
 };
 
-// Shared memory, floats: memories of three tokens; numbers of a segment's tokens; then twice a tile of
-// tokens, what they bring and what they give.
+// Shared memory in floats: three memories; scalars of a segment's tokens; two buffers for the inputs and
+// results of a tile of tokens.
 template <class Sizes>
 struct GradientRoom {
   static constexpr int kFixed = 3 * Sizes::kMemory + kLatticeSegment * (1 + 3 * Sizes::kWarps);
@@ -70,13 +71,13 @@ struct Backward {
   }
   __device__ int tiles(const Segment& segment) const { return (segment.length + room.tile - 1) / room.tile; }
 
-  // Of the chunk that the call begins in.
+  // Gates of the chunk before this call.
   __device__ float start_gates(const ExactSequence& here) const {
     const In<2>& decay = p.of.start.decay;
     return here.resumed && decay.data != nullptr ? load_any(decay, here.index(), here.head) : 0.f;
   }
 
-  // y, h, a and 1 / |x| of a segment's tokens, and its gates' sums.
+  // Recomputes y, h, a and 1 / |x| of a segment's tokens, and the sums of its gates.
   __device__ void forward(const ExactSequence& here, const Segment& segment) const {
     const auto bring = [&](int i) {
       ExactToken<Sizes>::bring(room.inputs(shared, i % 2), room.row.in, p.of, at(here, segment, i));
@@ -119,7 +120,8 @@ struct Backward {
     }
   }
 
-  // Beside a tile, by helpers: the next one's rows, and what the last one has given.
+  // Called by helper warps while the other warps process a tile: loads the next tile, and stores the results
+  // of the previous one.
   __device__ void bring(float* to, const ExactSequence& here, const Segment& segment, int i) const {
     using Row = GradientRow<Sizes>;
     const auto tile = at(here, segment, i);
@@ -155,15 +157,16 @@ struct Backward {
     });
   }
 
-  // A segment's tokens from the last on. dS and dDelta wait in slots 0 and 1 before and after.
+  // Processes a segment's tokens from the last to the first. dS and dDelta are in buffers 0 and 1 before and
+  // after.
   __device__ void reverse(const ExactSequence& here, const Segment& segment) const {
     const int tiles = this->tiles(segment);
     ExactMemory<Sizes> dS, dDelta;
     StartCross cross;
     const float L_start = start_gates(here);
     int y = 0, s = 1, next = 2;
-    // Of a token y and the S of its chunk are there, and of the one before what it lacks is under way: y, or,
-    // where its chunk is another, whose last y is the S that is there, its S.
+    // For the current token y and S are in shared memory. For the previous token one copy is in flight: y,
+    // or, if that token is the last of the previous chunk, whose y is the current S, the S of that chunk.
     const auto copy = [&](int to, int memory) {
       each_row<Sizes>([&](int j, int e) {
         copy_async(shared_address(own<Sizes>(slot(to), j, e)), own<Sizes>(work.memory(memory), j, e), true);
@@ -226,7 +229,8 @@ struct Backward {
     }
     __syncthreads();
   }
-  // What the first token's gate gets of the steps Delta_0 before it; dS and dDelta as of StartCross.
+  // Gradient of the gate of token 0 through the steps Delta_0 before the call; corrects dS and dDelta by
+  // StartCross.
   __device__ void start(ExactMemory<Sizes>& dS, ExactMemory<Sizes>& dDelta, const Pack<4>& cross,
                         const ExactSequence& here) const {
     ExactMemory<Sizes> x;
@@ -244,14 +248,14 @@ struct Backward {
     });
   }
 
-  // dgamma, dg of a segment, by one warp; dL: lane 0's.
+  // Stores dgamma and dg of a segment; called by one warp. dL is used by lane 0.
   __device__ void write_numbers(const ExactSequence& here, const Segment& segment, float& dL) const {
     const auto of = numbers();
     for (int token = place.lane; token < segment.length; token += 32) {
       store_any(p.dgamma, of.sum(of.dgamma(token, 0)), here.batch(), segment.start + token, here.head);
       if (!gated()) continue;
       const float L = *of.gates(token);
-      // dL of m = e^{max(L, -30)}, for now where L was
+      // the gradient of L through m = e^{max(L, -30)}, which replaces L
       *of.gates(token) = L >= -30.f ? expf(L) * of.sum(of.along(token, 0)) : 0.f;
       *of.before(token, 0) = of.sum(of.before(token, 0));
     }
@@ -269,7 +273,7 @@ struct Backward {
   __device__ void run(int64_t item) const {
     const ExactSequence here(p.of, item);
     const int64_t length = here.length();
-    const bool whole = length > 0 && (here.begun + length) % shape.chunk == 0;  // nothing is left of a chunk
+    const bool whole = length > 0 && (here.begun + length) % shape.chunk == 0;  // the last chunk is complete
     float dL = 0.f;
     if (helps) {
       if (!whole && p.dlast_decay.data != nullptr) dL = load_any(p.dlast_decay, here.index(), here.head);
@@ -328,8 +332,8 @@ int gradient_tile(const LatticeExactShape& shape, int limit) {
   return limit / 4 < one.kFixed ? 0 : tile_of(limit / 4 - one.kFixed, one.row.in + one.row.out);
 }
 
-// Blocks, one a multiprocessor, take sequences and heads in turns: what each needs of the workspace is a
-// megabyte and more.
+// One block for each multiprocessor; blocks take sequences and heads round-robin, because a block needs more
+// than a megabyte of workspace.
 cudaError_t block_count(const LatticeExactShape& shape, int64_t& blocks) {
   int card = 0;
   if (const cudaError_t error = processor_count(card); error != cudaSuccess) return error;

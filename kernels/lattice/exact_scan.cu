@@ -1,4 +1,4 @@
-// The memory from token to token, and what is read of it (exact.h).
+// Updates the memory token by token and computes o (exact.h).
 #include <algorithm>
 
 #include "lattice/exact.cuh"
@@ -7,12 +7,12 @@ namespace girih::kernels {
 namespace lattice {
 namespace {
 
-// Shared memory, floats: what warps hand to one another of a token; then twice a tile of tokens, what they
-// bring and what warps have read of them.
+// Shared memory in floats: sums that warps exchange for a token; two buffers for the inputs of a tile of
+// tokens and for its reads, one for each warp.
 template <class Sizes>
 struct ScanRoom {
   static constexpr int kParts = 2 * Sizes::kWarps * Sizes::D;
-  int group, in, out, tile;  // a token's floats
+  int group, in, out, tile;  // group: query heads of a head; in, out: floats of a token
 
   __host__ __device__ ScanRoom(const LatticeExactShape& shape, int tile)
       : group(shape.query_heads / shape.heads),
@@ -25,7 +25,8 @@ struct ScanRoom {
   __device__ float* outputs(float* shared, int turn) const { return inputs(shared, 2) + turn * tile * out; }
 };
 
-// Beside a tile, by helpers: the next one's rows, and the last one's reads.
+// Called by helper warps while the other warps process a tile: loads the next tile, and stores the reads of
+// the previous one.
 template <class Sizes>
 __device__ void bring(float* to, const LatticeExactInputs& of, const ScanRoom<Sizes>& room,
                       const ExactTile<Sizes>& tile) {
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2
         end_chunk(state, made, shape);
         position = 0;
       }
-      // o = y q, the warp's columns of it
+      // o = y q, over the warp's columns
       for (int member = 0; member < room.group; ++member) {
         const Pack<4> q = load<4>(row + ExactToken<Sizes>::kFloats + member * Sizes::M + place.col);
         ExactRows<Sizes> o;

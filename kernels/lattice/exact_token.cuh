@@ -1,4 +1,4 @@
-// One token of backward (exact.h), from what forward has made of it, and where backward finds it.
+// Backward of one token from the results of forward, and the layout of these results (exact.h).
 #pragma once
 
 #include "lattice/exact.cuh"
@@ -6,8 +6,7 @@
 
 namespace girih::kernels::lattice {
 
-// A segment of a sequence: tokens `start`.. of the batch's row, of which the first has `begun` of its chunk
-// before it.
+// A segment of a sequence: `length` tokens from `start` on. `begun`: tokens of its chunk that precede it.
 struct Segment {
   int64_t number, start;
   int length, begun;
@@ -20,7 +19,7 @@ struct Segment {
   }
 };
 
-// Where a thread's packs of a memory lie that only it reads: neighbouring threads' side by side.
+// A thread's packs of a memory that only this thread accesses; packs of neighbouring threads are adjacent.
 template <class Sizes, class T>
 __device__ inline T* own(T* memory, int j, int e) {
   return memory + ((4 * j + e) * Sizes::kThreads + threadIdx.x) * 4;
@@ -34,8 +33,8 @@ __device__ inline void load_own(ExactMemory<Sizes>& x, const float* from) {
   each_row<Sizes>([&](int j, int e) { x.at[j][e] = load<4>(own<Sizes>(from, j, e)); });
 }
 
-// A token's floats in shared memory: k, the vectors h [D], a and 1 / |x| [M], gamma and g, then q and do of
-// every query head; and what it gives: dq of every query head, dk, and dh, each warp's columns of it.
+// A token's row in shared memory: k, then h [D], a and 1 / |x| [M], gamma and g, then q and do of every query
+// head. Its results: dq of every query head, dk, and the terms of each warp in dh.
 template <class Sizes>
 struct GradientRow {
   static constexpr int kVectors = Sizes::D + 2 * Sizes::M;
@@ -67,8 +66,8 @@ struct GradientRow {
   }
 };
 
-// Of a segment's tokens: the sum of the chunk's gates, and of every warp what it adds to dgamma, to dx.S, and
-// to e^g dDelta.Delta of the memory before the token.
+// Scalars of a segment's tokens: the sum of the chunk's gates, and for every warp its terms of dgamma, of
+// dx.S, and of e^g dDelta.Delta of the token before.
 template <class Sizes>
 struct TokenNumbers {
   static constexpr int kWarps = Sizes::kWarps;
@@ -91,30 +90,30 @@ struct TokenNumbers {
   }
 };
 
-// Where a call goes on within a chunk, S and the steps Delta_0 before it are tangent to one another, and as
-// in chunk form (maths of `n`, csrc/ops/lattice/cpu.cpp) |x|^2 of a read does not hang on s.Delta_0, which is
-// 0, while as x is made here it has 2 (m - sigma) e^{L_t - L_0} s.Delta_0, sigma = sum of E_tj W_j a_j. What
-// reads have so given is taken back, a column's sum over the first chunk's tokens times Delta_0 and S:
+// If a call resumes a chunk, S and the earlier steps Delta_0 are tangent to each other. In the chunk form (n
+// in csrc/ops/lattice/cpu.cpp) |x|^2 therefore does not depend on s.Delta_0, which is 0. Here x is computed
+// directly, and |x|^2 has the term 2 (m - sigma) e^{L_t - L_0} s.Delta_0 with sigma = sum of E_tj W_j a_j.
+// Its gradient is subtracted: for each column a sum over the tokens of the chunk, times Delta_0 and S:
 //
 //     c_t = e^{L_t - L_0} (y.dy) / |x|^2     C_j = c_j + e^{g_{j+1}} C_{j+1}     sum += c_j m_j - W_j a_j C_j
 struct StartCross {
   Pack<4> sum = zeros<4>(), C = zeros<4>();
 };
 
-// A token on the way back.
+// A token in backward.
 template <class Sizes>
 struct TokenBack {
   using Row = GradientRow<Sizes>;
   const LatticeExactShape& shape;
   const Row& row;
-  const float *in, *y, *S;  // its row, and memories as store_own() leaves them
+  const float *in, *y, *S;  // inputs of the token; memories in the layout of store_own()
   float* out;
   const TokenNumbers<Sizes> numbers;
   int token;
-  bool ends;          // it is its chunk's last
-  StartCross* cross;  // null: the token is of no chunk that was begun before
+  bool ends;          // it is the last token of its chunk
+  StartCross* cross;  // null unless the token is in a resumed chunk
   float L_start;
-  ExactMemory<Sizes>&dS, &dDelta;  // before: of what comes after it; after: of what came before it
+  ExactMemory<Sizes>&dS, &dDelta;  // on entry for the later token, on return for the earlier one
   const ExactPlace place = {};
   Pack<4> along, read_along, inverse, of_h, of_s, square;  // y.dy, 1 / |x|, dDelta^T h, dDelta.phi, |s|^2
   float kept, dkept, dthreshold;
@@ -123,7 +122,7 @@ struct TokenBack {
   __device__ Pack<4> cols(int at) const { return load<4>(in + at + place.col); }
   __device__ Pack<4> rows(int at, int j) const { return load<4>(in + at + 32 * j + place.row); }
 
-  // goes_on: what comes after the token is of its chunk, and has a gate.
+  // goes_on: the next token is in the same chunk and has a gate.
   __device__ void back(bool goes_on) {
     inverse = cols(row.kInverse), kept = expf(fmaxf(*numbers.gates(token), -30.f));
     if (goes_on) before_next();
@@ -132,7 +131,7 @@ struct TokenBack {
     step();
   }
 
-  // Of the dg of the token after: (e^g dDelta).Delta, Delta = |x| y - m S.
+  // Term of dg of the next token: (e^g dDelta).Delta with Delta = |x| y - m S.
   __device__ void before_next() {
     Pack<4> length;
     each_col([&](int c) { length.at[c] = inverse.at[c] > 0.f ? __fdividef(1.f, inverse.at[c]) : 0.f; });
@@ -219,7 +218,7 @@ struct TokenBack {
     if (!shape.normalize) sum_rows(square);
   }
 
-  // dW, da, dh, dphi, and what they give; dDelta <- e^g dDelta
+  // dW, da, dh, dphi and their terms; dDelta <- e^g dDelta
   __device__ void step() {
     const bool decode = shape.objective == LatticeObjective::decode,
                encode = shape.objective == LatticeObjective::encode;
@@ -231,7 +230,7 @@ struct TokenBack {
       of_s.at[c] *= unit.at[c];
       const float by = encode ? a.at[c] - k.at[c] : k.at[c];
       W.at[c] = step * by * unit.at[c];
-      dW.at[c] = fmaf(-a.at[c], of_s.at[c], of_h.at[c]);  // of W as it is, so divided by l
+      dW.at[c] = fmaf(-a.at[c], of_s.at[c], of_h.at[c]);  // by W without 1 / l
       const float dby = step * unit.at[c] * dW.at[c];
       dstep = fmaf(dW.at[c] * unit.at[c], by, dstep);
       da.at[c] = (encode ? dby : 0.f) - W.at[c] * of_s.at[c];
@@ -244,7 +243,7 @@ struct TokenBack {
       *numbers.along(token, place.warp) = dkept;
     }
 
-    // dh = dDelta W + phi da; of decode also phi^T dh
+    // dh = dDelta W + phi da; decode also: phi^T dh
     ExactRows<Sizes> dh;
     each_row<Sizes>([&](int j, int e) {
       const Pack<4> s = of(S, j, e);

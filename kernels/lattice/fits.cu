@@ -1,4 +1,4 @@
-// Away from the launches: whoever sees the kernels and launches them compiles them.
+// Separate translation unit, so that the kernels are not instantiated here.
 #include <algorithm>
 
 #include "lattice/columns.cuh"
@@ -14,7 +14,7 @@ cudaError_t lattice_fits(const LatticeShape& shape, bool& fits) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   return lattice::by_size(shape, [&](auto tokens, auto D, auto M) {
     using namespace lattice;
-    using S = Sizes<__half, tokens(), D(), M()>;  // as large as bf16
+    using S = Sizes<__half, tokens(), D(), M()>;  // the same sizes as bf16
     const int more = shape.grid.position == nullptr ? 0 : Within<S>::kResumedBytes;
     fits = std::max({ScanSpace<S>::kBytes, ReadTiles<S>::kBytes + more, Reads<S>::kBytes + more,
                      ReverseSpace<S>::kBytes, Columns<S>::kBytes}) <= limit;

@@ -1,4 +1,4 @@
-// Which kernel a call takes.
+// Chooses the kernel of a call.
 #include "lattice/lattice.h"
 #include "lattice/launch.h"
 

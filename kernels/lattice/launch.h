@@ -1,4 +1,4 @@
-// The kernels by their tiles; each is compiled in a file of its own.
+// Launch functions by tile. Each is compiled in its own file.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace girih::kernels::lattice {
 
-// launch(tokens of a tile, width D, width M): the smallest tile that has room.
+// Calls launch(tokens, D, M) with the smallest tile that holds the sizes.
 template <class Launch>
 inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
   return by_width<16, 32, kMostChunk>(shape.grid.size, [&](auto tokens) {
@@ -20,7 +20,7 @@ inline cudaError_t by_size(const LatticeShape& shape, const Launch& launch) {
   });
 }
 
-// launch(objective).
+// Calls launch(objective).
 template <LatticeObjective kObjective>
 using Objective = std::integral_constant<LatticeObjective, kObjective>;
 template <class Launch>
@@ -36,7 +36,7 @@ inline cudaError_t by_objective(const LatticeShape& shape, const Launch& launch)
   return cudaErrorInvalidValue;
 }
 
-// Each kernel for one type of elements.
+// Launch functions by element type.
 template <typename T>
 cudaError_t forward_of(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
 template <typename T>
@@ -48,12 +48,12 @@ cudaError_t reverse_of(const LatticeReverse& problem, const LatticeColumns& colu
 template <typename T>
 cudaError_t columns_of(const LatticeColumns& problem, cudaStream_t stream);
 
-// See Sizes.
+// Whether the instances with Sizes::kPlain serve the call.
 inline bool is_plain(const LatticeShape& shape) {
   return shape.query_heads == shape.heads && shape.grid.position == nullptr;
 }
 
-// A block for every chunk and head, with `more` bytes beyond `bytes` where chunks may be resumed.
+// Launches a block for every chunk and head. `more`: further bytes of shared memory if chunks may be resumed.
 template <auto Kernel, class Problem>
 cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int more, cudaStream_t stream) {
   const int64_t blocks = chunk_count(p.shape.grid) * p.shape.heads;

@@ -1,12 +1,12 @@
-// What a read divides by, of 16 vectors and the chunk's 16 tokens: the vectors are rows, tokens columns, and
-// all is in the registers of one warp.
+// The lengths by which reads divide, for 16 vectors (rows) and the 16 tokens of a chunk (columns), in the
+// registers of one warp.
 #pragma once
 
 #include "lattice/tokens.cuh"
 
 namespace girih::kernels::lattice {
 
-// sigma^T, and of n^T and of its floor's r^T (within.cuh) what a resumed chunk's Delta does not add.
+// Computes sigma^T, n^T and the r^T of its floor (within.cuh), without the terms of Delta of a resumed chunk.
 // `squares`: |h|^2 of the lane's columns.
 __device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, const Sums<2>& W,
                                     const Sums<2>& a, const Sums<2>& N, const Triangles& triangles,
@@ -25,7 +25,7 @@ __device__ inline void make_lengths(Sums<2>& sigma, Sums<2>& r, Sums<2>& n, cons
       x.at[b][i] = own - Wa * Wa + 2.f * w * (N.at[b][i] - a.at[b][i] * (sigma.at[b][i] - Wa));
     }
   }
-  // A floor may be rough.
+  // The floor needs little accuracy: one bf16 part is enough.
   uint32_t rounded[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
-// O = (q~ (m - sigma)) S^T + (tril(q~ W^T) E) H + (q~ e^{L}) Delta^T, q~ = q y: one block a chunk and head,
-// all query heads of it.
+// O = (q~ (m - sigma)) S^T + (tril(q~ W^T) E) H + (q~ e^{L}) Delta^T with q~ = q y. One block for each chunk
+// and head, with all query heads of the head.
 #pragma once
 
 #include "lattice/launch.h"
@@ -12,7 +12,8 @@ struct ReadTiles {
   static constexpr int kBytes = Within<S>::kBytes + 2 * S::Keys::kBytes + S::Scores::kBytes;
 };
 
-// Blocks that a multiprocessor has at once: a chunk of 16 tokens is one short wait after another.
+// Resident blocks of a multiprocessor. A chunk of 16 tokens has many short waits, which overlap with other
+// blocks.
 template <class S>
 constexpr int read_blocks() {
   return S::R == 16 && S::M == 64 && S::kPlain ? 6 : 1;

@@ -1,11 +1,11 @@
-// read.cuh by a single warp, which goes through a chunk's 64 vectors 16 at a time, each with the chunk's 16
-// tokens as columns (within.cuh):
+// read.cuh by a single warp, which processes the chunk's 64 vectors 16 at a time, with the chunk's 16 tokens
+// as columns (within.cuh):
 //
 //     F_tj = e^{L_t - L_j} step_j          W_j = step_j c_j
 //     N^T = c^T (tril(G, -1) F)^T + e^{L} Delta^T H^T          q~ = q y
 //     O = sum over vectors of (q~ (m - sigma)) S^T + (q~ e^{L}) Delta^T, and (tril(q~ c^T) F) H
 //
-// Steps are numbers of tokens, and so are where decays are, in fp32: what is rounded is c, G F and q~.
+// Steps and decays stay in fp32; only c, G F and q~ are rounded.
 #pragma once
 
 #include "lattice/lengths.cuh"
@@ -28,7 +28,7 @@ class ShortReader {
  public:
   __device__ ShortReader(const ShortScan& p, const Ring& ring) : scan(p.scan), p(p.read), ring(ring) {}
 
-  // Every kReaders-th chunk.
+  // Processes every kReaders-th chunk.
   __device__ void run(int reader) const {
     const ChunkedSequence& of = ring.block().of;
     Turn turn;
@@ -50,7 +50,8 @@ class ShortReader {
     wait(ring.full() + stage, turn.parity);
     wait(ring.written() + stage, turn.parity);
     if constexpr (Ring::kApart) {
-      arrive_far(ring.empty() + stage, 0);  // it has been sent: there it may go
+      // S and H have arrived here: the state warps' block may reuse its stage
+      arrive_far(ring.empty() + stage, 0);
     } else if (scan.memories != nullptr) {
       ring.keep(scan, part.number, stage);
     }
@@ -68,7 +69,7 @@ class ShortReader {
     }
   }
 
-  // Delta^T, rounded, and |Delta_i|^2.
+  // Loads Delta^T, rounded, and computes |Delta_i|^2.
   __device__ void bring_step(const Part& part) const {
     const In<4>& from = p.start.step;
     const float* const place = static_cast<const float*>(from.data) +
@@ -89,7 +90,7 @@ class ShortReader {
     __syncwarp();
   }
 
-  // All query heads of the memory's: the loader has brought the first one's q.
+  // Processes all query heads of the memory; the producer warp has loaded q of query head 0.
   template <bool Resumed>
   __device__ void read_all(const Part& part, int stage) const {
     const LatticeShape& shape = p.shape;
@@ -112,18 +113,18 @@ class ShortReader {
       round_to<T>(rounded, o);
       store_blocks(q, 0, 0, rounded);
       __syncwarp();
-      // (The lane's places in rows are worked out here: over the reads there are no registers for them.)
+      // Recomputes the lane's row addresses; otherwise they occupy registers during the reads.
       store_rows<1>(q, row_of<T>(p.o, batch, start, first + member), p.o.stride[1], part.chunk.length,
                     shape.D, opaque(0));
     }
   }
 
-  // Of columns n and n + 1 of 8 n + lane_col().
+  // Values of columns 8 n + lane_col() and the next.
   __device__ static float2 of_columns(const float* numbers, int n) {
     return *reinterpret_cast<const float2*>(numbers + 8 * n + lane_col());
   }
 
-  // x y^T of 16 rows of x, from `first` on.
+  // x y^T for 16 rows of x, from `first` on.
   __device__ static void product(Sums<2>& sums, const typename S::Memory& x, const typename S::Values& y,
                                  int first) {
     Sums<2> half;
@@ -176,7 +177,7 @@ class ShortReader {
     add_product<T>(o, a, h, 0);
   }
 
-  // What 16 vectors give to o, and to the scores of tokens.
+  // Adds the terms of 16 vectors to o and to the scores of the tokens.
   template <bool Resumed>
   __device__ void add_vectors(Sums<8>& o, Sums<2>& scores, const Inner& inner, int stage, int first) const {
     const auto& tokens = ring.numbers(stage).tokens;

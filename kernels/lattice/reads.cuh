@@ -1,5 +1,5 @@
-// What a chunk's reads give to gradients, from its first memory alone. One block a chunk and head; sums over
-// the head's queries are understood.
+// The terms of a chunk's reads in all gradients, from S at the start of the chunk. One block for each chunk
+// and head; sums run over the query heads of the head.
 //
 //     dB = dO S          dA = tril(dO H^T) E          P = tril(q~ W^T) E
 //     dq~ = dB (m - sigma) + dA W + e^{L} dO Delta          dq = y dq~
@@ -9,9 +9,9 @@
 //     da = W omega + eta (W a - sigma), for encode - gamma dW too
 //     dgamma = sign c.dW
 //
-// Each warp has 16 vectors, as in within.cuh, so that these sums over tokens stay in it: kappa, -dB q~ and
-// dA^T q~ of all the tokens in registers until no query is left, then the rest from the last 16 tokens to the
-// first. reads_memory.cuh goes on with da, eta and dW.
+// Each warp has 16 vectors, as in within.cuh, so that running sums over tokens stay in a warp. A warp
+// accumulates kappa, -dB q~ and dA^T q~ of all tokens in registers over the query heads, then computes the
+// other terms from the last 16 tokens to the first. reads_memory.cuh continues with da, eta and dW.
 #pragma once
 
 #include "lattice/launch.h"
@@ -19,13 +19,13 @@
 
 namespace girih::kernels::lattice {
 
-constexpr int kSlab = 64;  // columns of D at a time, where gradients of the memory are made
+constexpr int kSlab = 64;  // width of a slab of D in the gradients of the memory
 
 template <class S>
 struct Reads {
   using T = typename S::T;
   using Slab = SharedTile<T, S::R, kSlab>;
-  enum Kind { gamma, floor, open, kKinds };  // sums over vectors, a number a token
+  enum Kind { gamma, floor, open, kKinds };  // sums over vectors, a value for each token
   static constexpr int kTable = kKinds * S::kWarps * S::R;
   static constexpr int kBytes = Within<S>::kBytes + 4 * S::Keys::kBytes + S::Values::kBytes +
                                 2 * S::Scores::kBytes + Slab::kBytes + 4 * kTable;
@@ -57,7 +57,7 @@ struct Reads {
     commit_copies();
   }
 
-  // All that does not hang on queries.
+  // Loads the inputs and computes what does not depend on queries.
   __device__ void start() {
     within.bring_all(p, part);
     bring_query(0);
@@ -73,13 +73,13 @@ struct Reads {
     __syncthreads();
   }
 
-  // What a warp carries of all tokens: its vectors are rows, tokens are columns.
+  // Values of a warp for all tokens, [16 vectors, tokens].
   struct Kept {
     Sums<2> y[S::kBlocks], sigma[S::kBlocks];  // y becomes nu
     Sums<2> kappa[S::kBlocks], zeta[S::kBlocks], dW[S::kBlocks];
   };
 
-  // The next of the head's queries in the place of the one before.
+  // Loads the next query head in place of the current one.
   __device__ void next_query(int member) const {
     __syncthreads();
     bring_query(member);
@@ -112,7 +112,7 @@ struct Reads {
     }
   }
 
-  // dq~ of 16 tokens, and what follows from it
+  // dq~ of 16 tokens, dq, and the terms of kappa, zeta and dW.
   __device__ void read_block(Kept& kept, int b, T* dq) const {
     const int first = 16 * b;
     uint32_t x[4];
@@ -121,7 +121,7 @@ struct Reads {
     unpack<T>(queries, x);
     scale_rows(queries, {within.kLift, within.kLift});
 
-    // dA^T q~, lowered
+    // dA^T q~, scaled by 1 / lift()
 #pragma unroll
     for (int j = 0; j <= b; ++j) add_product<T>(kept.dW[j], x, pairs, first, 16 * j);
 
@@ -182,7 +182,7 @@ struct Reads {
               p.shape.M - within.vectors(), x);
   }
 
-  // Sums over the warp's vectors to the table.
+  // Stores the sums over the warp's vectors to the table.
   __device__ void put_sums(Kind kind, int first, const Sums<2>& x) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -195,8 +195,8 @@ struct Reads {
     }
   }
 
-  // nu in the place of y; what a row's decay gets where n is at its floor, kappa y^2 n; and of a resumed
-  // chunk what m gets where the gates have not shut it, (dB q~) m - kappa y^2 m^2.
+  // Replaces y by nu. Also computes the gradient of a row's decay where n is at its floor, kappa y^2 n, and
+  // for a resumed chunk the gradient of m where m is above its minimum, (dB q~) m - kappa y^2 m^2.
   __device__ void end_reads(Kept& kept) const {
     const float shut = exp2_fast(kLeastKept);
 #pragma unroll
@@ -208,7 +208,7 @@ struct Reads {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float m = i & 1 ? ms.y : ms.x, y = kept.y[b].at[n][i], kappa = kept.kappa[b].at[n][i];
-          const float share = y * y * m * m;  // of |x|^2 that is m^2
+          const float share = y * y * m * m;  // of m^2 in |x|^2
           floors.at[n][i] = y < 0.f ? kappa * fmaxf(1.f - share, 0.f) : 0.f;
           opens.at[n][i] = m > shut ? -kept.zeta[b].at[n][i] * m - kappa * share : 0.f;
           kept.y[b].at[n][i] = y < 0.f ? 0.f : -0.5f * y * y * kappa;
@@ -219,8 +219,8 @@ struct Reads {
     }
   }
 
-  // From the last 16 tokens to the first: z, eta, omega, dW and da. dW becomes its part of dk. `before`: z at
-  // the chunk's first token.
+  // z, eta, omega, dW and da, from the last 16 tokens to the first. dW becomes its term of dk. `before`: z at
+  // the chunk's token 0.
   __device__ void go_back(Kept& kept, Carry& before) const {
     Carry omega_carry;
 #pragma unroll
@@ -245,7 +245,7 @@ struct Reads {
       }
       add_up<Run::backward>(omega, triangles.decay, omega_carry, decay);
 
-      // (tril(G, -1) E)^T eta, lowered
+      // (tril(G, -1) E)^T eta, scaled by 1 / lift()
       uint32_t x[4];
       Sums<2> lowered = etas;
       scale_rows(lowered, {1.f / within.kLift, 1.f / within.kLift});
@@ -286,7 +286,7 @@ struct Reads {
     }
   }
 
-  // By all of the block.
+  // Sums the table over warps and stores the results; called by all threads.
   __device__ void put_table() const {
     __syncthreads();
     const float sign = sign_of(within.objective);

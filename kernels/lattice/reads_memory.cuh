@@ -1,4 +1,4 @@
-// The rest of reads.cuh: what its da, eta and dW give to H and S, 64 columns of D at a time.
+// Continues reads.cuh: the gradients of H and S from da, eta and dW, for a slab of 64 of D at a time.
 //
 //     R = tril(eta W^T) E
 //     dH = P^T dO + (R + tril(R, -1)^T) H + e^{L} eta Delta^T + da S^T
@@ -16,7 +16,7 @@ namespace girih::kernels::lattice {
 template <class S>
 struct ReadsMemory {
   using T = typename S::T;
-  // Of dH a warp has 16 rows and so many columns of a slab.
+  // A warp has 16 rows of dH by kWide of a slab.
   static constexpr int kWide = kSlab * S::kBlocks / S::kWarps < 16 ? 16 : kSlab * S::kBlocks / S::kWarps;
   using Share = Sums<kWide / 8>;
 
@@ -30,7 +30,7 @@ struct ReadsMemory {
   __device__ bool has_share() const { return col() < kSlab; }
   __device__ bool decode() const { return within.objective == LatticeObjective::decode; }
 
-  // A query's tiles again: where a head has several, each has gone from the tiles for the next.
+  // Recomputes q~ and the scores of a query head. With several query heads the tiles hold only one at a time.
   __device__ void remake(int member) const {
     at.next_query(member);
     typename Within<S>::Carries carries;
@@ -47,7 +47,7 @@ struct ReadsMemory {
     __syncthreads();
   }
 
-  // x^T y, x's columns the warp's vectors
+  // sums += x^T y for the vectors of the warp.
   template <int N, class X, class Y>
   __device__ void add_tokens(Sums<N>& sums, const X& x, const Y& y, int col,
                              const float* weights = nullptr) const {
@@ -63,7 +63,7 @@ struct ReadsMemory {
     }
   }
 
-  // The 16 x 16 of R + tril(R, -1)^T.
+  // Loads a 16 x 16 block of R + tril(R, -1)^T.
   __device__ void load_symmetric(uint32_t (&a)[4], int j) const {
     if (j < row()) {
       load_block(a, at.pairs, row(), j);
@@ -95,7 +95,7 @@ struct ReadsMemory {
     }
   }
 
-  // The rest of dH, to dv and for decode to its tile.
+  // Adds the other terms of dH, stores dv and, for decode, the tile of dH.
   __device__ void end_dh(Share& dH, int slab) const {
     if (!has_share()) return;
     const int first = slab + col();
@@ -138,8 +138,7 @@ struct ReadsMemory {
                 dv.stride[1], at.part.chunk.length - row(), at.p.shape.D - first, dH);
   }
 
-  // dDelta, of which `square` is sum_t e^{2 L_t} nu_t of the lane's rows; added to what is there but for the
-  // head's first query.
+  // Stores dDelta; member 0 overwrites, the others add. `square` is sum_t e^{2 L_t} nu_t of the lane's rows.
   __device__ void put_dstep(int member, int slab, const float (&square)[2]) const {
     const Part& part = at.part;
     const LatticeShape& shape = at.p.shape;
@@ -169,7 +168,7 @@ struct ReadsMemory {
     }
   }
 
-  // dW: gamma dW, or for decode -gamma dW.
+  // dW is gamma dW, or -gamma dW for decode.
   __device__ void run(Sums<2> (&dW)[S::kBlocks], const float (&square)[2]) const {
     const LatticeShape& shape = at.p.shape;
     const Part& part = at.part;
@@ -222,7 +221,7 @@ struct ReadsMemory {
   }
 };
 
-// Blocks that a multiprocessor has at once, where registers and not shared memory limit them.
+// Resident blocks of a multiprocessor, for kernels that registers limit.
 template <class S>
 constexpr int blocks_at_once() {
   return S::R > 16 ? 1 : (S::kPlain ? 512 : 256) / S::kThreads;
@@ -241,7 +240,7 @@ __global__ void __launch_bounds__(S::kThreads, blocks_at_once<S>())
   reads.end_reads(kept);
   Carry before;
   reads.go_back(kept, before);
-  reads.put_table();  // and all of da and eta is there
+  reads.put_table();  // also the barrier after da and eta
   // z at the first token is sum_t e^{2 (L_t - L_0)} nu_t.
   const float open = reads.within.tokens->open[0];
   const float square[2] = {before.at[0] * open * open, before.at[1] * open * open};

@@ -1,4 +1,5 @@
-// The rest of reads_short.cuh: what its sums, da and dW give to H and S (reads_memory.cuh has the equations).
+// Continues reads_short.cuh: the gradients of H and S from its sums, da and dW (equations in
+// reads_memory.cuh).
 #pragma once
 
 #include "lattice/reads_short.cuh"
@@ -19,7 +20,7 @@ struct ShortReadsMemory {
     Operand<4> dH;
     make_dh(dH, sums, inner);
     put_dv(dH);
-    Operand<4> douts, hs, dvs;  // right factors
+    Operand<4> douts, hs, dvs;  // B fragments
     load_right(douts, at.dout);
     load_right(hs, at.h);
     load_right(dvs, at.q);
@@ -60,7 +61,8 @@ struct ShortReadsMemory {
     scale_columns(x, [&](int n) {
       return float2{Reads::kLift * inner.steps[n].x, Reads::kLift * inner.steps[n].y};
     });
-    // E is zero there, but a zero that is negative would be laid over what the transpose has.
+    // E is zero above the diagonal, but a product may be -0, whose sign bit the bitwise or with the transpose
+    // would keep.
     apply(x, 0, 0, [&](float score, int t, int j) { return j <= t ? score : 0.f; });
     bound<T>(x);
     pack<T>(to, x);
@@ -91,7 +93,7 @@ struct ShortReadsMemory {
     Reads::get(x, at.da, first);
     add_product<T>(dS, x, hs);
     Block to;
-    Reads::get(to, at.dW, first);  // rounded once more before it is added to
+    Reads::get(to, at.dW, first);  // the second rounding is below, after more terms
     if (at.is(LatticeObjective::decode)) {
       load_block_transposed(x, at.k, first, 0);
 #pragma unroll
@@ -114,7 +116,7 @@ struct ShortReadsMemory {
     store_blocks(at.memory, first, 0, rounded);
   }
 
-  // The tile to the chunk's rows in global memory.
+  // Stores a tile to the chunk's rows in global memory.
   __device__ void put(const Out<4>& to, const typename S::Keys& tile, int cols) const {
     __syncwarp();
     store_rows<1>(tile, row_of<T>(to, at.part.batch(), at.part.chunk.start, at.part.head), to.stride[1],
@@ -131,7 +133,7 @@ struct ShortReadsMemory {
   }
 };
 
-// As parameters of one kernel.
+// Parameters of the kernel.
 struct ShortReadsCall : LatticeReads {
   PartFinder parts;
 };

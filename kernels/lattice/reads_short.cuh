@@ -1,12 +1,11 @@
-// reads.cuh by a single warp, for chunks of at most 16 tokens and memories of at most
-// 64 x 64, each with a query head of its own and no chunk resumed. It goes through a chunk's 64 vectors 16 at
-// a time, each with the chunk's 16 tokens as columns, and what a product leaves in registers is the next
-// one's factor: as in read_short.cuh, with
+// reads.cuh by a single warp, for chunks of at most 16 tokens and memories of at most 64 x 64, with HQ = H
+// and no resumed chunks. The warp processes a chunk's 64 vectors 16 at a time, with the chunk's 16 tokens as
+// columns. Products stay in registers as factors of the next products. As in read_short.cuh, with
 //
 //     F_tj = E_tj step_j          W_j = step_j c_j          P = tril(q~ c^T) F          R = tril(eta c^T) F
 //
-// What is a sum over vectors (P, R and numbers of tokens) stays in registers; what the vectors have
-// of dk and dS waits for dH, as factors in shared memory: reads_memory_short.cuh.
+// Sums over vectors (P, R and values of tokens) stay in registers. The factors of dk and dS that wait for dH
+// are stored in shared memory (reads_memory_short.cuh).
 #pragma once
 
 #include "lattice/lengths.cuh"
@@ -19,7 +18,7 @@ template <typename T>
 struct ShortReads {
   using S = Sizes<T, 16, 64, 64, true>;
   static constexpr int kThreads = 32;
-  // 16 x 16 blocks as left factors, a block for every 16 vectors: 16 bytes a lane.
+  // 16 x 16 blocks as A fragments, one for every 16 vectors: 16 bytes for each lane.
   using Blocks = uint4*;
   static constexpr int kBlocks = S::M / 16, kOfBlocks = kBlocks * 32;
   static constexpr int kBytes = S::Memory::kBytes + 4 * S::Keys::kBytes +
@@ -27,7 +26,7 @@ struct ShortReads {
                                 static_cast<int>(sizeof(ChunkTokens<16>));
 
   using Columns = Sums<2>;    // [16 vectors, tokens]
-  using Block = uint32_t[4];  // such, rounded: a left factor
+  using Block = uint32_t[4];  // the same, rounded: an A fragment
   static constexpr float kLift = lift<T>();
 
   const LatticeReads& p;
@@ -37,7 +36,7 @@ struct ShortReads {
   Blocks along, da, dW;            // q~ (m - sigma), da, step dW
   ChunkTokens<16>* tokens;
 
-  // What there is of all tokens, in the place of columns or of factors.
+  // Values of the chunk's tokens, by column or as factors.
   struct Inner {
     Triangles forward, backward;
     Sums<2> decays;                        // E, [t, j], zero for j > t
@@ -56,7 +55,7 @@ struct ShortReads {
     layout(memory)(k)(h)(q)(dout)(along, kOfBlocks)(da, kOfBlocks)(dW, kOfBlocks)(tokens, 1);
   }
 
-  // The sums over vectors; and q~ (m - sigma), da, dW and dq where the rest looks for them.
+  // Computes the sums over vectors, and stores q~ (m - sigma), da, dW and dq in shared memory.
   __device__ void run(Gathered& sums, Inner& inner) const {
     bring();
     make_inner(inner);
@@ -71,7 +70,8 @@ struct ShortReads {
 
   __device__ bool is(LatticeObjective objective) const { return p.shape.objective == objective; }
 
-  // Of the memory. Where it fills its tile it is one piece, and addresses differ by what the compiler knows.
+  // Offset of the chunk's memory. A memory that fills its tile is one copy, with offsets known at compile
+  // time.
   __device__ int64_t place() const {
     return (part.number * p.shape.heads + part.head) * static_cast<int64_t>(p.shape.M * p.shape.D);
   }
@@ -102,7 +102,7 @@ struct ShortReads {
     wait_copies<0>();
     __syncwarp();
   }
-  // H = K S^T - V in the place of V.
+  // H = K S^T - V, which replaces V.
   __device__ void make_h() const {
     Sums<8> sums;
 #pragma unroll
@@ -167,7 +167,7 @@ struct ShortReads {
   __device__ static float of(const float2 (&numbers)[2], int n, int i) {
     return i & 1 ? numbers[n].y : numbers[n].x;
   }
-  // A rounded, lowered factor.
+  // Rounds x / lift() to an A fragment.
   __device__ static void lower(Block& to, Columns x) {
     scale_rows(x, {1.f / kLift, 1.f / kLift});
     bound<T>(x);
@@ -181,7 +181,7 @@ struct ShortReads {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 
-  // All that 16 vectors give before dH is there.
+  // Adds the terms of 16 vectors that do not need dH.
   __device__ void add_vectors(Gathered& all, const Inner& inner, int first) const {
     const bool encode = is(LatticeObjective::encode);
     // a^T = S^T H^T, (dB)^T = S^T dO^T
@@ -215,7 +215,7 @@ struct ShortReads {
     W = key;
     scale_columns(W, [&](int n) { return inner.steps[n]; });
 
-    // sigma, n, y; half: -y^2 / 2, 0 where n is at its floor
+    // sigma, n, y; half: -y^2 / 2, or 0 where n is at its floor
     Columns sigma, x, r, lengths, y, half;
     make_lengths(sigma, r, lengths, W, a, N, inner.forward, inner.squares);
     each_sum<2>([&](int n, int i) {
@@ -299,13 +299,13 @@ struct ShortReads {
     keep(da, first, rounded);
   }
 
-  // Sums over vectors: dgamma, and what a row's decay gets where n is at its floor.
+  // Stores sums over vectors: dgamma, and the gradient of a row's decay where n is at its floor.
   __device__ void put_numbers(const Gathered& all) const {
     put_number(p.dgamma, all.gammas, sign_of(p.shape.objective));
     if (p.at_floor.data != nullptr) put_number(p.at_floor, all.floors, 1.f);
   }
   __device__ void put_number(const Out<3>& to, const float2 (&numbers)[2], float by) const {
-    // Lanes that share columns have one of their four each in the end.
+    // The four lanes that share columns end with one sum each.
     const bool upper = lane() & 16, odd = lane() & 8;
     float x = upper ? numbers[1].x : numbers[0].x, y = upper ? numbers[1].y : numbers[0].y;
     x += __shfl_xor_sync(~0u, upper ? numbers[0].x : numbers[1].x, 16);

@@ -1,23 +1,25 @@
-// The memory's gradient dS from chunk to chunk, from the end, one block a sequence and head; rows of S^T by
-// themselves but for the last term:
+// Reverse scan: the gradient dS of the memory chunk by chunk, from the end, one block for each sequence and
+// head. Rows of S^T are independent except in the last term:
 //
-//     dx = rho (dS' - s' (s'.dS')), x = s' / rho          s' = x rho the memory after the chunk
-//     c = s.dx          dX = dx - s c                     dX written for columns.cuh
+//     dx = rho (dS' - s' (s'.dS')), x = s' / rho          s' = x rho: the next memory
+//     c = s.dx          dX = dx - s c                     dX is stored for columns.cuh
 //     dS = (gradient of the chunk's reads) + alpha dx - (x - alpha s - e^{L_C} Delta) c
 //          + decode: dX (W E_C)^T K, encode: -V^T (gamma E_C (V dX))
 //
-// since x = alpha s + u + e^{L_C} Delta: no product is needed for u. A last chunk that is not complete left x
-// as Delta, and S as it was: dx is Delta's gradient there, S's is added to dS. A vector that stayed because x
-// was zero (rho = 0) hands its gradient on.
+// x - alpha s - e^{L_C} Delta is u, so u needs no product. An incomplete last chunk has stored x as Delta and
+// has not changed S: there dx is the gradient of Delta, and the gradient of S is added to dS. A vector whose
+// x is zero (rho = 0) passes its gradient on unchanged.
 //
-// A warp has 16 vectors, dS in fp32. For decode dX goes through shared memory: Y = (W E_C) dX^T, then K^T Y.
+// A warp has 16 vectors of dS in fp32. For decode dX passes through shared memory: Y = (W E_C) dX^T, then K^T
+// Y.
 #pragma once
 
 #include "lattice/reverse_ends.cuh"
 
 namespace girih::kernels::lattice {
 
-// A stage has a chunk's K or V, its memory, which dX replaces, the gradient of its reads, alpha and rho.
+// A stage of the ring: K or V of a chunk, its memory, which dX replaces, the gradient of its reads, alpha and
+// rho.
 template <class S>
 struct ReverseRing {
   using T = typename S::T;
@@ -79,7 +81,7 @@ struct ReverseRing {
   }
 };
 
-// Of dX, which is a tile's rows.
+// Adds the term of the objective to dS; dX is in shared memory.
 template <class S>
 __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& ring, int stage,
                                      const typename S::Values& exchange, LatticeObjective objective,
@@ -105,7 +107,7 @@ __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& r
   } else if (objective == LatticeObjective::decode) {
     const auto k = ring.k(stage);
     const int row = warp % S::kBlocks * 16, col = warp / S::kBlocks * S::kWide;
-    barrier_wait(1, S::kThreads);  // dX is there
+    barrier_wait(1, S::kThreads);  // dX is stored
     if (col < S::D) {
       Sums<S::kWide / 8> y;
       fill(y, 0.f);
@@ -116,7 +118,7 @@ __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& r
       round_to<T>(rounded, y);
       store_blocks(exchange, row, col, rounded);
     }
-    barrier_wait(1, S::kThreads);  // Y is there
+    barrier_wait(1, S::kThreads);  // Y is stored
 #pragma unroll 1
     for (int t = 0; t < S::R; t += 16) {
       load_block_transposed(a, k, first, t);
@@ -125,8 +127,8 @@ __device__ inline void add_objective(Sums<S::D / 8>& dS, const ReverseRing<S>& r
   }
 }
 
-// S' of a warp's vectors, from one chunk to the one before: in registers, or where they are too few in shared
-// memory.
+// S' of a warp's vectors, for the chunk before: in registers, or in shared memory if registers do not
+// suffice.
 template <class S, bool Held>
 struct After {
   using T = typename S::T;
@@ -158,20 +160,20 @@ struct ReverseSpace {
   static constexpr int kBytes = S::Values::kBytes + kAfter + ReverseRing<S>::kBytes + 2 * S::kWarps * 4;
 };
 
-// The warps that have dS, each 16 vectors of it.
+// State warps of the reverse scan; each has 16 vectors of dS.
 template <class S>
 class ReverseChain {
   using T = typename S::T;
   using Ring = ReverseRing<S>;
   using Space = ReverseSpace<S>;
 
-  // A chunk, and what the lane's two vectors have in it.
+  // A chunk, and the values of both vectors of the lane in it.
   struct Pass {
     const Part part;
     const int stage;
     const float alpha[2], rho[2];
-    float length[2] = {1.f, 1.f};  // of x
-    float by[2] = {0.f, 0.f};      // what is kept of dS' where x was zero
+    float length[2] = {1.f, 1.f};  // |x|
+    float by[2] = {0.f, 0.f};      // 1 where x is zero: dS' passes on unchanged
     float c[2] = {0.f, 0.f};
 
     __device__ Pass(const Part& part, int stage, const float* ends)
@@ -184,9 +186,9 @@ class ReverseChain {
   const ChunkedSequence of;
   const int head, warp, first;
   const typename S::Values exchange;
-  float* const sums;  // two over all elements, each warp's: Delta' dDelta', and of a resumed chunk m_C c
+  float* const sums;  // sums of each warp: Delta'.dDelta', and m_C c of a resumed chunk
   Sums<S::D / 8> dS;
-  After<S, Space::kHeld> after;  // S after the chunk
+  After<S, Space::kHeld> after;  // S of the next chunk
   float opens = 0.f;
 
  public:
@@ -241,7 +243,7 @@ class ReverseChain {
                     ring.memory(stage), first, p.shape);
   }
 
-  // dx = rho (dS' - s' (s'.dS')), in the place of dS', which stays where x was zero.
+  // dx = rho (dS' - s' (s'.dS')), which replaces dS'; dS' stays where x is zero.
   __device__ void through_length(Pass& pass) {
     const float(&rho)[2] = pass.rho;
     float along[2] = {0.f, 0.f};
@@ -280,7 +282,7 @@ class ReverseChain {
     }
   }
 
-  // m_C c + e^{L_C} Delta.dx, and whether most of x is steps of these tokens, for columns.cuh.
+  // Stores m_C c + e^{L_C} Delta.dx, and whether x consists mostly of this call's steps, for columns.cuh.
   __device__ void hand_to_gates(const Pass& pass, const WithStep& with) const {
     const int M = p.shape.M;
     const float kept = ring.weights(pass.stage)[S::R];
@@ -296,7 +298,8 @@ class ReverseChain {
     }
   }
 
-  // dX = dx - s c in the place of s, dS = alpha dx - (x - alpha s) c, and s for the chunk before.
+  // dX = dx - s c, which replaces s in shared memory; dS = alpha dx - (x - alpha s) c; s becomes s' of the
+  // chunk before.
   __device__ void through_turn(const Pass& pass) {
     const auto memory = ring.memory(pass.stage);
     for_blocks(dS, [&](int k, float(&d)[2][4]) {
@@ -321,7 +324,7 @@ class ReverseChain {
     });
   }
 
-  // The gradient of the chunk's reads.
+  // Adds the gradient of the chunk's reads.
   __device__ void add_reads(int stage) {
     for_blocks(dS, [&](int k, float(&d)[2][4]) {
       uint32_t a[4];

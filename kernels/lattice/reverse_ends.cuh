@@ -1,17 +1,17 @@
-// What the two reverse scans share: how they begin and end, and a warp's 16 vectors block by block.
+// Common code of the two reverse scans: start and end of a sequence, and a warp's 16 vectors by blocks.
 #pragma once
 
 #include "lattice/vectors.cuh"
 
 namespace girih::kernels::lattice {
 
-// f(k, the 16 x 16 of sums from column 16 k on).
+// Calls f(k, the 16 x 16 block from column 16 k on).
 template <int N, class F>
 __device__ inline void for_blocks(Sums<N>& sums, const F& f) {
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) f(k, reinterpret_cast<float(&)[2][4]>(sums.at[2 * k]));
 }
-// f(element, its own of a left factor, which of the lane's two rows)
+// Calls f(element, the same element of an A fragment, row 0 or 1 of the lane).
 template <typename T, class F>
 __device__ inline void with_block(float (&sums)[2][4], const uint32_t (&a)[4], const F& f) {
 #pragma unroll
@@ -22,13 +22,13 @@ __device__ inline void with_block(float (&sums)[2][4], const uint32_t (&a)[4], c
   }
 }
 
-// Whether the sequence's last chunk is not complete.
+// Whether the last chunk of the sequence is incomplete.
 __device__ inline bool ends_in_chunk(const LatticeShape& shape, const ChunkedSequence& of) {
   return of.chunks > 0 && !chunk_of(shape.grid, of, of.chunks - 1).complete;
 }
 
-// dS' after the last chunk, and put(k, S' rounded, columns 16 k on). Returned: the lane's part of
-// Delta'.dDelta'.
+// Loads dS' after the last chunk, and calls put(k, S' rounded, from column 16 k on). Returns the lane's terms
+// of Delta'.dDelta'.
 template <typename T, int N, class Put>
 __device__ inline float begin_reverse(Sums<N>& dS, const LatticeReverse& p, const ChunkedSequence& of,
                                       int head, int first, const Put& put) {
@@ -50,14 +50,14 @@ __device__ inline float begin_reverse(Sums<N>& dS, const LatticeReverse& p, cons
   return sum;
 }
 
-// A warp's own of a sum over all elements.
+// Stores a warp's sum over all elements.
 __device__ inline void put_sum(float* to, float x) {
   x = sum_over_col(sum_over_row(x));
   if (lane() == 0) *to = x;
 }
 
-// A resumed chunk's dx goes through e^{L_C} Delta: to dDelta where `stores`, and returned are the lane's
-// parts of what it has with it.
+// Gradient through e^{L_C} Delta of a resumed chunk. Stores dDelta if `stores`, and returns sums of both
+// vectors of the lane.
 struct WithStep {
   float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};  // e^{L_C} Delta.dx, |e^{L_C} Delta|^2
 };
@@ -79,8 +79,8 @@ __device__ inline WithStep through_step(const LatticeReverse& p, Sums<N>& dx, in
   return with;
 }
 
-// What dS has of states in fp32: -c Delta', and S's own gradient, where a chunk is not complete, and
-// e^{L_C} c Delta where it is resumed.
+// Adds the terms of fp32 states to dS: -c Delta' and the gradient of S if the chunk is incomplete, and
+// e^{L_C} c Delta if the chunk is resumed.
 template <int N>
 __device__ inline void add_states(Sums<N>& dS, const LatticeReverse& p, int64_t sequence, int head, int first,
                                   const float (&c)[2], bool complete, bool resumed, float open) {
@@ -98,14 +98,14 @@ __device__ inline void add_states(Sums<N>& dS, const LatticeReverse& p, int64_t 
   }
 }
 
-// dS of the first memory, and what else a sequence begins with. `sums`: what put_sum() left of every warp,
-// Delta'.dDelta' and of a resumed chunk m_C c.
+// Stores the gradients of the initial state. `sums`: from put_sum(), for each warp Delta'.dDelta', and m_C c
+// of a resumed chunk.
 template <int Warps, int N>
 __device__ inline void end_reverse(const LatticeReverse& p, Sums<N>& dS, const ChunkedSequence& of, int head,
                                    int first, const float* sums) {
   const int64_t sequence = of.sequence.index;
   const LatticeShape& shape = p.shape;
-  // On the sphere: dS - s (s.dS).
+  // Projection to the tangent space: dS - s (s.dS).
   float along[2] = {0.f, 0.f};
   for_elements(dS, p.start.memory, sequence, head, shape, first,
                [&](float& d, const float& x, int j) { along[j] = fmaf(x, d, along[j]); });
@@ -132,7 +132,7 @@ __device__ inline void end_reverse(const LatticeReverse& p, Sums<N>& dS, const C
   if (p.ddecay.data != nullptr) {
     float before = 0.f;
     if (resumed) before = static_cast<const float*>(p.ddecay.data)[offset_of(p.ddecay, sequence, head)];
-    // The decay that a call ends with goes on from the one that it began with only where no chunk has ended.
+    // The final decay depends on the initial decay only if no chunk ends in this call.
     store_any(p.ddecay, before + open + (of.chunks == 0 || (resumed && of.chunks == 1) ? dlast : 0.f),
               sequence, head);
   }

@@ -1,23 +1,23 @@
-// reverse.cuh and columns.cuh in one, for chunks of at most 16 tokens and memories of at most 64 x 64: a
-// block has a sequence and head, and its warps are
+// reverse.cuh and columns.cuh in one kernel, for chunks of at most 16 tokens and memories of at most 64 x 64.
+// A block has a sequence and head. Roles of its warps:
 //
-//     chain     dX, in the place of the gradient of the chunk's reads, and dS: chunk by chunk, from the end
-//     loaders   bring K, V, S, the gradient of the reads and their parts of dk and dv
-//     columns   dk, dv, dgamma and dg of a chunk, a warp each (columns_short.cuh)
+//     state     computes dX, which replaces the gradient of the reads, and dS, chunk by chunk, from the end
+//     producers load K, V, S, the gradient of the reads, and the terms of the reads in dk and dv
+//     dkv       compute dk, dv, dgamma and dg, one warp for each chunk (columns_short.cuh)
 //
-// Where multiprocessors would stay idle two blocks have the same sequence and head: both have the whole
-// chain, and each makes the columns of every other chunk.
+// If multiprocessors would be idle, two blocks have the same sequence and head: both compute the whole state
+// recurrence, and each computes dk and dv of every other chunk.
 //
-// The chain has the time of one chunk after another, so it does no more than has to be between dS' and dS.
-// Steps are tangent at s, so s.x = m_C, and with x = s' / rho all that it needs of dS' is there at once:
+// The critical path is from dS' to dS. Steps are tangent at s, so s.x = m_C. Since x = s' / rho, two dot
+// products of dS' suffice:
 //
 //     p = s'.dS'          c = s.dx = rho (s.dS' - m_C rho p)
 //     dX = rho dS' - rho p s' - c s
 //     dS = (gradient of the reads) + alpha rho dS' - (alpha rho p + c / rho) s' + alpha c s
 //          + decode: K^T Y, Y = (W E_C) dX^T, encode: -V^T (gamma E_C (V dX))
 //
-// A chunk that is not complete left Delta' = x: dx = dS', c = s.dS', and dS has -c Delta' for -(c / rho) s'.
-// Where x was zero (rho = 0), dX = 0 and dS = dS' + (gradient of the reads).
+// An incomplete chunk has stored Delta' = x: there dx = dS', c = s.dS', and dS has the term -c Delta' instead
+// of -(c / rho) s'. Where x is zero (rho = 0), dX = 0 and dS = dS' + (gradient of the reads).
 #pragma once
 
 #include "lattice/columns_short.cuh"
@@ -26,7 +26,7 @@
 
 namespace girih::kernels::lattice {
 
-// What a vector has of dS', s' and s in dX and in dS; for the lane's two.
+// Coefficients of dS', s' and s in dX or in dS, for both vectors of the lane.
 struct Shares {
   float of_d[2], of_after[2], of_s[2];
 };
@@ -41,9 +41,9 @@ class ShortChain {
   const Ring& ring;
   const ChunkedSequence& of;
   const int head, warp, first;
-  const bool stores;  // where the sequence begins
+  const bool stores;  // whether this block stores the gradients of the initial state
   Sums<8> dS;
-  Factor after, s, reads;  // S after the chunk, S, the gradient of the reads
+  Factor after, s, reads;  // s' of the next chunk, s, gradient of the reads
 
  public:
   __device__ ShortChain(const LatticeReverse& p, const Ring& ring, int warp)
@@ -62,7 +62,7 @@ class ShortChain {
     });
     put_sum(ring.sums() + warp, within);
     put_sum(ring.sums() + S::kWarps + warp, 0.f);
-    bool open = ends_in_chunk(p.shape, of);  // the chunk is not complete
+    bool open = ends_in_chunk(p.shape, of);  // the chunk is incomplete
     const int chunks = static_cast<int>(of.chunks);
     Turn turn;
     if (chunks > 0) {
@@ -75,11 +75,11 @@ class ShortChain {
       step<decltype(special)::value>(turn.place, complete, resumed, left > 1, next);
       turn = next;
     };
-    const int resumed = of.begun > 0 ? 1 : 0;  // chunks
+    const int resumed = of.begun > 0 ? 1 : 0;  // 1: the chunk at the start is resumed
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
       if (!open) {
-        // Chunks like most are a loop of their own, which has nothing to ask.
+        // Complete chunks that are not resumed have their own loop without conditions.
 #pragma unroll 1
         for (; left > resumed; --left) pass(std::false_type(), left, true, false);
         if (left == 0) break;
@@ -91,13 +91,13 @@ class ShortChain {
   }
 
  private:
-  // What a chunk's gradient meets first.
+  // Loads s of a chunk.
   __device__ void fetch(int stage) {
     const int first = opaque(this->first);
     load_blocks(s, ring.memory(stage), first);
   }
 
-  // The lane's part of its rows' products.
+  // The lane's terms of the dot products of its rows.
   __device__ static void dots(float (&to)[2], const Sums<8>& x, const Factor& y) {
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -109,7 +109,7 @@ class ShortChain {
     to[0] = sum[0] + sum[2], to[1] = sum[1] + sum[3];
   }
 
-  // Special: a chunk that is not complete, or resumed.
+  // Special: the chunk is incomplete or resumed.
   template <bool Special>
   __device__ void step(int stage, bool complete, bool resumed, bool more, const Turn& next) {
     auto& numbers = ring.numbers(stage);
@@ -149,7 +149,7 @@ class ShortChain {
     if (decode) {
       Factor k;
       load_blocks(k, keys);
-      barrier_wait(1, S::kThreads);  // dX is there
+      barrier_wait(1, S::kThreads);  // dX is stored
       Sums<2> y[2];
       begin_y(y, k, stage);
       mix<Special>(numbers, rho, along, c, complete, resumed);
@@ -173,12 +173,12 @@ class ShortChain {
     after = s;
     if (more) fetch(next.place);
     if (decode) {
-      barrier_wait(1, S::kThreads);  // Y is there
+      barrier_wait(1, S::kThreads);  // Y is stored
       add_product<T>(dS, own_k, ring.exchange(), 0);
     }
   }
 
-  // Of two elements, the i-th of the lane's 16 pairs; and `other`.
+  // Linear combination for pair i of the lane's 16 pairs, plus `other`.
   __device__ float2 mixed(const Shares& of, int i, float2 other = {0.f, 0.f}) const {
     const int j = i % 2;
     const float2 x = unpaired<T>(after.at[i / 4][i % 4]), y = unpaired<T>(s.at[i / 4][i % 4]);
@@ -187,8 +187,8 @@ class ShortChain {
             fmaf(of.of_s[j], y.y, fmaf(of.of_after[j], x.y, fmaf(of.of_d[j], d[1], other.y)))};
   }
 
-  // dS but for what dX gives. alpha is fetched here, that none of this is done where the block waits for dX;
-  // s and S' are unpacked once more, for there are too few registers to keep them so.
+  // dS without the term of the objective. alpha is loaded here, and s and s' are unpacked again, so that the
+  // compiler neither computes this before the barrier of dX nor keeps the unpacked values in registers.
   template <bool Special>
   __device__ void mix(const typename Ring::Numbers& numbers, const float (&rho)[2], const float (&along)[2],
                       const float (&c)[2], bool complete, bool resumed) {
@@ -214,7 +214,7 @@ class ShortChain {
     }
   }
 
-  // Y = (W E_C) dX^T, 16 columns a warp, in two sums.
+  // Y = (W E_C) dX^T, 16 columns a warp, in two accumulators.
   __device__ void begin_y(Sums<2> (&y)[2], const Factor& k, int stage) const {
     fill(y[0], 0.f);
     fill(y[1], 0.f);
@@ -230,7 +230,7 @@ class ShortChain {
     store_block(ring.exchange(), 0, 16 * warp, x);
   }
 
-  // -V^T (gamma E_C (V dX)), the warp's vectors
+  // -V^T (gamma E_C (V dX)), for the warp's vectors.
   __device__ void add_values(const Factor& dX, int stage) {
     const auto v = ring.tokens(stage, Ring::v);
     Sums<2> read;
@@ -245,7 +245,7 @@ class ShortChain {
     add_product<T>(dS, x, v, 0);
   }
 
-  // dx in the place of dS', for what a resumed chunk's Delta has of it.
+  // Replaces dS' by dx, for the gradient of a resumed chunk's Delta.
   __device__ void begin_resumed(WithStep& with, Shares& dx, float (&along)[2], float (&c)[2],
                                 const typename Ring::Numbers& numbers, const float (&rho)[2], bool complete) {
     dx.of_s[0] = dx.of_s[1] = 0.f;
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.start(p);
-  // Warpgroups: the chain, and two of others; of 168 a thread, which the three have at first.
+  // Warpgroups: the state warps and two others. Each starts at 168 registers a thread.
   if (warp < kChain) {
     take_registers<208>();
     ShortChain<T>(p.reverse, ring, warp).run();
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(ShortRing<T>::kThreads, 1)
   }
 }
 
-// Whether chunks, memories and the card are such.
+// Whether the short kernel supports the chunks, the memory and the device.
 template <typename T>
 inline cudaError_t takes_short(const LatticeShape& shape, bool& takes) {
   int limit = 0;

@@ -1,4 +1,4 @@
-// Rows of arrays to shared memory and back, and products by the blocks of a triangle.
+// Copies of rows between global and shared memory, and products by the blocks of a triangle.
 #pragma once
 
 #include <type_traits>
@@ -11,17 +11,17 @@
 
 namespace girih::kernels::lattice {
 
-// A number that the compiler does not know: addresses that hang on it are worked out where they are used, not
-// ahead of all loops around, where they take more registers than there are.
+// Makes x unknown to the compiler: it then computes addresses from x where they are used, not ahead of the
+// surrounding loops, where they would occupy too many registers.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// x is worked out here, and as far as the compiler knows it is something else afterwards.
+// Makes the compiler compute x here, and treat the value as unknown afterwards.
 __device__ inline void hide(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// The first element of a head's row, whose columns lie side by side.
+// Pointer to a head's row; the columns are contiguous.
 template <typename T>
 __device__ inline const T* row_of(const In<4>& in, int64_t batch, int64_t token, int64_t head) {
   return static_cast<const T*>(in.data) + offset_of(in, batch, token, head);
@@ -31,7 +31,7 @@ __device__ inline T* row_of(const Out<4>& out, int64_t batch, int64_t token, int
   return static_cast<T*>(out.data) + offset_of(out, batch, token, head);
 }
 
-// By all of a block: starts to load a matrix, zero where the tile is larger.
+// Starts the copies of a matrix, by all threads; zeros in the rest of the tile.
 template <int Threads, class Tile>
 __device__ inline void bring(const Tile& tile, const typename Tile::Element* from, int64_t stride, int rows,
                              int cols) {
@@ -40,7 +40,7 @@ __device__ inline void bring(const Tile& tile, const typename Tile::Element* fro
   if (static_cast<int>(threadIdx.x) < kUsed) load_async<kUsed>(tile, from, stride, rows, cols, threadIdx.x);
 }
 
-// The same by one warp: a whole tile at once, others a few rows at a time.
+// The same by one warp: a whole tile has a separate path without bounds.
 template <class Tile>
 __device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Element* from, int64_t stride,
                                      int rows, int cols) {
@@ -58,13 +58,13 @@ __device__ inline void bring_by_warp(const Tile& tile, const typename Tile::Elem
   }
 }
 
-// 16 x 16 elements on their way to or from global memory, as a left factor: registers of the four lanes that
-// share rows are turned, and a lane has 16 bytes of one row.
+// A 16 x 16 block that is loaded from or stored to global memory, in the registers of an A fragment: the four
+// lanes of a row exchange registers, so that a lane has 16 bytes of one row.
 __device__ inline int pack_row() { return lane_row() + (lane() & 2) * 4; }
 __device__ inline int pack_col() { return (lane() & 1) * 8; }
 
-// A left factor has (row, col), (row + 8, col), (row, col + 8), ...; a lane's pack is of row + 8 (lane / 2 %
-// 2).
+// An A fragment has (row, col), (row + 8, col), (row, col + 8), ...; the lane's 16 bytes are of row + 8 (lane
+// / 2 % 2).
 __device__ inline void turn_block(uint32_t (&a)[4]) {
   const uint32_t middle = a[1];
   a[1] = a[2], a[2] = middle;
@@ -75,7 +75,7 @@ __device__ inline void turn_block_back(uint32_t (&a)[4]) {
   const uint32_t middle = a[1];
   a[1] = a[2], a[2] = middle;
 }
-// The transpose of a left factor as one.
+// Transposes an A fragment.
 __device__ inline void transpose_block(uint32_t (&a)[4]) {
   const uint32_t middle = transpose_pairs(a[1]);
   a[0] = transpose_pairs(a[0]);
@@ -84,7 +84,7 @@ __device__ inline void transpose_block(uint32_t (&a)[4]) {
   a[3] = transpose_pairs(a[3]);
 }
 
-// To 16 rows and columns of a matrix, of which `rows` and `cols` exist.
+// Stores 16 rows and columns of a matrix, of which `rows` and `cols` exist.
 template <typename T>
 __device__ inline void put_block(T* to, int64_t stride, int rows, int cols, uint32_t (&a)[4]) {
   turn_block(a);
@@ -100,7 +100,7 @@ __device__ inline void get_block(uint32_t (&a)[4], const T* from, int64_t stride
   turn_block_back(a);
 }
 
-// All columns of sums: 16 rows, `cols` from `to` on exist.
+// Stores all columns of 16 rows, of which `rows` and `cols` exist.
 template <typename T, int N>
 __device__ inline void put_rows(T* to, int64_t stride, int rows, int cols, const Sums<N>& sums) {
 #pragma unroll
@@ -125,14 +125,14 @@ __device__ inline void add_rows(Sums<N>& sums, const T* from, int64_t stride, in
   }
 }
 
-// x where T has it, else the largest that T has. (bf16 has the range of fp32.)
+// Clamps x to the range of T. (bf16 has the range of fp32.)
 template <typename T>
 __device__ inline float bounded(float x) {
   return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
 }
 
-// All of a product's factor. Where a chunk's tokens repeat, gradients are noise that may be beyond fp16; they
-// stay numbers.
+// Clamps the factor of a product. Where a chunk's tokens repeat, gradients are noise that may exceed fp16;
+// clamping avoids infinities.
 template <typename T, int N>
 __device__ inline void bound(Sums<N>& sums) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -140,7 +140,7 @@ __device__ inline void bound(Sums<N>& sums) {
   }
 }
 
-// A left factor as numbers.
+// Converts an A fragment to fp32.
 template <typename T>
 __device__ inline void unpack(Sums<2>& to, const uint32_t (&a)[4]) {
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ inline void pack(uint32_t (&to)[4], const Sums<2>& sums) {
   for (int i = 0; i < 4; ++i) to[i] = a.at[0][i];
 }
 
-// sums = f(element, row, col) of all 16 x 8N elements from (row, col) on.
+// Replaces elements by f(element, row, col), for 16 x 8N elements from (row, col) on.
 template <int N, class F>
 __device__ inline void apply(Sums<N>& sums, int row, int col, const F& f) {
   each_sum<N>([&](int n, int i) {
@@ -165,7 +165,7 @@ __device__ inline void apply(Sums<N>& sums, int row, int col, const F& f) {
   });
 }
 
-// x y^T of 16 rows each, from row t and row j on, in two sums that are there sooner than one.
+// x y^T for 16 rows each, from rows t and j on. Two accumulators halve the chain of dependent products.
 template <class X, class Y>
 __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, int t = 0, int j = 0) {
   using T = typename X::Element;
@@ -183,14 +183,14 @@ __device__ inline void product_of_rows(Sums<2>& sums, const X& x, const Y& y, in
   add(sums, half);
 }
 
-// sums += a b^T, both left factors.
+// sums += a b^T, both A fragments.
 template <typename T>
 __device__ inline void add_product_of_rows(Sums<2>& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   mma<T>(sums.at[0], a, b[0], b[2]);
   mma<T>(sums.at[1], a, b[1], b[3]);
 }
 
-// The diagonal of 16 x 16, of the lane's columns.
+// The diagonal of a 16 x 16 block, for the lane's columns.
 __device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -201,8 +201,8 @@ __device__ inline void squares_of(float2 (&squares)[2], const Sums<2>& g) {
   }
 }
 
-// to_tj = f(x_t.y_j, t, j) for blocks of 16 x 16 on the diagonal and below it, which the block's warps take
-// in turns from warp `first` on.
+// to_tj = f(x_t.y_j, t, j) for 16 x 16 blocks on and below the diagonal. The block's warps take these
+// round-robin, from warp `first` on.
 template <typename T, int Warps, class To, class X, class Y, class F>
 __device__ inline void score_blocks(const To& to, const X& x, const Y& y, int warp, int first, const F& f) {
   constexpr int kBlocks = X::kRows / 16;

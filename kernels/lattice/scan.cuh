@@ -1,21 +1,21 @@
-// The memory from chunk to chunk, one block a sequence and head:
+// Forward scan of the memory, one block for each sequence and head:
 //
 //     H, W from S (decode: H = K S^T - V, encode: W = sign gamma (V S - K))          U = H^T (W E_C)
 //     x_i = alpha_i s_i + u_i + e^{L_C} Delta_i,  alpha_i = m_C - s_i.u_i
 //     S <- x_i rho_i,  rho_i = 1 / |x_i|
 //
-// A chunk that is not complete leaves x with alpha_i = -s_i.u_i as Delta, and S as it was. A vector x_i that
-// is exactly zero has no direction: it leaves s_i, and rho_i = 0.
+// An incomplete chunk stores x with alpha_i = -s_i.u_i as Delta, and does not change S. If x_i is exactly
+// zero, s_i does not change and rho_i = 0.
 //
-// A warp has 16 vectors in fp32 from the first chunk to the last, lengths included. encode and similarity
-// need nothing of other vectors; for decode all of S, rounded, goes through shared memory to where H is made.
+// A warp has 16 vectors in fp32, with whole rows. encode and similarity need no other vectors. For decode the
+// rounded S passes through shared memory to the warps that compute H.
 #pragma once
 
 #include "lattice/vectors.cuh"
 
 namespace girih::kernels::lattice {
 
-// U^T = (W E_C)^T H, the warp's 16 vectors. `between` runs where the block waits.
+// U^T = (W E_C)^T H for the warp's 16 vectors. `between` overlaps with the wait for the block.
 template <class S, class Between>
 __device__ inline void make_steps(Sums<S::D / 8>& U, const Within<S>& within, const float* weights,
                                   const Between& between) {
@@ -24,10 +24,10 @@ __device__ inline void make_steps(Sums<S::D / 8>& U, const Within<S>& within, co
   if (within.objective == LatticeObjective::decode) {
     typename Within<S>::Share share;
     within.begin_h(share);
-    barrier_wait(1, S::kThreads);  // S is there
+    barrier_wait(1, S::kThreads);  // S is stored
     within.end_h(share);
     between();
-    barrier_wait(1, S::kThreads);  // H is there, and S may change
+    barrier_wait(1, S::kThreads);  // H is stored, and S may be overwritten
   } else {
     between();
   }
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
     }
   }
 
-  // Where it ends: in a chunk, after one, or where it began.
+  // Stores the final state: in a chunk, after a complete chunk, or without tokens.
   store_vectors(p.end.memory, X, sequence, head, shape, first);
   if (of.chunks == 0) {
     if (p.start.step.data != nullptr) {

@@ -1,11 +1,11 @@
-// scan.cuh and read.cuh in one, for chunks of at most 16 tokens and memories of at most 64 x 64: a block has
-// a sequence and head, and its warps are
+// scan.cuh and read.cuh in one kernel, for chunks of at most 16 tokens and memories of at most 64 x 64. A
+// block has a sequence and head. Roles of its warps:
 //
-//     chain     S and H of a chunk, and the memory after it: chunk by chunk (scan_short_chain.cuh)
-//     loaders   bring Q, K, V, gates and steps
-//     readers   o of a chunk, and of what backward needs the storing, a warp each (read_short.cuh)
+//     state     computes S and H of a chunk, and the next memory, chunk by chunk (scan_short_chain.cuh)
+//     producers load Q, K, V, gates and steps
+//     output    compute o and store what backward needs, one warp for each chunk (read_short.cuh)
 //
-// Where half of the multiprocessors would stay idle they are two blocks (scan_short_apart.cuh).
+// If half of the multiprocessors would be idle, two blocks share these roles (scan_short_apart.cuh).
 #pragma once
 
 #include "lattice/scan.cuh"
@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, false>::kThreads,
   const Ring ring{shared};
   const int warp = warp_index();
   ring.start(p, true);
-  // In this order, which is that of their code too: in others the loops of several roles meet in the same
-  // lines of the cache of instructions (row_source.h), and the chain takes up to a tenth longer.
+  // The order of the branches is the order of their code. With other orders the loops of several roles share
+  // lines of the instruction cache (row_source.h), and the state warps are up to 10% slower.
   if (warp >= kChain + Ring::kLoaders) {
     ShortReader<Ring>(p, ring).run(warp - kChain - Ring::kLoaders);
   } else if (warp >= kChain) {

@@ -1,14 +1,16 @@
-// scan_short.cuh by two blocks beside each other, where a card has two multiprocessors for each sequence and
-// head. Either has loaders, and its ring in the same places; the first has the chain, the second all readers:
+// scan_short.cuh with a cluster of two blocks, for devices that have two multiprocessors for each sequence
+// and head. Each block has producer warps and a ring with the same layout. Block 0 has the state warps, block
+// 1 all output warps:
 //
-//     chain's block    loads K, V (`full`); S and H of a chunk (`written`), which a warp sends, and where
-//                      backward needs S another stores it
-//     reads' block     loads Q, K (`full`); what was sent is there (`written`): o
+//     block 0    loads K, V (`full`); computes S and H of a chunk (`written`), which one warp sends to the
+//                other block and another warp stores for backward
+//     block 1    loads Q, K (`full`); S and H have arrived (`written`): computes o
 //
-// A stage of the first is empty once its chunk has arrived, and stored: the chain may be a ring ahead of the
-// readers. What is sent comes into a stage of the second once the chunk before has been read there (`taken`).
+// A stage of the state warps' block is empty when its S and H have arrived in the other block and are stored:
+// the state warps may be a whole ring ahead of the output warps. S and H may be sent to a stage after the
+// output warps have finished its previous chunk (`taken`).
 //
-// In one block the readers take the chain's turns, and lines of its instructions.
+// In a single block the output warps compete with the state warps for issue slots and the instruction cache.
 #pragma once
 
 #include "lattice/read_short.cuh"
@@ -17,7 +19,7 @@
 
 namespace girih::kernels::lattice {
 
-// By a warp of the chain's block.
+// Called by one warp of the state warps' block.
 template <class Ring>
 __device__ inline void send_stages(const Ring& ring) {
   const int64_t chunks = ring.block().of.chunks;
@@ -27,7 +29,7 @@ __device__ inline void send_stages(const Ring& ring) {
     const int stage = turn.place;
     wait(ring.written() + stage, turn.parity);
     wait(ring.taken() + stage, turn.parity ^ 1);
-    __syncwarp();  // the stage may be filled again once it is sent: all lanes have seen this time
+    __syncwarp();  // all lanes must see this phase before the send lets the stage be filled again
     if (lane() == 0) send(ring.memory(stage).data, Ring::kSent, ring.written() + stage, 1);
     __syncwarp();
   }
@@ -69,11 +71,11 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, true>::kThreads, 
   } else if (warp == kChain + 1 && p.scan.memories != nullptr) {
     keep_stages(p.scan, ring);
   }
-  // Either block's shared memory is there until the other is through with it.
+  // The block's shared memory must stay valid until the other block has finished its accesses.
   cluster_wait();
 }
 
-// Whether there are clusters, and multiprocessors for two blocks a sequence and head.
+// Whether the device has clusters, and two multiprocessors for each sequence and head.
 template <typename T, LatticeObjective kObjective>
 cudaError_t is_apart(const LatticeShape& shape, bool& is) {
   int processors = 0;

@@ -1,13 +1,13 @@
-// The chain of scan_short.cuh: S and H of a chunk, and the memory after it, chunk by chunk.
+// State warps of scan_short.cuh: S and H of a chunk, and the memory after it, chunk by chunk.
 //
-// It has the time of one chunk after another, so it does no more than has to be between S and the next: X
-// stays as it is, s_i = rho_i x_i, and the length of the next x_i is there with its steps:
+// The critical path is from one S to the next. So X is stored without normalisation, s_i = rho_i x_i, and the
+// length of the next x_i follows from dot products of the step:
 //
 //     sigma_i = rho_i x_i.u_i          alpha_i = m_C - sigma_i          b_i = alpha_i rho_i
 //     X <- b X + U          |x_i|^2 = b_i^2 x_i.x_i + 2 b_i x_i.u_i + u_i.u_i          rho_i <- 1 / |x_i|
 //
-// x_i.x_i is found anew in every chunk, where the block waits for H: rounding does not add up. Where the
-// terms of the length cancel it is found of the x_i themselves.
+// x_i.x_i is recomputed in every chunk while the block waits for H, so rounding errors do not accumulate.
+// Where the terms of the length cancel, the length is computed from x_i.
 #pragma once
 
 #include "lattice/scan_short_places.cuh"
@@ -28,18 +28,18 @@ class ShortScanChain {
   const ChunkedSequence& of;
   const int head, first;
   const ShortPlaces<Ring> places;
-  Places here;  // of the chunk's stage
+  Places here;  // addresses in the chunk's stage
   Sums<8> X;
   float rho[2] = {1.f, 1.f};
-  Factor rounded;  // encode: the warp's S
-  // Of a chunk, fetched before there is S.
+  Factor rounded;  // encode: S of the warp's vectors
+  // Inputs of a chunk, loaded before its S is known.
   Factor rows;         // decode: K; encode: V
-  uint32_t values[4];  // decode: the warp's columns of V
-  uint32_t keys[4];    // K^T of the warp's vectors, and what weighs its columns
+  uint32_t values[4];  // decode: V, the warp's columns
+  uint32_t keys[4];    // K^T of the warp's vectors, and the weights of its columns
   float2 weights[2];
-  Sums<2> against;  // decode: the warp's columns of -V
-  uint32_t w[4];    // W^T E_C of the warp's vectors; encode: once there is a
-  // What the chunk before leaves to others, until that costs no time. No stage: nothing.
+  Sums<2> against;  // decode: -V, the warp's columns
+  uint32_t w[4];    // W^T E_C of the warp's vectors; encode: after make_a()
+  // Results of the previous chunk, not yet stored; stage -1: none.
   struct {
     float alpha[2], rho[2];
     int stage = -1;
@@ -57,7 +57,8 @@ class ShortScanChain {
   __device__ void run() {
     load_vectors(X, p.start.memory, of.sequence.index, head, p.shape, first);
     const int chunks = static_cast<int>(of.chunks);
-    const int open = chunks > 0 && !chunk_of(p.shape.grid, of, chunks - 1).complete ? 1 : 0;  // chunks
+    // 1: the last chunk is incomplete
+    const int open = chunks > 0 && !chunk_of(p.shape.grid, of, chunks - 1).complete ? 1 : 0;
     bool resumed = of.begun > 0;
     Turn turn;
     if (chunks > 0) {
@@ -68,7 +69,7 @@ class ShortScanChain {
       prepare();
     }
     const auto pass = [&](auto special, int left, bool complete) {
-      Turn next = turn;  // of the last chunk itself: what is fetched of it once more nobody uses
+      Turn next = turn;  // after the last chunk: the same stage, whose inputs are loaded again and not used
       if (left > 1) next.next(Ring::kStages);
       step<decltype(special)::value>(complete, resumed, left > 1, next);
       turn = next;
@@ -76,7 +77,7 @@ class ShortScanChain {
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
       if (!resumed) {
-        // Chunks like most are a loop of their own, which has nothing to ask.
+        // Complete chunks that are not resumed have their own loop without conditions.
 #pragma unroll 1
         for (; left > open; --left) pass(std::false_type(), left, true);
         if (left == 0) break;
@@ -89,7 +90,7 @@ class ShortScanChain {
   }
 
  private:
-  // S, rounded.
+  // Stores the rounded S.
   __device__ void publish(const Places& at) {
     const auto to = places.vectors(at);
 #pragma unroll
@@ -98,11 +99,11 @@ class ShortScanChain {
       each_sum<2>([&](int n, int e) { s.at[n][e] = rho[e / 2] * X.at[2 * i + n][e]; });
       pack<T>(rounded.at[i], s);
       store_block(to, 0, 16 * i, rounded.at[i]);
-      __syncwarp();  // else the compiler would leave all stores to the end
+      __syncwarp();  // otherwise the compiler delays all stores
     }
   }
 
-  // K and V of a chunk are there.
+  // Loads K and V of a chunk to registers.
   __device__ void fetch(const Places& at) {
     const float* const from = ring.numbers(at.stage).weights;
     if constexpr (kDecode || kEncode) {
@@ -111,7 +112,7 @@ class ShortScanChain {
       for (int i = 0; i < 4; ++i) load_block(rows.at[i], tile, 0, 16 * i);
     }
     if constexpr (kDecode) load_block(values, places.own_tokens(at, Ring::v), 0, first);
-    // Its four blocks are a left factor's of the transpose, but for their order.
+    // The four blocks are those of an A fragment of the transpose, in another order.
     load_matrices_transposed(
         keys, places.own_tokens(at, Ring::k).address(0, first, lane() & 15, (lane() >> 4) * 8));
     const uint32_t middle = keys[1];
@@ -121,11 +122,11 @@ class ShortScanChain {
       weights[n] = *reinterpret_cast<const float2*>(from + 8 * n + lane_col());
     }
   }
-  // What a chunk's products start from, of what has been fetched.
+  // Prepares the operands of a chunk from its inputs.
   __device__ void prepare() {
     if constexpr (kDecode) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs
+      for (int i = 0; i < 4; ++i) values[i] ^= 0x80008000;  // both signs of a pair
       unpack<T>(against, values);
     }
     if constexpr (!kEncode) {
@@ -136,7 +137,7 @@ class ShortScanChain {
     }
   }
 
-  // Special: a chunk that is not complete, or resumed.
+  // Special: the chunk is incomplete or resumed.
   template <bool Special>
   __device__ void step(bool complete, bool resumed, bool more, const Turn& next) {
     const int stage = here.stage;
@@ -150,8 +151,9 @@ class ShortScanChain {
     Sums<2> a;  // encode: (H S)^T
     if constexpr (kEncode) make_a(a);
     const float kept = !Special || complete ? ring.numbers(stage).kept() : 0.f;
-    // While H, or a, is on its way: what the next chunk has of its tokens, x.x, and what the chunk before has
-    // left. (In this order: what has been fetched is used no sooner than this chunk's memory is done.)
+    // Overlaps with the computation of H or a: loads of the next chunk, x.x, and the stores of the previous
+    // chunk. In this order, so that the next chunk's inputs are not used before this chunk's memory is
+    // complete.
     wait(ring.full() + next.place, next.parity);
     const Places there = places.of(next.place);
     if constexpr (!kEncode) fetch(there);
@@ -183,18 +185,18 @@ class ShortScanChain {
     if (Special) {
       move_with_care(end, U, by, stage, complete, resumed);
     } else {
-      // The vote's answer is not waited for.
+      // The result of the vote is used later.
       const bool any = __any_sync(~0u, cancels);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float root = inverse_root(length[j]);  // of any: it does not wait for the comparison
+        const float root = inverse_root(length[j]);  // computed before the comparison
         end[j] = rho[j] = length[j] > 0.f ? root : 0.f;
       }
       each_sum<8>([&](int n, int e) { X.at[n][e] = fmaf(by[e / 2], X.at[n][e], U.at[n][e]); });
       if (any) measure(end, U, alpha);
     }
     if (more) publish(there);
-    prepare();  // while S is on its way into shared memory
+    prepare();  // overlaps with the stores of S
     here = there;
 #pragma unroll
     for (int j = 0; j < 2; ++j) behind.alpha[j] = alpha[j], behind.rho[j] = end[j];
@@ -214,8 +216,8 @@ class ShortScanChain {
     arrive_once(ring.written() + behind.stage);
   }
 
-  // Of the squares' sum, what is left of it at least where its terms are trusted: rounding is then below
-  // 2^-13 of the length.
+  // Smallest ratio of the length to the sum of its terms for which the length is used: its rounding error is
+  // then below 2^-13.
   static constexpr float kLeastLeft = 0x1p-8f;
 
   __device__ static void dots(float (&to)[2], const Sums<8>& x, const Sums<8>& y) {
@@ -223,7 +225,7 @@ class ShortScanChain {
     to[0] = dots.x, to[1] = dots.y;
   }
 
-  // The lane's parts of x.y of its two rows, and their sums.
+  // The lane's terms of x.y for both rows, and their sums over the quad.
   __device__ static void lane_dots(float (&to)[2][2], const Sums<8>& x, const Sums<8>& y) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i / 2][i % 2] = 0.f;
@@ -234,13 +236,13 @@ class ShortScanChain {
     for (int j = 0; j < 2; ++j) to[j] = sum_over_row(parts[j][0] + parts[j][1]);
   }
 
-  // decode: H = K S^T - V in the place of V, 16 columns a warp.
+  // decode: H = K S^T - V, which replaces V; 16 columns a warp.
   __device__ void make_h() const {
     const auto memory = places.own_memory(here);
-    // In two sums, which are there sooner than one.
+    // Two accumulators halve the chain of dependent products.
     Sums<2> sum = against, half;
     fill(half, 0.f);
-    barrier_wait(1, S::kThreads);  // S is there
+    barrier_wait(1, S::kThreads);  // S is stored
     uint32_t s[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -255,10 +257,10 @@ class ShortScanChain {
     uint32_t a[4];
     pack<T>(a, sum);
     store_block(places.own_tokens(here, Ring::v), 0, first, a);
-    barrier_wait(1, S::kThreads);  // H is there
+    barrier_wait(1, S::kThreads);  // H is stored
   }
 
-  // encode: (H S)^T, of which the warp has all in registers.
+  // encode: (H S)^T, from registers of the warp.
   __device__ void make_a(Sums<2>& a) const {
     Sums<2> half;
     fill(a, 0.f);
@@ -276,7 +278,7 @@ class ShortScanChain {
     pack<T>(w, a);
   }
 
-  // rho by the x_i themselves. Where one is 0, s_i stays: U is -alpha s_i there.
+  // Computes rho from X. Where x_i is 0, restores s_i: then U is -alpha s_i.
   __device__ void measure(float (&end)[2], const Sums<8>& U, const float (&alpha)[2]) {
     float square[2], back[2];
     dots(square, X, X);
@@ -290,7 +292,7 @@ class ShortScanChain {
     });
   }
 
-  // X and rho by the x_i themselves. A chunk that is not complete leaves them as they are, and x as Delta.
+  // Computes X and rho from x itself. An incomplete chunk changes neither, and stores x as Delta.
   __device__ void move_with_care(float (&end)[2], Sums<8>& U, const float (&by)[2], int stage, bool complete,
                                  bool resumed) {
     const auto& numbers = ring.numbers(stage);
@@ -318,7 +320,8 @@ class ShortScanChain {
     each_sum<8>([&](int n, int e) { X.at[n][e] = square[e / 2] > 0.f ? U.at[n][e] : X.at[n][e]; });
   }
 
-  // Where the sequence ends: in a chunk (move_with_care() has stored how far), after one, or where it began.
+  // Stores the final state: in a chunk (move_with_care() has stored Delta), after a complete chunk, or
+  // without tokens.
   __device__ void end(int chunks, int open) {
     const int64_t sequence = of.sequence.index;
     if (chunks > open) {

@@ -1,21 +1,21 @@
-// Where the chain of scan_short.cuh has what it loads and stores as matrices: addresses that are at hand.
-// Behind a barrier the compiler would work them out again.
+// Addresses for the ldmatrix and stmatrix accesses of the state warps of scan_short.cuh, kept in registers.
+// Without them the compiler recomputes the addresses after every barrier.
 #pragma once
 
 #include "lattice/scan_short_ring.cuh"
 
 namespace girih::kernels::lattice {
 
-// The lane's, for ldmatrix, in a tile that starts with a stage: of offset(0, 16 i, lane() & 15, (lane() >> 4)
-// * 8), in bytes.
+// ldmatrix addresses of the lane, in bytes, for a tile at the start of a stage: offset(0, 16 i, lane() & 15,
+// (lane() >> 4) * 8).
 struct Places {
   int stage;
   uint32_t columns[4];
-  uint32_t rows[4];  // the same from the first of the warp's vectors on
-  uint32_t own;      // in the columns that the warp has of H
+  uint32_t rows[4];  // the same, from the warp's vector 0 on
+  uint32_t own;      // the same for the warp's columns of H
 };
 
-// A tile that starts `offset` bytes further, with rows of 128 bytes. Own: of it the warp's columns.
+// A tile `offset` bytes after the stage's start, with rows of 128 bytes. Own: only the warp's columns.
 template <class Tile, bool Own = false>
 struct TileByPlaces : Tile {
   const uint32_t* places;
@@ -27,7 +27,7 @@ struct TileByPlaces : Tile {
   }
 };
 
-// A warp's, that has 16 vectors from `first` on.
+// Addresses of a warp that has 16 vectors from `first` on.
 template <class Ring>
 class ShortPlaces {
   using S = typename Ring::S;
@@ -67,7 +67,7 @@ class ShortPlaces {
   __device__ TileByPlaces<typename S::Memory, true> own_memory(const Places& at) const {
     return {ring.memory(at.stage), &at.own, 0};
   }
-  // The warp's vectors in S^T.
+  // The warp's vectors of S^T.
   __device__ TileByPlaces<Rows> vectors(const Places& at) const {
     return {Rows{ring.memory(at.stage).data + first * S::D}, at.rows, 0};
   }

@@ -1,5 +1,5 @@
-// The ring of scan_short.cuh: a chunk's tokens, the memory before it, and what the chain makes of them for
-// those who read it. Apart, each of the two blocks has one (scan_short_apart.cuh).
+// The ring of scan_short.cuh: the tokens of a chunk, the memory before it, and H, alpha and rho from the
+// state warps. With Apart, each of the two blocks has a ring (scan_short_apart.cuh).
 #pragma once
 
 #include "lattice/vectors.cuh"
@@ -7,7 +7,7 @@
 
 namespace girih::kernels::lattice {
 
-// As parameters of one kernel.
+// Parameters of the kernel.
 struct ShortScan {
   LatticeScan scan;
   LatticeRead read;
@@ -20,27 +20,27 @@ struct ShortScanRing {
   using S = Sizes<T, 16, 64, 64>;
   static constexpr bool kApart = Apart;
   static constexpr int kStages = Apart ? 10 : 14, kReaders = Apart ? 10 : 6, kLoaders = 2;
-  static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block that has the chain
+  static constexpr int kChainLoaders = Apart ? 5 : kLoaders;  // in the block of the state warps
   static constexpr int kThreads = (Apart ? 0 : S::kThreads) + 32 * (kReaders + kLoaders);
-  // Every stage has one loader. Readers are no further ahead of one another than a turn of the ring, else one
-  // would take another's turn for its own; what is sent may overtake what was sent before, so apart a stage
-  // is always the same reader's.
+  // Every stage has one producer warp. Output warps are at most one lap of the ring apart, because a barrier
+  // has only one bit of phase. With Apart, sends may overtake each other, so a stage always has the same
+  // output warp.
   static_assert(kStages % kLoaders == 0 && kStages % kChainLoaders == 0);
   static_assert(Apart ? kStages == kReaders : kStages >= kReaders);
 
   struct Numbers {
     ChunkTokens<16> tokens;
     float weights[20];         // put_weights()
-    float alpha[64], rho[64];  // from the chain: of the chunk's end
+    float alpha[64], rho[64];  // end of the chunk, from the state warps
     __device__ float kept() const { return weights[16]; }
     __device__ float open() const { return weights[17]; }
     __device__ float sum() const { return weights[18]; }
   };
-  enum Of { v, k, q };                            // H in the place of V, o in that of q
-  static constexpr int kSources = Apart ? 2 : 3;  // k, v and q; apart v in one block and q in the other
+  enum Of { v, k, q };                            // H replaces v, o replaces q
+  static constexpr int kSources = Apart ? 2 : 3;  // k, v and q; Apart: k and v, or k and q
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = S::Memory::kBytes + 3 * kTokens;
-  static constexpr int kSent = S::Memory::kBytes + kTokens;  // the memory and H
+  static constexpr int kSent = S::Memory::kBytes + kTokens;  // memory and H
   static constexpr int kNumbers = sizeof(Numbers), kBarriers = Apart ? 4 : 3;
   static constexpr int kBytes = kStages * (kStage + kNumbers + kBarriers * 8) + S::Memory::kBytes + 4 * S::M +
                                 static_cast<int>(sizeof(Carried)) +
@@ -59,7 +59,7 @@ struct ShortScanRing {
   __device__ auto tokens(int stage, Of which) const {
     return tile<typename S::Keys>(stage, offset_of(which));
   }
-  // Of a resumed chunk: Delta^T and |Delta_i|^2.
+  // Delta^T and |Delta_i|^2 of a resumed chunk.
   __device__ auto step() const { return tile<typename S::Memory>(kStages, 0); }
   __device__ float* step_square() const {
     return reinterpret_cast<float*>(base + kStages * kStage + S::Memory::kBytes);
@@ -68,15 +68,16 @@ struct ShortScanRing {
     return reinterpret_cast<Numbers*>(step_square() + S::M)[stage];
   }
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&numbers(kStages)); }
-  __device__ uint64_t* written() const { return full() + kStages; }  // the chain is through with it
+  __device__ uint64_t* written() const { return full() + kStages; }  // the state warps have stored S and H
   __device__ uint64_t* empty() const { return full() + 2 * kStages; }
-  __device__ uint64_t* taken() const { return full() + 3 * kStages; }  // apart: what was sent has been read
+  // Apart: the output warps have finished with S and H
+  __device__ uint64_t* taken() const { return full() + 3 * kStages; }
 
-  // What the block has: there, for registers are few.
+  // Sequence and head of the block, in shared memory to save registers.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(full() + kBarriers * kStages); }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
-  // `reads`: apart, whether the block is the one that does.
+  // `reads` (Apart): this block has the output warps.
   __device__ void start(const ShortScan& p, bool reads) const {
     if (threadIdx.x == 0) {
       block() = carried(p.scan.shape, Apart ? 2 : 1);
@@ -99,7 +100,7 @@ struct ShortScanRing {
     }
   }
 
-  // By one of `loaders`: the sequence's chunks in order.
+  // Loads the chunks of a sequence in order; called by one of `loaders` warps.
   __device__ void load(const LatticeScan& p, int loader, int loaders, bool reads) const {
     const LatticeShape& shape = p.shape;
     const ChunkedSequence& of = block().of;
@@ -132,7 +133,7 @@ struct ShortScanRing {
     }
   }
 
-  // By a warp: what backward needs of a chunk.
+  // Stores what backward needs of a chunk; called by a warp.
   __device__ void keep(const LatticeScan& p, int64_t number, int stage) const {
     const LatticeShape& shape = p.shape;
     const int head = block().head;
@@ -161,12 +162,12 @@ struct ShortScanRing {
   }
 };
 
-// Whether chunks, memories and the card are such.
+// Whether the short kernel supports the chunks, the memory and the device.
 inline cudaError_t is_short(const LatticeShape& shape, bool& is) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr auto kAny = LatticeObjective::decode;
-  using Ring = ShortScanRing<__half, kAny, false>;  // of both the larger one
+  using Ring = ShortScanRing<__half, kAny, false>;  // the larger ring of the two
   static_assert(ShortScanRing<__half, kAny, true>::kBytes <= Ring::kBytes);
   is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && Ring::kBytes <= limit;
   return cudaSuccess;

@@ -1,11 +1,11 @@
-// The ring of reverse_short.cuh: what a chunk needs, and what it gives until it has been used.
+// The ring of reverse_short.cuh: inputs of a chunk, and the results of the state warps.
 #pragma once
 
 #include "lattice/vectors.cuh"
 
 namespace girih::kernels::lattice {
 
-// As parameters of one kernel. `shares`: blocks that have the same sequence and head.
+// Parameters of the kernel. `shares`: blocks with the same sequence and head.
 struct ShortReverse {
   LatticeReverse reverse;
   LatticeColumns columns;
@@ -18,19 +18,20 @@ struct ShortRing {
   using S = Sizes<T, 16, 64, 64>;
   static constexpr int kStages = 8, kLoaders = 4, kColumns = 4, kMostShares = 2;
   static constexpr int kThreads = S::kThreads + 32 * (kLoaders + kColumns);
-  // Every stage has one loader, and is one share's or never is.
+  // Every stage has one producer warp, and always belongs to the same share.
   static_assert(kStages % kLoaders == 0 && kStages % kMostShares == 0);
-  // Warps of `columns` that take chunks in turn: were they a turn of the ring ahead of one another, one would
-  // take another's for its own.
+  // Dkv warps that take chunks round-robin. They are at most one lap of the ring apart, because a barrier has
+  // only one bit of phase.
   __device__ static int columns(int shares) { return min(kColumns, kStages / shares); }
 
   struct Numbers {
     float alpha[64], rho[64];
     float weights[16], step[16], to_end[16];  // sign gamma e^{L_C - L_t}, sign gamma, e^{L_C - L_t}
-    float kept, open, sum, unused;            // m_C, e^{L_C} of the tokens here, L_C of all the chunk
-    float cancels[64], steps[64];             // columns.cuh: what cancels at the end, and where most is steps
+    float kept, open, sum, unused;            // m_C, e^{L_C} of this call's tokens, L_C of the whole chunk
+    // columns.cuh: the cancelling sum at the end, and whether the vector is mostly steps
+    float cancels[64], steps[64];
   };
-  static constexpr int kSources = 6;  // the two memories, of tokens k, v, dk, dv
+  static constexpr int kSources = 6;  // S, its gradient, k, v, dk, dv
   static constexpr int kTokens = S::Keys::kBytes;
   static constexpr int kStage = 2 * S::Memory::kBytes + 4 * kTokens;
   static constexpr int kNumbers = sizeof(Numbers);
@@ -52,7 +53,7 @@ struct ShortRing {
     return tile<typename S::Keys>(stage, 2 * S::Memory::kBytes + which * kTokens);
   }
   __device__ auto exchange() const { return tile<typename S::Values>(kStages, 0); }
-  // A place of each of `columns`.
+  // A tile for each dkv warp.
   __device__ auto rounded(int worker) const {
     return tile<typename S::Keys>(kStages, S::Values::kBytes + worker * kTokens);
   }
@@ -62,11 +63,11 @@ struct ShortRing {
   __device__ Numbers& numbers(int stage) const { return reinterpret_cast<Numbers*>(beyond())[stage]; }
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(beyond() + kStages * kNumbers); }
   __device__ uint64_t* empty() const { return full() + kStages; }
-  __device__ uint64_t* done() const { return full() + 2 * kStages; }  // the chain leaves it to `columns`
-  // Each chain warp's Delta'.dDelta', and of a resumed chunk its m_C c.
+  __device__ uint64_t* done() const { return full() + 2 * kStages; }  // the state warps have stored dX
+  // For each state warp Delta'.dDelta', and m_C c of a resumed chunk.
   __device__ float* sums() const { return reinterpret_cast<float*>(full() + 3 * kStages); }
 
-  // What the block has: there, for registers are few.
+  // Sequence and head of the block, in shared memory to save registers.
   __device__ Carried& block() const { return *reinterpret_cast<Carried*>(sums() + 2 * S::kWarps); }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
@@ -83,8 +84,8 @@ struct ShortRing {
     __syncthreads();
   }
 
-  // By a loader: the sequence's chunks from the last to the first. Of those that are another share's nobody
-  // makes more than the chain does.
+  // Loads the chunks of a sequence from the last to the first; called by a producer warp. A chunk of another
+  // share is needed by the state warps only.
   __device__ void load(const ShortReverse& p, int loader) const {
     const ChunkedSequence& of = block().of;
     const int head = block().head;
@@ -133,7 +134,7 @@ struct ShortRing {
     to[2] = rows(from.k, shape.M, k), to[3] = rows(from.v, shape.D, v);
     to[4] = rows(p.columns.dk, shape.M, dk), to[5] = rows(p.columns.dv, shape.D, dv);
   }
-  // A memory that fills its tile is one piece, whose addresses differ by what the compiler knows.
+  // A memory that fills its tile is one copy, with offsets known at compile time.
   __device__ void bring(int stage, int count, const LatticeShape& shape, const Part& part) const {
     const int64_t first = part.number * shape.heads * shape.M;
 #pragma unroll 1

@@ -1,11 +1,12 @@
-// One token of lattice, the state in place. A memory [D, M] is read once and written once:
+// One token of decoding, with the state updated in place. A memory [D, M] is read once and written once:
 //
 //     D' = e^{g} Delta + W (h - s (s.h))          x = m s + D', m = e^{max(L', -30)}          o = unit(x) q
 //
-// and S <- unit(x), Delta <- 0 where a chunk ends, else Delta <- D'. A chunk of one token has no Delta.
+// If the token completes its chunk, S <- unit(x) and Delta <- 0; else Delta <- D'. Chunks of one token have
+// no Delta.
 //
-// A block has one sequence and head, whose threads take rows as tile/row_groups.h says. A thread touches no
-// others, in any pass, so that it holds a memory that is not too large in its registers.
+// A block has a sequence and head; tile/row_groups.h assigns rows to threads. A thread uses the same elements
+// in every pass, so it holds a memory that is not too large in registers.
 #include "lattice/lattice.h"
 #include "lattice/tokens.cuh"
 #include "tile/launch.h"
@@ -19,21 +20,21 @@ namespace lattice {
 namespace {
 
 constexpr int kStepThreads = 256, kStepWarps = kStepThreads / 32;
-constexpr int kTogether = 4;  // rows of a group whose sums over lanes are under way at once
+constexpr int kTogether = 4;  // rows of a thread whose sums over lanes are computed together
 
-// A pack of a memory: its row and first column, and which of the thread's it is.
+// A pack of a memory: its row, its column, and its index in the thread.
 struct At {
   int r, c, pack;
 };
 
-// [D, M] fp32; where `Held` packs a thread are enough for it, in registers.
+// A memory [D, M] in fp32, in registers if `Held` packs a thread suffice.
 template <int Pack_, int Held>
 struct StepMemory {
   float* global;
-  int64_t row_stride, col_stride;  // of held packs from each to the next
+  int64_t row_stride, col_stride;  // with Held, row_stride leads to the thread's next pack
   Pack<Pack_> held[Held > 0 ? Held : 1];
 
-  // The thread's first pack, the next so many rows further.
+  // Starts at the thread's pack 0; the next ones are `rows` rows apart.
   __device__ StepMemory(const Out<4>& state, int64_t n, int head, const At& first, int rows)
       : global(static_cast<float*>(state.data)), row_stride(state.stride[2]), col_stride(state.stride[3]) {
     if (global != nullptr) global += offset_of(state, n, head);
@@ -62,18 +63,18 @@ struct StepMemory {
   __device__ void put(const At& at, const Pack<Pack_>& x) const { store<Pack_>(place(at), x); }
 };
 
-// The thread's share of a memory [D, M], and sums over it.
+// The thread's elements of a memory [D, M], and sums over a memory.
 template <int Pack_, int Held>
 struct StepShare : RowGroups<Pack_, kStepThreads> {
   using Groups = RowGroups<Pack_, kStepThreads>;
   using Groups::add_up, Groups::col, Groups::cols, Groups::lanes, Groups::row, Groups::rows;
   const LatticeStep& p;
-  float* const parts;  // sums of every warp: floats_of_parts()
+  float* const parts;  // [warps, columns]: floats_of_parts()
 
   __host__ __device__ static int floats_of_parts(int M) { return kStepWarps * Pack_ * Groups::lanes_of(M); }
   __device__ StepShare(const LatticeStep& p, float* parts) : Groups(p.M), p(p), parts(parts) {}
   __device__ At first() const { return {row, col, 0}; }
-  // f(at) of all that is the thread's in columns from `from` on.
+  // Calls f(at) for the thread's packs in the columns from `from` on.
   template <class F>
   __device__ void for_rows(int from, const F& f) const {
     const int c = from + col;
@@ -90,7 +91,7 @@ struct StepShare : RowGroups<Pack_, kStepThreads> {
       }
     }
   }
-  // f(c, the sum over rows of what of(sum, at) adds up); by the whole block.
+  // Calls f(c, sum over rows), where of(sum, at) adds a pack; called by all threads.
   template <class Of, class F>
   __device__ void sum_rows(const Of& of, const F& f) const {
     for (int from = 0; from < p.M; from += cols) {
@@ -105,7 +106,7 @@ struct StepShare : RowGroups<Pack_, kStepThreads> {
       __syncthreads();
     }
   }
-  // to[r] = sum over columns of f(at), added to what is there. All lanes of a group have the same rows.
+  // to[r] += sum over columns of f(at). All lanes of a group have the same rows.
   template <class F>
   __device__ void sum_columns(float* to, const F& f) const {
     if constexpr (Held > 0) {
@@ -117,7 +118,7 @@ struct StepShare : RowGroups<Pack_, kStepThreads> {
       }
     }
   }
-  // The same, of columns from `from` on and some of the thread's rows from the first on.
+  // The same for the columns from `from` on and kTogether rows of the thread, from index `first` on.
   template <class F>
   __device__ void sum_columns_of(float* to, int from, int first, const F& f) const {
     const int c = from + col;
@@ -136,9 +137,9 @@ struct StepShare : RowGroups<Pack_, kStepThreads> {
   }
 };
 
-// Where the token is in its chunk, and what that makes of the memory.
+// Position of the token in its chunk, and the gates.
 struct StepPlace {
-  bool within, last;  // a chunk is more than one token; it ends here
+  bool within, last;  // chunks have more than one token; the token completes its chunk
   int64_t position;
   float sum, kept, decay;  // L', m, e^g
 
@@ -155,7 +156,7 @@ struct StepPlace {
   }
 };
 
-// A block's token and memory.
+// The token and memory of a block.
 template <int Pack_, int Held>
 struct StepBlock {
   using Columns = Pack<Pack_>;
@@ -164,7 +165,7 @@ struct StepBlock {
   const bool within;
   const int64_t n;
   const int head, group;
-  float* parts;            // in shared memory, as all of these
+  float* parts;            // in shared memory, as the arrays below
   float *a, *W, *rho, *q;  // M each: whole packs
   float *h, *o;            // D each
 
@@ -196,7 +197,7 @@ struct StepBlock {
   }
   __device__ bool is(LatticeObjective objective) const { return p.objective == objective; }
 
-  // k in the place of W until a is there; v, or -v, in that of h.
+  // Loads k to W, where it stays until a is known, and v or -v to h.
   __device__ void fetch_token() const {
     const bool decode = is(LatticeObjective::decode);
     for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
@@ -210,7 +211,7 @@ struct StepBlock {
     for (int m = threadIdx.x; m < p.M; m += kStepThreads) q[m] = load_any(p.q, n, query_head, m);
   }
 
-  // Of decode: h = S k - v
+  // decode: h = S k - v
   __device__ void read_key() const {
     share.sum_columns(h, [&](const At& at) {
       const Columns s = S.get(at), k = load<Pack_>(W + at.c);
@@ -254,7 +255,7 @@ struct StepBlock {
     return x;
   }
 
-  // rho = 1 / |x|, or 0 where x is. D' is written; where memories are held x takes Delta's place.
+  // rho = 1 / |x|, or 0 where x is 0. Stores D'; with Held, x replaces Delta in registers.
   __device__ void measure(const StepPlace& place) {
     share.sum_rows(
         [&](Columns& sum, const At& at) {
@@ -274,7 +275,7 @@ struct StepBlock {
     }
   }
 
-  // o = unit(x) q; where the chunk ends the pass that `writes` leaves unit(x) and no D'.
+  // o = unit(x) q. If `writes` and the chunk is complete, stores unit(x) and sets Delta to 0.
   __device__ void read(const StepPlace& place, bool writes) const {
     const bool ends = writes && place.last;
     share.sum_columns(o, [&](const At& at) {
@@ -293,7 +294,7 @@ struct StepBlock {
       return sum;
     });
   }
-  // And o is 0 for the next query.
+  // Stores o, and sets o to 0 for the next query head.
   __device__ void store_read(int query_head) const {
     for (int d = threadIdx.x; d < p.D; d += kStepThreads) {
       store_any(p.o, o[d], n, query_head, d);
@@ -302,7 +303,7 @@ struct StepBlock {
   }
 };
 
-// Blocks a multiprocessor, of whose registers a thread has what its packs need.
+// Resident blocks of a multiprocessor, limited by the registers of the packs.
 template <int Held>
 constexpr int kStepBlocks = Held > 4 ? 1 : 3;
 
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks<Held>)
   }
   block.weigh(gamma);
   block.measure(place);
-  // With the last of the head's queries the state is written.
+  // The pass of the last query head stores the state.
   for (int member = 0; member < group; ++member) {
     block.read(place, member + 1 == group);
     __syncthreads();
@@ -349,7 +350,7 @@ cudaError_t launch_step(const LatticeStep& p, cudaStream_t stream) {
                                                  limit);
 }
 
-// Packs of four columns a thread has of a memory, or 0 where a row has more than its group has lanes.
+// Packs of four columns for each thread, or 0 if a row has more packs than its group has lanes.
 int packs_of_thread(const LatticeStep& p) {
   const int packs = p.M / 4;
   if (packs > 32) return 0;

@@ -1,4 +1,4 @@
-// A chunk's tokens: which they are, their gates and steps, and sums that run over them.
+// The tokens of a chunk: their gates and steps, and running sums over tokens.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace girih::kernels::lattice {
 
-// One chunk of one head's memory.
+// A chunk of a head.
 struct Part {
   ChunkedSequence of;
   Chunk chunk;
-  int64_t number;  // of the chunk
+  int64_t number;  // number of the chunk in the grid
   int head;
-  bool resumed;  // tokens of it came before, in another call
+  bool resumed;  // the chunk began in an earlier call
 
   __device__ int64_t batch() const { return of.sequence.batch; }
   __device__ int64_t sequence() const { return of.sequence.index; }
@@ -27,7 +27,7 @@ struct Part {
 __device__ inline Part chunk_part(const LatticeShape& shape, const ChunkedSequence& of, int64_t i, int head) {
   return {of, chunk_of(shape.grid, of, i), of.first + i, head, i == 0 && of.begun > 0};
 }
-// The block's.
+// The chunk and head of the block.
 __device__ inline Part chunk_part(const LatticeShape& shape) {
   const auto heads = static_cast<unsigned>(shape.heads);
   const NumberedChunk at = chunk_at(shape.grid, blockIdx.x / heads);
@@ -35,9 +35,10 @@ __device__ inline Part chunk_part(const LatticeShape& shape) {
   if (at.index < 0) part.chunk.length = 0;
   return part;
 }
-// The same of a chunk that is not resumed, where the host has divided: a division is twenty instructions.
+// The same for chunks that are not resumed, with divisors from the host: a division costs twenty
+// instructions.
 struct PartFinder {
-  Divider heads, row;  // by heads, and by the chunks of a row
+  Divider heads, row;  // divisors: heads, chunks of a batch row
   explicit PartFinder(const LatticeShape& shape)
       : heads(shape.heads), row(std::max<int64_t>(chunks_in_row(shape.grid), 1)) {}
 };
@@ -50,37 +51,36 @@ __device__ inline Part chunk_part(const LatticeShape& shape, const PartFinder& b
           static_cast<int>(blockIdx.x - number * by.heads.by), false};
 }
 
-// W = sign * gamma * c.
+// sign in W = sign * gamma * c.
 __device__ inline float sign_of(LatticeObjective objective) {
   return objective == LatticeObjective::similarity ? 1.f : -1.f;
 }
 
-// fp16 has 2^-24 to 2^16. Where gates have shut out a memory, steps alone are read, W and q~ = q / |x|: W is
-// as many times larger in shared memory, and q~, and eta, as many times smaller.
+// fp16 has the range 2^-24 to 2^16. If gates have decayed the memory to nothing, reads see only the steps: W
+// and q~ = q / |x|. So W is scaled by lift() in shared memory, and q~ and eta by 1 / lift().
 template <typename T>
 __host__ __device__ constexpr float lift() {
   return std::is_same_v<T, __half> ? 256.f : 1.f;
 }
 
-// Sums of gates are kept in powers of two.
-constexpr float kLeastKept = -30.f * kLog2E;  // m is held there: where its square does not underflow
+// Sums of gates are in units of log2.
+constexpr float kLeastKept = -30.f * kLog2E;  // lower bound of log2(m), so that m^2 does not underflow
 
-// R: tokens of a tile; those past the end have no step and no gate.
+// R: tokens of a tile. Padding tokens have step 0 and gate 0.
 template <int R>
 struct ChunkTokens {
   float step[R];    // sign * gamma
-  float lifted[R];  // lift<T>() times that
-  float sum[R];     // L of the chunk's own tokens, from its first here
-  float kept[R];    // m = e^{max(L, -30)}, L from the chunk's start
+  float lifted[R];  // lift<T>() * step
+  float sum[R];     // L over this call's tokens of the chunk
+  float kept[R];    // m = e^{max(L, -30)}, L from the start of the chunk
   float square[R];  // |h|^2
-  float open[R];    // e^{L}, L of the chunk's own tokens
+  float open[R];    // e^{L}, L over this call's tokens
 
   // E_tj = e^{L_t - L_j}
   __device__ float decay(int t, int j) const { return exp2_fast(sum[t] - sum[j]); }
 };
 
-// The lane's tokens of R, one or two that follow one another: gamma, and the gates' sum through each, in
-// powers of two.
+// One or two neighbouring tokens of a lane: gamma, and the running sum of gates in units of log2.
 template <int R>
 struct LaneTokens {
   static constexpr int kEach = R > 32 ? 2 : 1, kLanes = R / kEach;
@@ -132,13 +132,13 @@ __device__ inline LaneTokens<R> sum_tokens(const RawTokens<R>& raw, DType gamma,
   return tokens;
 }
 
-// The sum of a resumed chunk's gates before its first token here, in powers of two.
+// Sum of a resumed chunk's gates before this call, in units of log2.
 __device__ inline float decay_before(const LatticeStart& start, const Part& part) {
   if (!part.resumed || start.decay.data == nullptr) return 0.f;
   return load_any(start.decay, part.sequence(), static_cast<int64_t>(part.head)) * kLog2E;
 }
 
-// By one warp; `before`: of a resumed chunk, decay_before().
+// Called by one warp. `before`: decay_before() of a resumed chunk.
 template <typename T, int R>
 __device__ inline void put_tokens(ChunkTokens<R>& to, const LaneTokens<R>& tokens, float sign, float before) {
 #pragma unroll
@@ -159,14 +159,14 @@ __device__ inline void put_tokens(ChunkTokens<R>& to, const Problem& p, const La
                 sign_of(p.shape.objective), decay_before(start, part));
 }
 
-// Running sums over tokens of a matrix whose columns are tokens: 16 of them at a time, by a triangle of
-// decays on the tensor cores. Both go in as two 16-bit parts, which keeps 16 bits of each.
+// Running sums over tokens for matrices whose columns are tokens, 16 at a time, by products with a triangle
+// of decays on the tensor cores. Each factor is split into two bf16 parts, which keeps 16 bits.
 enum class Run {
   forward,
   backward
-};  // y_t = sum over j <= t of E_tj x_j, or y_j = sum over t >= j of E_tj x_t
+};  // forward: y_t = sum over j <= t of E_tj x_j; backward: y_j = sum over t >= j of E_tj x_t
 
-// The right factor for tokens first..first+15, of E or of its square.
+// B fragment for tokens first..first+15: E, or its elementwise square.
 struct Triangle {
   uint32_t hi[2][2], lo[2][2];
 };
@@ -199,7 +199,7 @@ __device__ inline void make_triangles(Triangles& to, const ChunkTokens<R>& token
   }
 }
 
-// Those of 16 tokens' sums that run forward, and E, [t, j], zero for j > t: one is the other's factor.
+// The triangles of 16 tokens for forward sums, and E [t, j], zero for j > t.
 __device__ inline void make_triangles(Triangles& to, Sums<2>& E, const ChunkTokens<16>& tokens) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -213,7 +213,7 @@ __device__ inline void make_triangles(Triangles& to, Sums<2>& E, const ChunkToke
     }
   }
 }
-// Backward's of forward's.
+// Transposes forward's triangle to backward's.
 __device__ inline void turn(Triangle& to, const Triangle& from) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -228,13 +228,12 @@ __device__ inline void turn(Triangles& to, const Triangles& from) {
   turn(to.square, from.square);
 }
 
-// What the sums of one block give to the next: those at its last token on the way, for each of the lane's
-// rows.
+// Value of the running sums that a block of 16 tokens passes to the next block, for both rows of the lane.
 struct Carry {
   float at[2] = {0.f, 0.f};
 };
 
-// sums += x times the triangle
+// sums += x * triangle
 __device__ inline void add_sums(Sums<2>& sums, const Sums<2>& x, const Triangle& triangle) {
   uint32_t hi[4], lo[4];
 #pragma unroll
@@ -249,8 +248,8 @@ __device__ inline void add_sums(Sums<2>& sums, const Sums<2>& x, const Triangle&
   }
 }
 
-// x becomes its sums; `by(col)`: the decays of columns col and col + 1 from the block before, or a power of
-// them.
+// Replaces x by its running sums. `by(col)`: decays of columns col and col + 1 from the block before, or a
+// power of these.
 template <Run run, class Decays>
 __device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry, const Decays& by) {
   Sums<2> sums;
@@ -269,7 +268,7 @@ __device__ inline void add_up(Sums<2>& x, const Triangle& triangle, Carry& carry
   }
 }
 
-// The decays of the block from `first` on against the one that its sums start from.
+// Decay of two tokens of the block at `first` from the token that precedes it in the direction of the sums.
 template <Run run, int R>
 __device__ inline float2 block_decay(const ChunkTokens<R>& tokens, int first, int col) {
   const float2 sum = *reinterpret_cast<const float2*>(&tokens.sum[first + col + lane_col()]);

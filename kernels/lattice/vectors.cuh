@@ -1,5 +1,5 @@
-// What both scans are made of: the block's warps with 16 of a memory's vectors each, as rows, and the warps
-// that bring every chunk's tokens through a ring.
+// Building blocks of the scans. A warp has 16 vectors of the memory as rows; producer warps load the tokens
+// of the chunks into a ring.
 #pragma once
 
 #include "lattice/launch.h"
@@ -10,12 +10,12 @@
 
 namespace girih::kernels::lattice {
 
-// Stages of the ring; a stage has one chunk. As many warps load, at most four, each its own chunks: the loads
-// of later ones are under way while it waits for its turn.
+// Stages of the ring; a stage has one chunk. There are up to four producer warps, which take the chunks
+// round-robin, so that several loads are in flight.
 constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
 
-// By a warp: sign gamma_t e^{L_C - L_t} of R tokens, and then m_C, e^{L_C} of the tokens here, and L_C of all
-// the chunk in powers of two. `before`: of a resumed chunk, decay_before().
+// Called by a warp: stores sign gamma_t e^{L_C - L_t} of R tokens, then m_C, e^{L_C} of this call's tokens,
+// and L_C of the whole chunk in units of log2. `before`: decay_before() of a resumed chunk.
 template <int R>
 __device__ inline void put_weights(float* to, const LaneTokens<R>& tokens, float sign, float before) {
   const float sum = tokens.all();
@@ -37,8 +37,7 @@ __device__ inline void put_weights(float* to, const RawTokens<R>& raw, const Pro
               decay_before(p.start, part));
 }
 
-// A stage is full once its loader's copies are there, and empty once all of the block's other warps are done
-// with it.
+// A stage is full when its producer warp's copies have arrived, and empty when all `Warps` have released it.
 template <int Warps, int Stages>
 __device__ inline void start_ring(uint64_t* full) {
   if (threadIdx.x < Stages) {
@@ -75,7 +74,7 @@ struct Ring {
   }
   __device__ uint64_t* empty() const { return full() + kStages; }
 
-  // By a loader: the sequence's chunks in order.
+  // Loads the chunks of a sequence in order; called by a producer warp.
   __device__ void load(const LatticeScan& p, const ChunkedSequence& of, int head, int loader) const {
 #pragma unroll 1
     for (int64_t turn = loader; turn < of.chunks; turn += kLoaders) {
@@ -94,9 +93,9 @@ struct Ring {
   }
 };
 
-// f(element, its place, which of the lane's two rows) for those of a warp's 16 vectors, from `first` on, in
-// fp32 [N, H, D, M] that exist. Once or twice a sequence, so it is a loop: the numbers of 8 columns after
-// another are moved to where it has them, for unrolled it takes more registers than all the rest.
+// Calls f(element, its value in fp32 [N, H, D, M], row 0 or 1 of the lane) for the existing elements of a
+// warp's 16 vectors from `first` on. Runs once or twice a sequence, so it is a loop that rotates the
+// registers of 8 columns at a time: unrolled, it needs more registers than the rest of the kernel.
 template <int N, class Array, class F>
 __device__ inline void for_elements(Sums<N>& X, const Array& array, int64_t sequence, int head,
                                     const LatticeShape& shape, int first, const F& f) {
@@ -136,16 +135,16 @@ __device__ inline void store_vectors(const Out<4>& to, Sums<N>& X, int64_t seque
   for_elements(X, to, sequence, head, shape, first, [](float& x, float& at, int) { at = x; });
 }
 
-// x.y of each of the lane's two rows.
+// x.y of both rows of the lane.
 template <int N>
 __device__ inline float2 row_dots(const Sums<N>& x, const Sums<N>& y) {
-  // Four sums, that no product waits for all before it.
+  // Four accumulators shorten the chain of dependent sums.
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
   each_sum<N>([&](int n, int i) { sum[i] = fmaf(x.at[n][i], y.at[n][i], sum[i]); });
   return {sum_over_row(sum[0] + sum[1]), sum_over_row(sum[2] + sum[3])};
 }
 
-// A warp's 16 rows of a tile, whole, to dtype [M, D] at `to`: rows from `first` on.
+// Stores 16 whole rows of a tile, from row `first` on, to dtype [M, D] at `to`; by a warp.
 template <typename T, class Tile>
 __device__ inline void store_tile_rows(T* to, const Tile& tile, int first, const LatticeShape& shape) {
   constexpr int kPacks = Tile::kCols / 8, kStep = 32 / kPacks;
@@ -160,12 +159,13 @@ __device__ inline void store_tile_rows(T* to, const Tile& tile, int first, const
   }
 }
 
-// The place of a chunk's memory in [chunk_count, H, M, D].
+// Offset of a chunk's memory in [chunk_count, H, M, D].
 __device__ inline int64_t memory_place(const LatticeShape& shape, int64_t number, int head) {
   return (number * shape.heads + head) * static_cast<int64_t>(shape.M) * shape.D;
 }
 
-// Which sequence and head a block of a scan has; `share` of all blocks that have the same.
+// Sequence and head of a block of a scan; `share` is its index among the blocks with the same sequence and
+// head.
 struct Carried {
   ChunkedSequence of;
   int head, share;
@@ -177,7 +177,7 @@ __device__ inline Carried carried(const LatticeShape& shape, unsigned shares = 1
           static_cast<int>(blockIdx.x % shares)};
 }
 
-// Whether the n-th chunk is the share's, of 1 or 2.
+// Whether chunk n belongs to the share; `shares` is 1 or 2.
 __device__ inline bool is_own(int64_t n, int share, int shares) { return ((n ^ share) & (shares - 1)) == 0; }
 
 template <class S>
@@ -185,8 +185,7 @@ struct ScanSpace {
   static constexpr int kBytes = S::Memory::kBytes + Ring<S>::kBytes;
 };
 
-// How many blocks, at most `most`, have the same sequence and head: more than one where multiprocessors would
-// stay idle.
+// Number of blocks for a sequence and head: `most` if multiprocessors would be idle otherwise, else 1.
 inline cudaError_t shares_of(const LatticeShape& shape, int most, int& shares) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
@@ -194,7 +193,7 @@ inline cudaError_t shares_of(const LatticeShape& shape, int most, int& shares) {
   return cudaSuccess;
 }
 
-// A block for every sequence and head, or `shares` of them.
+// Launches `shares` blocks for every sequence and head.
 template <auto Kernel, class Problem>
 cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
                         cudaStream_t stream, int shares = 1) {

@@ -1,4 +1,4 @@
-// What a chunk's tokens make of its first memory, in a block of M / 16 warps:
+// Quantities of a chunk that depend only on its tokens and on S at its start, by a block of M / 16 warps:
 //
 //     E, H, W from S, W = sign gamma c          a = H S          G = H H^T          E_tj = e^{L_t - L_j}
 //     sigma = tril(E) (W a)                     N = (tril(G, -1) E) W + e^{L} H Delta
@@ -7,9 +7,9 @@
 //         at least (kappa eps)^2 r
 //     y = (m^2 + n)^{-1/2}                      m = e^{max(L, -30)}
 //
-// Each warp has 16 of the memory's vectors, and of all that has a column a vector these 16 as rows: a^T, W^T,
-// N^T, [16, tokens], 16 tokens at a time. Sums that run over tokens so stay within a warp. H, [tokens, D], is
-// dealt out by blocks of 16 rows and kWide columns.
+// Each warp has 16 of the s_i. Matrices with a column for each s_i are transposed: a^T, W^T and N^T have the
+// warp's 16 s_i as rows, and 16 tokens at a time as columns. So running sums over tokens stay in a warp. H
+// [tokens, D] is distributed in blocks of 16 rows and kWide columns.
 #pragma once
 
 #include <type_traits>
@@ -19,14 +19,13 @@
 
 namespace girih::kernels::lattice {
 
-// (kappa eps)^2, kappa = 4, eps that of the products' operands.
+// (kappa eps)^2 with kappa = 4 and the eps of T.
 template <typename T>
 __device__ constexpr float least_share() {
   return std::is_same_v<T, __half> ? 0x1p-18f : 0x1p-12f;
 }
 
-// Plain: a query head for each memory, and no chunk is resumed. What else there is takes registers, used or
-// not.
+// Plain: HQ = H, and no chunk is resumed. The general case needs more registers even if it does not occur.
 template <typename T_, int R_, int D_, int M_, bool Plain = false>
 struct Sizes {
   using T = T_;
@@ -40,8 +39,7 @@ struct Sizes {
   using Scores = SharedTile<T, R, (R < 32 ? 32 : R)>;
 };
 
-// Own, of one block of tokens: each warp makes tril(G, -1) E for itself, in registers, and waits for no
-// other.
+// Own, for one block of tokens: each warp computes tril(G, -1) E for itself, in registers, without a barrier.
 template <class Sizes_, bool Own = false>
 struct Within {
   using S = Sizes_;
@@ -50,10 +48,10 @@ struct Within {
   static constexpr float kLift = lift<T>();
   static constexpr int kBytes = S::Memory::kBytes + 2 * S::Keys::kBytes + S::Values::kBytes +
                                 S::Scores::kBytes + static_cast<int>(sizeof(ChunkTokens<S::R>)) + 4 * S::M;
-  static constexpr int kResumedBytes = S::Memory::kBytes;  // more, where a chunk may be resumed
+  static constexpr int kResumedBytes = S::Memory::kBytes;  // added if chunks may be resumed
 
   typename S::Memory memory;   // S^T
-  typename S::Keys k, w;       // K, lifted W
+  typename S::Keys k, w;       // K; W scaled by lift()
   typename S::Values h;        // V, then H
   typename S::Scores decayed;  // tril(G, -1) E
   ChunkTokens<S::R>* tokens;
@@ -68,7 +66,7 @@ struct Within {
 
   __device__ void lay_out(Layout& layout) { layout(memory)(k)(w)(h)(decayed)(tokens, 1)(step_square, S::M); }
 
-  // By all of the block: what it needs is on its way.
+  // Starts the copies of S, K and V; called by all threads.
   template <class Problem>
   __device__ void bring_all(const Problem& p, const Part& part) {
     const LatticeShape& shape = p.shape;
@@ -83,7 +81,7 @@ struct Within {
     bring<S::kThreads>(h, row_of<T>(p.v, part.batch(), start, head), p.v.stride[1], part.chunk.length,
                        shape.D);
   }
-  // Delta, rounded, by all of the block.
+  // Loads Delta, rounded; called by all threads.
   __device__ void bring_step(const In<4>& from, const LatticeShape& shape, const Part& part) const {
     const float* first = static_cast<const float*>(from.data) + offset_of(from, part.sequence(), part.head);
 #pragma unroll 1
@@ -94,13 +92,13 @@ struct Within {
     }
   }
 
-  // A warp's share of products [tokens, D].
+  // The warp's block of products [tokens, D].
   __device__ int share_row() const { return warp % kBlocks * 16; }
   __device__ int share_col() const { return warp / kBlocks * S::kWide; }
   __device__ bool has_share() const { return share_col() < S::D; }
-  __device__ int vectors() const { return 16 * warp; }  // the first of the warp's
+  __device__ int vectors() const { return 16 * warp; }  // index of the warp's vector 0
 
-  // decode: H = K S^T - V, in the place of V. In two parts: what does not need S, and the rest.
+  // decode: H = K S^T - V, which replaces V. begin_h() does not need S; end_h() does.
   struct Share {
     Sums<S::kWide / 8> h;
     Operand<S::M / 16> k;
@@ -117,7 +115,7 @@ struct Within {
   __device__ void end_h(Share& share) const {
     if (!has_share()) return;
     const int row = share_row(), col = share_col();
-    // Two sums of half as many products each are there sooner; of wide shares there are enough.
+    // Two accumulators halve the chain of dependent products; wide blocks have enough independent ones.
     constexpr bool kHalves = S::kWide == 16;
     Sums<kHalves ? 2 : 1> half;
     fill(half, 0.f);
@@ -157,8 +155,8 @@ struct Within {
     }
   }
 
-  // W^T of tokens first..first+15, c = k or a - k times what a token's weight is; the warp's vectors, as a
-  // left factor.
+  // W^T of tokens first..first+15: c = k or a - k times the token's weight, for the warp's s_i, as an A
+  // fragment.
   __device__ void make_w_block(uint32_t (&to)[4], int first, const float* weights) const {
     if (objective != LatticeObjective::encode) {
       load_weighed_transposed<T>(to, k, vectors(), first, weights + first);
@@ -186,7 +184,7 @@ struct Within {
     __syncwarp();
   }
 
-  // tril(G, -1) E and G's diagonal.
+  // tril(G, -1) E, and the diagonal of G.
   __device__ void make_products() {
     if constexpr (Own) {
       Sums<2> g;
@@ -203,7 +201,7 @@ struct Within {
     });
   }
 
-  // |Delta_i|^2 of the warp's vectors.
+  // |Delta_i|^2 of the warp's s_i.
   __device__ void make_step_squares() const {
     if (!resumed) return;
 #pragma unroll 1
@@ -261,7 +259,8 @@ struct Within {
   struct Carries {
     Carry sigma, r, n;
   };
-  // sigma^T, y^T of the same tokens, of earlier ones first. y is negative where n is at its floor.
+  // sigma^T and y^T of tokens first..first+15; calls go in the order of tokens. y is negative where n is at
+  // its floor.
   __device__ void make_read(Sums<2>& sigma, Sums<2>& y, const Columns& of, Carries& carries,
                             int first) const {
     Triangles triangles;
@@ -303,8 +302,8 @@ struct Within {
   }
 };
 
-// q~ = q y (lowered, as W is lifted) in the place of q, and q~ (m - sigma), of tokens first..first+15; the
-// warp's columns.
+// Replaces q by q~ = q y, scaled by 1 / lift(), and computes q~ (m - sigma), for tokens first..first+15 and
+// the warp's s_i.
 template <class W, class Keys>
 __device__ inline void make_queries(const W& within, const Keys& q, const Keys& along, const Sums<2>& y,
                                     const Sums<2>& sigma, int first) {
@@ -331,7 +330,7 @@ __device__ inline void make_queries(const W& within, const Keys& q, const Keys& 
   store_block_transposed(along, within.vectors(), first, x);
 }
 
-// tril(x y^T) E, by the warps from `first` on.
+// tril(x y^T) E, by the block's warps from warp `first` on.
 template <class S, class X, class Y>
 __device__ inline void decayed_scores(const Within<S>& within, const typename S::Scores& to, const X& x,
                                       const Y& y, int first) {
@@ -340,7 +339,7 @@ __device__ inline void decayed_scores(const Within<S>& within, const typename S:
   });
 }
 
-// The same of one block, as a left factor, by each warp for itself.
+// The same for one block of tokens, as an A fragment; each warp computes all of it.
 template <class S, bool Own, class X, class Y>
 __device__ inline void own_scores(uint32_t (&to)[4], const Within<S, Own>& within, const X& x, const Y& y) {
   using T = typename S::T;

@@ -1,9 +1,10 @@
-// Of s = sigmoid(total / (t + 1)) the pooled gate is the mean over D, the channel gate all of it:
+// The gates of a linear path and their gradients, with s = sigmoid(total / (t + 1)) at token t:
 //
-//     beta at t = mean of s        dtotal = dbeta s (1 - s) / (D (t + 1))
-//     beta at t = s                dtotal = s (1 - s) / (t + 1) sum of dbeta
+//     pooled gate     beta = mean of s over D        dtotal = dbeta s (1 - s) / (D (t + 1))
+//     channel gate    beta = s                       dtotal = s (1 - s) / (t + 1) (sum of dbeta over the n
+//     rows)
 //
-// A few lanes have a token's row of a head, and of a channel gate's beta its n rows.
+// A few lanes have the row of one token and head, and for the channel gate its n equal rows of beta.
 #include "linear_path/row.cuh"
 #include "tile/silu.h"
 
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Of a row of total: its token, and where the first of beta's n rows is; the next is `stride` further.
+// The factor 1 / (t + 1) of a row of total, and the offsets of its n rows in beta: first + j stride.
 struct Place {
   float of;
   int64_t first, stride;

@@ -1,4 +1,4 @@
-// A row of D elements in a few lanes: each has a pack of it.
+// Rows of D elements distributed over a few lanes; each lane has one pack of a row.
 #pragma once
 
 #include "linear_path/linear_path.h"
@@ -11,7 +11,7 @@ namespace linear_path {
 
 constexpr int kPack = kLinearPathPack, kThreads = 256;
 
-// Rows of up to Lanes packs, and whose turn it is.
+// Rows of up to Lanes_ packs, and the rows of a thread: first(), first() + step(), ...
 template <typename Element, int Lanes_>
 struct Rows {
   using T = Element;
@@ -23,7 +23,7 @@ struct Rows {
   }
   __device__ static int64_t step() { return static_cast<int64_t>(gridDim.x) * kRows; }
 
-  // Of all its lanes; lanes of other rows of the warp take part.
+  // The sum over the lanes of a row; all lanes of the warp call sum().
   __device__ static float sum(float x) {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
@@ -31,7 +31,7 @@ struct Rows {
   }
 };
 
-constexpr int64_t kMostRows = 0x7fffffff;  // whose number a Divider takes apart
+constexpr int64_t kMostRows = 0x7fffffff;  // the limit of a Divider
 
 struct Split {
   int whole, rest;
@@ -46,7 +46,7 @@ struct SplitBy {
   }
 };
 
-// Row by row: heads of tokens of sequences.
+// The index of a row is (sequence * tokens + token) * heads + head.
 struct RowIndex {
   int64_t rows;
   SplitBy heads, tokens;
@@ -64,7 +64,7 @@ struct RowIndex {
   }
 };
 
-// launch(Rows of this width and type) where there are rows; an error where there is no such instance.
+// Calls launch(Rows) for this width and type if there are rows; an error if there is no such instance.
 template <typename Launch>
 cudaError_t with_rows(const RowIndex& index, int D, DType dtype, const Launch& launch) {
   if (index.rows == 0) return cudaSuccess;

@@ -1,7 +1,7 @@
-// total at t = x at 0 + ... + x at t, or from the last token back to t
+// total at t = x at 0 + ... + x at t, or with from_end x at t + ... + x at T - 1
 //
-// A block has a few columns of a sequence. Each of its groups of lanes adds up a run of tokens, learns what
-// the runs before come to, and reads its own once more, which is in the cache by then.
+// A block has a few columns of a sequence, and a group of lanes has a run of tokens. A group sums the run,
+// gets the sum of the earlier runs, and reads the run again, from the cache, to write the running sums.
 #include "linear_path/linear_path.h"
 #include "tile/grid.h"
 #include "tile/pack.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kPack = kLinearPathPack, kThreads = 256;
 constexpr int kLanes = 4, kRuns = kThreads / kLanes, kColumns = kLanes * kPack;
-constexpr int kAhead = 8;  // tokens whose elements are under way at once
+constexpr int kAhead = 8;  // tokens loaded at once
 
 template <typename X, typename Total>
 class Run {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) running_sum_kernel(const __grid_cons
     auto sum = run.sum();
 #pragma unroll
     for (int i = 0; i < kPack; ++i) sums[own][lane * kPack + i] = sum.at[i];
-    __syncthreads();  // every run's sums stand in shared memory
+    __syncthreads();  // the sums of all runs are stored
     if (threadIdx.x < kColumns) {
       float before = 0.f;
 #pragma unroll 8
@@ -89,11 +89,11 @@ __global__ void __launch_bounds__(kThreads) running_sum_kernel(const __grid_cons
         before += its;
       }
     }
-    __syncthreads();  // and those of the runs before it
+    __syncthreads();  // sums holds the sum of the earlier runs
 #pragma unroll
     for (int i = 0; i < kPack; ++i) sum.at[i] = sums[own][lane * kPack + i];
     run.write(sum);
-    __syncthreads();  // they have been read
+    __syncthreads();  // sums have been read
   }
 }
 

@@ -1,12 +1,11 @@
-// Rows of q, k and v: u = silu(x) / |silu(x)|, and for k and v the half differences r_m of u over time.
+// Virtual rows: u = silu(x) / |silu(x)| for q, and for k and v also the half differences r_m of u over time.
+// With r_0 = u and du = e_0,
 //
-// A few lanes walk along some tokens of a head, and keep of the token before, or backward of the one after,
-// what the next is made of:
+//     forward     r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
+//     backward    e_m at t = dr_m at t + (e_{m+1} at t - e_{m+1} at t + 1) / 2
 //
-//     r_m at t = (r_{m-1} at t - r_{m-1} at t - 1) / 2
-//     e_m at t = dr_m at t + (e_{m+1} at t - e_{m+1} at t + 1) / 2,    du = e_0
-//
-// They begin n - 1 tokens early.
+// A few lanes loop over some tokens of a head, backward from the last to the first, and keep r (or e) of the
+// previous iteration. The loop starts n - 1 tokens early, since a row depends on n tokens.
 #include "linear_path/row.cuh"
 #include "tile/silu.h"
 
@@ -14,16 +13,16 @@ namespace girih::kernels {
 namespace linear_path {
 namespace {
 
-constexpr int kTokens = 16;  // of a walk
+constexpr int kTokens = 16;  // tokens of a walk
 
-// The tokens `first` + 0, 1, ... of a head, and where they are.
+// The tokens first, first + 1, ... of one head of q, k or v, and their addresses.
 template <typename T>
 struct Walk {
   const VirtualRowsShape& shape;
   int64_t sequence, first;
-  int head, heads;  // of q, k or v
+  int head, heads;  // of the tensor below
   enum { kQ, kK, kV } of;
-  int from, to;  // which there are; none of a walk or of a column that does not exist
+  int from, to;  // tokens first + i exist for from <= i < to; empty if the walk or the column does not exist
 
   __device__ Walk(const VirtualRowsShape& shape, const RowIndex& index, int64_t number, int column)
       : shape(shape) {
@@ -43,7 +42,8 @@ struct Walk {
   __device__ P* of_these(P* q, P* k, P* v) const {
     return of == kQ ? q : of == kK ? k : v;
   }
-  // The first token's row of x, and of what is dense, `rows` a token.
+  // The address of the row of token `first` in TokenRows; below, in a contiguous tensor with `rows` rows for
+  // each token.
   __device__ const T* in(const TokenRows& rows) const {
     return static_cast<const T*>(rows.data) + sequence * rows.sequence + first * rows.token + head * shape.D;
   }
@@ -54,7 +54,7 @@ struct Walk {
   __device__ int64_t row() const { return heads * shape.D; }
 };
 
-// Elements as they lie: half the registers of a Pack while they are under way.
+// A pack in the type of memory: for 16-bit types half the registers of a Pack while the load is in flight.
 template <typename T>
 struct Raw {
   Elements<T, kPack> elements;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     virtual_rows_kernel(const __grid_constant__ VirtualRows p, const __grid_constant__ RowIndex index) {
   using T = typename R::T;
   const int column = R::column();
-  // All lanes of a warp go round as often: sums are of all of them.
+  // All lanes of a warp run the same number of iterations, since R::sum() is a warp operation.
   for (int64_t round = 0; round * R::step() < index.rows; ++round) {
     const Walk<T> walk(p.shape, index, round * R::step() + R::first(), column);
     const bool is_q = walk.of == Walk<T>::kQ;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-//     dy = (du - u <u, du>) / |y|        dx = dy silu'(x),    y = silu(x)
+// With y = silu(x): dy = (du - u <u, du>) / |y|, dx = dy silu'(x).
 template <class R, int N>
 __global__ void __launch_bounds__(kThreads)
     virtual_rows_backward_kernel(const __grid_constant__ VirtualRowsBackward p,
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       return token;
     };
-    [[maybe_unused]] Pack<kPack> after[N];  // e_1, ..., e_{N-1}, of place m
+    [[maybe_unused]] Pack<kPack> after[N];  // after[m] is e_m of token t + 1, m = 1..N-1
 #pragma unroll
     for (int m = 0; m < N; ++m) after[m] = zeros<kPack>();
     auto next = read(kTokens + N - 2);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
         along = fmaf(y, du.at[c], along);
       }
       const float length = sqrtf(R::sum(square)), by = 1.f / fmaxf(length, kShortestLength);
-      // A shorter one is only scaled.
+      // For |y| <= kShortestLength, u = y / kShortestLength.
       along = R::sum(along) * (length > kShortestLength ? by * by : 0.f);
       if (i >= kTokens || !walk.has(i)) continue;
 #pragma unroll
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// launch(Rows, N, their walks) where there are any.
+// Calls launch(Rows, Constant<N>, index of the walks) if there are tokens.
 template <typename Launch>
 cudaError_t with_shape(const VirtualRowsShape& shape, const Launch& launch) {
   const int64_t heads = shape.query_heads + 2 * shape.heads;

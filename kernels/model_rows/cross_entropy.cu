@@ -1,8 +1,9 @@
 // m = max z        S = sum of e^{z - m}        l = m + log S - z_label
 // dz = e^{z - m} / S - [i = label]
 //
-// A block has a row: m and S in one pass, thread by thread and then over the block, dz in a second one, for
-// which the row is still in the L2 cache.
+// The cross entropy of one row z, and its gradient in place of z. A block has a row: the first pass computes
+// m and S of every thread and then of the block, and the second pass, for which the row is in the L2 cache,
+// computes dz.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -14,12 +15,12 @@ namespace {
 
 constexpr int kPack = kModelRowsPack, kThreads = 512, kWarps = kThreads / 32;
 
-// The largest of some numbers, and the sum of e^{z - largest}. Of none -inf and 0.
+// The largest of some numbers z and the sum of e^{z - largest}; without numbers -inf and 0.
 struct ExpSum {
   float largest = -INFINITY, sum = 0.f;
 
   __device__ void add(const ExpSum& other) {
-    if (other.sum == 0.f) return;  // not where it is NaN
+    if (other.sum == 0.f) return;  // false for NaN
     const float most = fmaxf(largest, other.largest);
     sum = sum * expf(largest - most) + other.sum * expf(other.largest - most);
     largest = most;
@@ -33,7 +34,7 @@ __device__ inline ExpSum over_block(ExpSum own) {
     own.add({__shfl_xor_sync(~0u, own.largest, offset), __shfl_xor_sync(~0u, own.sum, offset)});
   }
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = own;
-  __syncthreads();  // every warp's part stands in shared memory
+  __syncthreads();  // the parts of all warps are stored
   ExpSum all = parts[0];
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) all.add(parts[w]);
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const __grid_co
   }
   const bool is_class = 0 <= label && label < p.classes;
   const float at_label = threadIdx.x == 0 && is_class ? to_float(z[label]) : NAN;
-  const ExpSum all = over_block(own);  // behind its barrier at_label is read
+  const ExpSum all = over_block(own);  // after its barrier all threads have read at_label
   const float per_sum = 1.f / all.sum;
   if (threadIdx.x == 0) p.l[row] = all.largest - at_label + logf(all.sum);
   for (int64_t i = first; i < p.classes; i += kStep) {

@@ -1,13 +1,13 @@
 // s = x + branch, x or silu(x)        r = (mean(s^2) + eps)^-1/2        y = r s weight
 //
-// without a weight the row of length 1, weight = dim^-1/2; and its gradients, with n = r s formed again:
+// Without a weight, weight = dim^-1/2: y has length 1. The gradients, with n = r s recomputed:
 //
-//     ds = ds after + r (dy weight - n mean(dy weight n)), of silu(x) times silu'(x)
+//     ds = after + r (dy weight - n mean(dy weight n))        for silu(x) the second term times silu'(x)
 //     dweight = sum over rows of dy n
 //
-// A block walks over rows and holds one of them in its registers, or as many as it has lanes for where they
-// are narrow; a thread has packs of a row and of the weight. Every tensor is read or written once. A thread
-// adds up dweight of its columns over the rows that it has seen; these sums are added by another kernel.
+// A block loops over rows and has one wide row, or several narrow rows, in its registers; a thread has packs
+// of a row and of the weight. Every tensor is read or written once. A thread sums dweight of its columns over
+// its rows, and another kernel adds the sums of the blocks.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -20,9 +20,10 @@ namespace model_rows {
 namespace {
 
 constexpr int kPack = kModelRowsPack;
-constexpr int64_t kBlocks = 8 * 132;  // of 128 threads, what an H100 or H200 holds at once of backward's
+constexpr int64_t kBlocks =
+    8 * 132;  // blocks of 128 threads of backward that are resident on an H100 or H200
 
-// Lanes threads have a row. A row of 16 bits may be of fp32 sums. OfSilu: the row is normalised behind silu.
+// Lanes threads have a row. Sum is the type of x and s, Row the type of branch and y. OfSilu: s = silu(x).
 template <typename Sum, typename Row, bool OfSilu, int Threads, int Packs, int Lanes = Threads>
 struct Tile {
   using S = Sum;
@@ -32,7 +33,8 @@ struct Tile {
   using Part = Pack<kPack>[Packs];
 
   __device__ static int column(int k) { return (k * Lanes + static_cast<int>(threadIdx.x) % Lanes) * kPack; }
-  // f(row, whether it is there), for all rows of a warp as often: sums are of all lanes.
+  // Calls f(row, whether the row exists). All lanes of a block make the same number of calls, since sums over
+  // a row involve all lanes.
   template <typename F>
   __device__ static void for_rows(int64_t rows, const F& f) {
     const int own = static_cast<int>(threadIdx.x) / Lanes;
@@ -42,7 +44,8 @@ struct Tile {
   }
 };
 
-// Of two numbers over a row's lanes. Two passes in turn: nobody writes what a slower warp still reads.
+// Sums of two numbers over the lanes of a row. Calls alternate between two buffers, so that no warp
+// overwrites sums that a slower warp still reads.
 template <int Lanes>
 class Sums {
  public:
@@ -54,7 +57,7 @@ class Sums {
     if constexpr (kWarps == 1) return {a, b};
     __shared__ float2 parts[2][kWarps];
     if (threadIdx.x % 32 == 0) parts[pass_][threadIdx.x / 32] = {a, b};
-    __syncthreads();  // every warp's part stands in shared memory
+    __syncthreads();  // the parts of all warps are stored
     float2 sum = parts[pass_][0];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) sum.x += parts[pass_][w].x, sum.y += parts[pass_][w].y;
@@ -83,7 +86,8 @@ __device__ inline void load_weight(typename R::Part& to, const In<1>& weight, in
   }
 }
 
-// 0 beyond the row's end, and of a row that is not there.
+// Loads the elements of the thread in a row; zero beyond the end of the row and for a row that does not
+// exist.
 template <class R, typename T>
 __device__ inline void load_row(typename R::Part& to, const void* from, int64_t row, int dim, bool there) {
 #pragma unroll
@@ -100,7 +104,7 @@ __device__ inline void store_row(void* to, const typename R::Part& from, int64_t
   }
 }
 
-// body(pack, element): each of the thread's elements.
+// Calls body(pack, element) for every element of the thread.
 template <class R, typename Body>
 __device__ inline void each(const Body& body) {
 #pragma unroll
@@ -121,7 +125,7 @@ __global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid
     if (p.branch != nullptr) {
       typename R::Part branch;
       load_row<R, typename R::T>(branch, p.branch, row, dim, there);
-      // Rounded, as backward reads it.
+      // Rounded to the type of s, which backward reads.
       each<R>([&](int k, int i) {
         s[k].at[i] = to_float(from_float<typename R::S>(s[k].at[i] + branch[k].at[i]));
       });
@@ -136,12 +140,12 @@ __global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid
   });
 }
 
-// The first row's lanes get the sum over all rows of the block.
+// Sums x over all rows of the block; the lanes of the first row get the sum.
 template <class R>
 __device__ inline void over_rows(typename R::Part& x) {
   if constexpr (R::kRows > 1) {
     constexpr int kWarps = R::kThreads / 32;
-    __shared__ float parts[kWarps][32][kPack + 1];  // no two lanes of a warp in one bank
+    __shared__ float parts[kWarps][32][kPack + 1];  // padded against bank conflicts
     static_assert(R::kPacks == 1);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -152,7 +156,7 @@ __device__ inline void over_rows(typename R::Part& x) {
       }
       parts[warp][lane][i] = x[0].at[i];
     }
-    __syncthreads();  // every warp's sums stand in shared memory
+    __syncthreads();  // the sums of all warps are stored
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
 #pragma unroll
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(R::kThreads)
       along = fmaf(dy[k].at[i] * weight[k].at[i], s[k].at[i], along);
     });
     const float2 both = sums.of(square, along);
-    // None of a row that is not there, with an eps of 0: dweight is a sum.
+    // r = 0 for a row that does not exist: with eps = 0, rsqrtf(0) would make dweight NaN.
     const float r = there ? rsqrtf(both.x / dim + p.shape.eps) : 0.f, mean = r * both.y / dim;
     each<R>([&](int k, int i) {
       const float n = r * s[k].at[i];
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(R::kThreads)
   store_row<R, float>(p.partials, dweight, blockIdx.x, dim, threadIdx.x < R::kLanes);
 }
 
-// launch(Tile) of these types.
+// Calls launch(Tile) for the types and dim of the shape.
 template <typename Launch>
 cudaError_t with_tile(const ResidualNormShape& shape, const Launch& launch) {
   const auto by_dim = [&](auto s, auto t, auto of_silu) {
@@ -230,7 +234,7 @@ cudaError_t with_tile(const ResidualNormShape& shape, const Launch& launch) {
   });
 }
 
-// By the sizes alone: backward's blocks have a partial each.
+// A function of the sizes only, since every block of backward writes a partial.
 template <class R>
 unsigned blocks_of(const ResidualNormShape& shape) {
   return static_cast<unsigned>(std::min(divide_up(shape.rows, R::kRows), kBlocks * 128 / R::kThreads));

@@ -1,7 +1,8 @@
-// (a, b) -> (a cos - b sin, a sin + b cos) for the pairs (i, i + D/2) of a token's q and k, and v as it is;
-// backward by the angle's negative.
+// (a, b) -> (a cos - b sin, a sin + b cos) for the pairs (i, i + D/2) of q and k of a token; v is copied.
+// backward rotates by the negative angle.
 //
-// A block has a token: some threads make the angles, each of all then has a pack of pairs at a time.
+// A block has a token: some threads compute cos and sin of the angles, then all threads rotate packs of
+// pairs.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int kPack = kModelRowsPack, kThreads = 256;
 
-// Where a token's heads of q, k and v are, in tensors of their own or in one.
+// The addresses of the heads of q, k and v of a token, in three tensors or in one.
 template <typename T>
 struct Heads {
   T *q, *k, *v;
@@ -36,7 +37,7 @@ __device__ Heads<T> joined(const RotaryShape& shape, int64_t token, P* x) {
   return {q, k, k + shape.heads * shape.D};
 }
 
-// `sign`: of the angle.
+// `sign`: the sign of the angle.
 template <typename T>
 __device__ void turn(const RotaryShape& shape, int64_t token, float sign, const Heads<const T>& from,
                      const Heads<T>& to) {
@@ -49,7 +50,7 @@ __device__ void turn(const RotaryShape& shape, int64_t token, float sign, const 
     cosine[i] = to_float(from_float<T>(cosf(angle)));
     sine[i] = sign * to_float(from_float<T>(sinf(angle)));
   }
-  __syncthreads();  // the angles stand in shared memory
+  __syncthreads();  // cosine and sine are stored
   const int turned = (shape.query_heads + shape.heads) * packs, all = turned + shape.heads * packs;
   for (int job = threadIdx.x; job < all; job += blockDim.x) {
     const int head = job / packs, i = (job - head * packs) * kPack;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) rotary_backward_kernel(const __grid_
           joined<T>(p.shape, token, p.dx));
 }
 
-// launch(an element, blocks, threads) where there are tokens.
+// Calls launch(T(), blocks, threads) for the element type T if there are tokens.
 template <typename Launch>
 cudaError_t with_type(const RotaryShape& shape, const Launch& launch) {
   const int64_t blocks = shape.batch * shape.tokens;

@@ -1,6 +1,6 @@
-// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate), and y once more if asked for
+// y = silu(gate) up        dgate = dy up silu'(gate)        dup = dy silu(gate)
 //
-// A thread has a pack of every tensor.
+// backward can also recompute y. A thread has packs of every tensor.
 #include "model_rows/model_rows.h"
 #include "tile/grid.h"
 #include "tile/instance.h"

@@ -1,11 +1,11 @@
-// Kernels on clusters of blocks.
+// Launches of kernels with thread block clusters.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace girih::kernels {
 
-// Kernel(p) on blocks that come `size` in a cluster.
+// Launches Kernel(p) with `size` blocks in a cluster.
 template <auto Kernel, class Problem>
 inline cudaError_t launch_clusters(const Problem& p, unsigned blocks, int size, int threads, int bytes,
                                    cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// A memory on its way from the chain that carries it: to those who read it, as a factor in shared memory, and
-// to global memory as it lies there.
+// Stores of the state of a scan: from accumulators to shared memory as a right factor, and from shared memory
+// to global memory.
 #pragma once
 
 #include "tile/matrix.h"
@@ -7,8 +7,8 @@
 
 namespace girih::kernels {
 
-// 16 x 16 blocks of a matrix whose transpose is a right factor, x A^T: the order of a left factor's registers
-// but for the middle two, so that those of a product stand side by side.
+// Rounds 16 x 16 blocks of a matrix A for products x A^T. The registers have the order of a left factor with
+// the middle two exchanged, so that the two registers of one product are neighbours.
 template <typename T, int K, int N>
 __device__ inline void round_to_right(Operand<K>& a, const Sums<N>& sums) {
 #pragma unroll
@@ -35,8 +35,8 @@ __device__ inline void store_right_blocks(const Tile& tile, int row, int col, co
   }
 }
 
-// So many bytes of shared memory, a multiple of 4096 that others have written, to global memory, by a warp,
-// which may leave the place to others afterwards.
+// Copies `Bytes` (a multiple of 4096) from shared to global memory as one warp. The source may be overwritten
+// when the function returns.
 template <int Bytes>
 __device__ inline void store_bytes(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 900

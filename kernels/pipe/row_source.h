@@ -1,8 +1,8 @@
-// Rows that a block's loaders bring again and again, listed once in shared memory.
+// The tensors that the loader warps of a block read in every chunk, as a list in shared memory.
 //
-// The warps of a block share the multiprocessor's cache of instructions, about 32 KB. Where the loops of all
-// its roles do not fit, a chain that has the time of one chunk after another waits for its own instructions
-// most of that time. So what is not the chain is a loop wherever it can be, and loaders go through a list.
+// The warps of a multiprocessor share an instruction cache of about 32 KB. If the loops of all warp roles do
+// not fit, the state warps, which determine the time of a chunk, wait for instructions most of the time. The
+// other roles therefore use loops instead of unrolled code, and loaders loop over this list.
 #pragma once
 
 #include "tile/array.h"
@@ -11,21 +11,21 @@
 
 namespace girih::kernels {
 
-// `cols` elements of every row, a multiple of 8, rows `stride` elements apart: to the place `to` of a stage.
+// Rows of `cols` elements (a multiple of 8), `stride` elements apart. `to` is their tile in a stage.
 template <typename T>
 struct RowSource {
   const T* from;
   int64_t stride;
   int cols, to;
 
-  // By a warp: starts to load `rows` rows, from row `first` on; zeros beyond them.
+  // Starts the copies of `rows` rows from row `first`, by one warp; further rows of the tile become zero.
   template <class Tile>
   __device__ void bring(const Tile& tile, int64_t first, int rows) const {
     load_async<32>(tile, from + first * stride, stride, rows, cols, lane());
   }
 };
 
-// The rows of a batch's head in [B, T, H, X], 16-bit elements: row 0 is token 0.
+// The rows of one batch row and head of a tensor [B, T, H, X] of 16-bit elements; row 0 is token 0.
 template <typename T, class Array>
 __device__ inline RowSource<T> row_source(const Array& x, int64_t batch, int64_t head, int cols, int to) {
   return {static_cast<const T*>(x.data) + offset_of(x, batch, int64_t{0}, head), x.stride[1], cols, to};

@@ -1,7 +1,8 @@
-// y of z = x + b        dx = dy y'(z)        db = sum of dy y'(z)        dA = sum of dy y, of decay
+// y = gate(z), z = x + b        dx = dy gate'(z)        db = sum of dx over rows        dA = sum of dy y
+// (decay)
 //
-// A thread has a pack of columns, or one column, of every row that it walks over; threads side by side share
-// a row. It adds up db and dA of its columns; a block's sums are added by another kernel.
+// Neighbouring threads share a row. A thread has a pack of columns, or one column, of several rows and sums
+// db and dA of its columns over these rows. Another kernel adds the sums of the blocks.
 #include "row_gates/row_gates.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -13,7 +14,7 @@ namespace row_gates_of {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 8 * 132;  // what an H100 or H200 holds at once
+constexpr int64_t kBlocks = 8 * 132;  // blocks that are resident on an H100 or H200 at once
 
 template <typename Row, int N>
 struct Tile {
@@ -21,7 +22,8 @@ struct Tile {
   static constexpr int kPack = N;
 };
 
-// `lanes` threads, a power of two, have a row, or one of its `parts`, which have blocks of their own.
+// `lanes` threads (a power of two) have a row. A row with more columns than a block is split into `parts`
+// parts in different blocks.
 struct Grid {
   int lanes = 1, parts;
   int64_t row_blocks;
@@ -35,7 +37,7 @@ struct Grid {
   unsigned blocks() const { return blocks_for(row_blocks * parts); }
 };
 
-// A thread's, and the rows it walks over.
+// The columns of a thread, and its rows: row, row + step, ...
 template <int N>
 struct Columns {
   int first;
@@ -71,15 +73,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The block's rows' sums of every column, in one order.
+// to[column] = sum over the rows of the block, in a fixed order.
 template <int N>
 __device__ inline void add_rows(const Pack<N>& sum, float* to, int columns, const Grid& grid) {
   __shared__ float parts[kThreads * N];
   const int tid = static_cast<int>(threadIdx.x), wide = grid.lanes * N;
-  __syncthreads();  // what was added before has been read
+  __syncthreads();  // the parts of the previous call have been read
 #pragma unroll
   for (int i = 0; i < N; ++i) parts[tid * N + i] = sum.at[i];
-  __syncthreads();  // every thread's sums stand in shared memory
+  __syncthreads();  // the sums of all threads are stored
   for (int c = tid; c < wide; c += kThreads) {
     float all = 0.f;
     for (int at = c; at < kThreads * N; at += wide) all += parts[at];
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   add_rows(of_rate, to + of.columns, of.columns, grid);
 }
 
-// f(Tile); an error where there is none.
+// Calls f(Tile) for the type and pack of p; an error for RowGate::none and for types without a Tile.
 template <typename F>
 cudaError_t with_tile(const RowGates& p, const F& f) {
   if (p.gate == RowGate::none) return cudaErrorInvalidValue;

@@ -1,14 +1,14 @@
-// The gradients, with z recomputed from x:
+// The gradients of the convolution, with z recomputed from x:
 //
 //     dz_t = dy_t act'(z_t)
-//     dx_s = sum_j weight_j dz_{s + (W-1) - j} + dfinal_state_{s - (end - (W-1))}      dz is 0 from the end
+//     dx_s = sum_j weight_j dz_{s + (W-1) - j} + dfinal_state_{s - (end - (W-1))}      dz_t = 0 for t >= end
 //     dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
 //
-// dstate is dx at the W - 1 positions before the start.
+// dstate is dx at the W - 1 positions before the start of the sequence.
 //
-// A thread owns N channels and a run of tokens and reads W - 1 tokens beyond it, whose dz reach back into
-// it. A block adds up its runs' parts of dweight and dbias in order and writes one partial, and a second
-// kernel adds the partials in order.
+// A thread has N channels and a run of tokens. The thread also reads the W - 1 tokens after its run, whose dz
+// contribute to dx of the run. A block sums dweight and dbias over its runs in a fixed order and writes one
+// partial, and a second kernel sums the partials in a fixed order.
 #include "short_conv/window.h"
 #include "tile/launch.h"
 
@@ -16,20 +16,20 @@ namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kBlocks = 2;  // a multiprocessor's, of 128 registers a thread
+constexpr int kBlocks = 2;  // blocks of a multiprocessor, with 128 registers for each thread
 
-// The same as Ahead for packs of 8 or 16 bytes, several turns ahead by way of a ring in shared memory. A
-// thread has places of its own there, so nobody waits for another, and what is under way takes no registers:
-// weights and sums need them. (4 x 4096 tokens of 2048 channels in fp32, width 4: 118.0 us instead of 232.6
-// with the next turn in registers, which spill.)
+// The same as Ahead for packs of 8 or 16 bytes, with a ring in shared memory that holds several turns. Every
+// thread has its own places in the ring, so threads do not wait for each other. Loads in flight use no
+// registers, which the weights and sums need. (4 x 4096 tokens of 2048 channels in fp32, width 4: 118.0 us;
+// with the next turn in registers, which spill, 232.6 us.)
 template <typename T, int N, int Arrays>
 class Ring {
   static constexpr int kPackBytes = Raw<T, N>::kBytes, kRow = kThreads * kPackBytes;
   static_assert(kPackBytes == 8 || kPackBytes == 16);
-  static constexpr int kStages = 64 / kPackBytes;  // turns; x and dy: 64 KB, for two blocks
+  static constexpr int kStages = 64 / kPackBytes;  // turns; two blocks of x and dy use 64 KB
 
  public:
-  static constexpr int kTurn = 2;  // four: spills up to 188 bytes
+  static constexpr int kTurn = 2;  // rows of a turn; 4 spill up to 188 bytes
   static constexpr int kBytes = kStages * Arrays * kTurn * kRow;
   using Turn = Raw<T, N>[Arrays][kTurn];
 
@@ -41,13 +41,13 @@ class Ring {
 #pragma unroll
     for (int i = 0; i + 1 < kStages; ++i) fetch(count - i * kTurn);
   }
-  // The zeros past the end have arrived before anything else takes their places.
+  // Waits for the copies past the end before the shared memory is reused.
   __device__ ~Ring() { wait_copies<0>(); }
 
   __device__ void next(Turn& turn, int left) {
     wait_copies<kStages - 2>();
     fetch(left - (kStages - 1) * kTurn);
-    // What was under way longest stands where the next turn will.
+    // The oldest turn is at the place that fetch() uses next.
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
 #pragma unroll
@@ -83,24 +83,25 @@ class Ring {
   }
 };
 
-// Of x and dy. One channel a thread leaves registers enough.
+// The reader of x and dy. With one channel for each thread there are enough registers for Ahead.
 template <typename T, int N>
 using Reader = std::conditional_t<N == 1, Ahead<T, N, 2>, Ring<T, N, 2>>;
 
-// A thread's parts of dweight, and of dbias behind them.
+// The sums of dweight of a thread, followed by dbias.
 template <int W, int N>
 using Parts = Pack<N>[W + 1];
 
-// What x and dy come by, and then the block's parts.
+// The ring of x and dy, later the sums of the block.
 template <typename T, int W, int N>
 constexpr int kSharedBytes = std::max(Reader<T, N>::kBytes, int(sizeof(Parts<W, N>)) * kThreads);
 
-// dx over the `count` tokens of one run that one sequence owns, from `first` on; adds to dweight and dbias.
+// Computes dx of the `count` tokens from `first` that one sequence has in a run, and adds to dweight and
+// dbias.
 template <typename T, int W, int N>
 __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& filter,
                              const Sequence& sequence, int64_t first, int count, int64_t channel,
                              Parts<W, N>& parts) {
-  // Tokens to the sequence's end, as far as they reach back into the run.
+  // Tokens up to the end of the sequence, at most those that contribute to dx of the run.
   const auto to_end = static_cast<int>(min(sequence.end - first, int64_t{count} + W - 1));
   const int end = p.dy.data == nullptr ? 0 : to_end;
   constexpr int kTurn = Reader<T, N>::kTurn;
@@ -109,13 +110,13 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
                     end);
   const int64_t dx_stride = p.dx.stride[1];
   T* to = &at<T>(p.dx, sequence.batch, first, channel) - (W - 1) * dx_stride;
-  Pack<N> window[W - 1 + kTurn], dx[W - 1 + kTurn];  // at t - (W-1).. of a turn
+  Pack<N> window[W - 1 + kTurn], dx[W - 1 + kTurn];  // tokens t - (W-1), ...
 #pragma unroll
   for (int j = 0; j + 1 < W; ++j) {
     window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
     dx[j] = zeros<N>();
   }
-  // whole: the run has all its tokens.
+  // whole: all tokens of the turn are in the run.
   const auto turn = [&](int t, auto all) {
     constexpr bool whole = decltype(all)::value;
     typename Reader<T, N>::Turn raw;
@@ -147,7 +148,8 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
       }
     }
 
-    // No later turn reaches back to these. What a whole turn is done with is not among a sequence's last.
+    // Stores the dx that no later turn contributes to. In a full turn none of them are among the last W - 1
+    // tokens of the sequence.
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {
       const int done = t - (W - 1) + i;
@@ -194,10 +196,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   constexpr int kColumns = kLanes * N;
   extern __shared__ __align__(16) unsigned char shared[];
   const auto place = reinterpret_cast<float(*)[W + 1][kColumns]>(shared);  // [kRuns]
-  __syncthreads();                                                         // the rings have been read
+  __syncthreads();  // all threads have finished with their rings
 #pragma unroll
   for (int j = 0; j <= W; ++j) store(&place[threadIdx.y][j][threadIdx.x * N], parts[j]);
-  __syncthreads();  // every thread's part stands in shared memory
+  __syncthreads();  // the sums of all threads are stored
   for (int i = threadIdx.y * kLanes + threadIdx.x; i < (W + 1) * kColumns; i += kThreads) {
     const int j = i / kColumns, column = i % kColumns;
     float sum = 0.f;
@@ -210,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// The partials' sum: a thread adds every eighth group, then eight threads' sums are added, always in this
-// order.
+// Sums the partials in a fixed order: a thread adds every eighth group, then the sums of eight threads are
+// added.
 __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward p, const int64_t count) {
   __shared__ float parts[kRuns][kLanes];
   const int64_t channels = p.shape.channels;
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
         sum += p.partials[group * columns + column];
     }
     parts[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();  // every thread's part stands in shared memory
+    __syncthreads();  // the parts of all threads are stored
     if (threadIdx.y == 0 && column < columns) {
       float total = 0.f;
 #pragma unroll
@@ -236,12 +238,12 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
         store_any(p.dbias, total, channel);
       }
     }
-    __syncthreads();  // read before the next columns overwrite it
+    __syncthreads();  // parts has been read
   }
 }
 
-// Row r of the state is the position start - (W-1) + r: tap j <= r of token start + r - j reads it, and a
-// sequence of fewer than W - 1 tokens hands it on to its final state.
+// dstate. Row r of the state is the input at position start - (W-1) + r: token start + r - j reads it with
+// tap j <= r. A sequence of fewer than W - 1 tokens also copies rows of the state to its final state.
 template <typename T, int W>
 __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackward p) {
   const int64_t channels = p.shape.channels;
@@ -282,7 +284,7 @@ int64_t groups_of(const ShortConvShape& shape, int pack) {
 }  // namespace
 }  // namespace short_conv
 
-// Of either pack, whichever the tensors will fit.
+// Enough for both pack sizes: the choice between them depends on the alignment of the tensors.
 int64_t short_conv_partials(const ShortConvShape& shape) {
   using namespace short_conv;
   return std::max(groups_of(shape, 1), groups_of(shape, kPack)) * (shape.width + 1) * shape.channels;

@@ -1,17 +1,16 @@
 // y_t = act(bias + sum_j weight_j x_{t - (W-1) + j}) and the last W - 1 inputs of every sequence.
 //
-// A thread owns N channels and a run of tokens. The W - 1 inputs before a run are read again by the run's
-// thread.
+// A thread has N channels and a run of tokens. The thread also reads the W - 1 inputs before its run.
 #include "short_conv/window.h"
 
 namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-// A multiprocessor's, of 64 or 80 registers a thread.
+// Blocks of a multiprocessor, with 64 or 80 registers for each thread.
 constexpr int blocks_of(int pack) { return pack == 1 ? 4 : 3; }
 
-// y over the `count` tokens of one run that one sequence owns, from `first` on.
+// Computes y of the `count` tokens from `first` that one sequence has in a run.
 template <typename T, int W, int N>
 __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& filter,
                             const Sequence& sequence, int64_t first, int count, int64_t channel) {
@@ -20,7 +19,7 @@ __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& fi
   Reader rows({{&at<T>(p.x, sequence.batch, first, channel), p.x.stride[1]}}, count);
   const int64_t y_stride = p.y.stride[1];
   T* y = &at<T>(p.y, sequence.batch, first, channel);
-  Pack<N> window[W - 1 + kTurn];  // x_{t - (W-1)}.. of a turn
+  Pack<N> window[W - 1 + kTurn];  // x_{t - (W-1)}, ...
 #pragma unroll
   for (int j = 0; j + 1 < W; ++j) {
     window[j] = input_at<T, W, N>(p.x, p.state, sequence, first - (W - 1) + j, channel);
@@ -49,8 +48,8 @@ __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& fi
   if (t < count) turn(t, std::false_type());
 }
 
-// Row r of the final state is the input at end - (W-1) + r; a sequence shorter than that hands on its first
-// state.
+// Row r of the final state is the input at position end - (W-1) + r. A sequence of fewer than W - 1 tokens
+// copies rows of its initial state.
 template <typename T, int W>
 __device__ void final_state(const ShortConvForward& p, int64_t job) {
   const int64_t channels = p.shape.channels;
@@ -62,8 +61,8 @@ __device__ void final_state(const ShortConvForward& p, int64_t job) {
         input_at<T, W, 1>(p.x, p.state, sequence, sequence.end - (W - 1) + row, channel));
 }
 
-// The first blocks make the final states: a kernel of their own takes 3 us, and behind the runs' blocks they
-// take 0.9 us more.
+// The first blocks compute the final states. A separate kernel for them takes 3 us, and placing them after
+// the blocks of the runs adds 0.9 us.
 template <typename T, int W, int N>
 __global__ void __launch_bounds__(kThreads, blocks_of(N))
     forward(const ShortConvForward p, const int run_length, const unsigned state_blocks) {

@@ -1,11 +1,11 @@
 // Short convolution: depthwise and causal, with an optional SiLU.
 //
-//     z_t = bias + sum_j weight_j x_{t - (W-1) + j}        j = 0..W-1, the last tap is the current token
+//     z_t = bias + sum_j weight_j x_{t - (W-1) + j}        j = 0..W-1; tap W-1 is the current token
 //     y_t = z_t  or  silu(z_t)
 //
-// x_t before a sequence's first token comes from its state, the W - 1 inputs before it (zero without a
-// state). x, y, states and their gradients have one type (fp32, fp16 or bf16); weight and bias may have
-// others. All arithmetic is fp32. Every result has the same bits from run to run.
+// The state of a sequence is its W - 1 inputs before the first token (zero without a state). x, y, states and
+// their gradients have one type (fp32, fp16 or bf16); weight and bias may have other types. All arithmetic is
+// fp32. Results are deterministic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@ struct ShortConvShape {
   int64_t channels;
   int width;  // W, 1..4
   bool silu;
-  DType dtype;  // of x and whatever has its type
+  DType dtype;  // of x, y, states and their gradients
 };
 
 struct ShortConvForward {
@@ -47,12 +47,12 @@ struct ShortConvBackward {
   In<3> state;
   Out<3> dx;        // [B, T, channels]
   Out<2> dweight;   // [channels, W]
-  Out<1> dbias;     // [channels], where bias is
-  Out<3> dstate;    // [N, W-1, channels], where state is
+  Out<1> dbias;     // [channels]; absent if bias is absent
+  Out<3> dstate;    // [N, W-1, channels]; absent if state is absent
   float* partials;  // short_conv_partials(shape) floats
 };
 
-// One token, T = 1: the state is read, shifted and written in place.
+// One token, T = 1. The state is shifted in place.
 struct ShortConvStep {
   ShortConvShape shape;
   In<3> x;  // [B, 1, channels]
@@ -62,7 +62,7 @@ struct ShortConvStep {
   Out<3> y;      // [B, 1, channels]
 };
 
-// Floats of workspace for the sums over tokens in dweight and dbias: a function of the sizes alone.
+// Floats of workspace for the sums of dweight and dbias over tokens: a function of the sizes only.
 int64_t short_conv_partials(const ShortConvShape& shape);
 
 cudaError_t short_conv_forward(const ShortConvForward& problem, cudaStream_t stream);

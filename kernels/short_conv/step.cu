@@ -1,7 +1,7 @@
-// One token of decoding: y = act(bias + sum_j weight_j [state, x]_j), then state <- its last W - 2 rows and
-// x.
+// One token of decoding: y = act(bias + sum_j weight_j [state, x]_j), then state = the last W - 1 rows of
+// [state, x].
 //
-// A thread owns N channels of one sequence, so it may overwrite the state it has read.
+// A thread has N channels of one sequence, so no other thread reads the state that the thread overwrites.
 #include "short_conv/window.h"
 #include "tile/grid.h"
 
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const ShortConvStep p) {
   for (int64_t job = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x; job < jobs; job += grid) {
     const int64_t channel = job % packs * N;
     const int64_t batch = job / packs;
-    // All that the thread reads is asked for before any of it is waited for.
+    // All loads of the thread are issued before the first use of a value.
     Raw<T, N> rows[W];
 #pragma unroll
     for (int j = 0; j + 1 < W; ++j) rows[j].load(&at<T>(p.state, batch, j, channel));

@@ -1,5 +1,5 @@
-// What forward, backward and step share: the filter of a thread's channels, the inputs under it, the choice
-// of an instance. A thread owns N neighbouring channels.
+// Shared by forward, backward and step: the filter of N neighbouring channels of a thread, the inputs of the
+// filter, and the choice of an instance.
 #pragma once
 
 #include <algorithm>
@@ -14,17 +14,18 @@
 
 namespace girih::kernels::short_conv {
 
-// Of forward and backward a block owns the channels of a warp's lanes (x) and some runs of tokens (y); a
-// thread slides over its run in turns of a few tokens, while the next turns' rows are on their way.
+// In forward and backward, a block has the channels of the lanes of a warp (threadIdx.x) and kRuns runs of
+// tokens (threadIdx.y). A thread moves a window over its run in turns of a few tokens and loads the rows of
+// later turns in advance.
 constexpr int kLanes = 32;
 constexpr int kRuns = 8;
 constexpr int kThreads = kLanes * kRuns;
 
-// The filters of N channels as they lie in memory: asked for, and not waited for.
+// The filters of N channels in the type of memory; the loads may still be in flight.
 template <int W, int N>
 struct RawFilter {
   RawElement weight[W][N];
-  RawElement bias[N];  // zeros where there is none
+  RawElement bias[N];  // zero without a bias
 
   __device__ RawFilter(const In<2>& weights, const In<1>& biases, int64_t channel) {
     with_stored(weights.dtype, [&](auto zero) {
@@ -62,15 +63,16 @@ struct Filter {
     }
   }
 
-  // The filters of a block's channels, of which there are `channels`, by way of shared memory: a thread's own
-  // are W N loads apart from its neighbours'. The whole block takes part.
+  // Loads the filters of the channels of a block through shared memory, since direct loads of a warp have a
+  // stride of W N elements. `channels` is the number of all channels. All threads of the block call this
+  // constructor.
   __device__ Filter(const In<2>& weights, const In<1>& biases, int64_t first_channel, int64_t channels,
                     bool with_silu)
       : silu(with_silu) {
     constexpr int kColumns = kLanes * N;
     __shared__ __align__(16) float place[W + 1][kColumns];
     const int column = threadIdx.y * kLanes + threadIdx.x;
-    if (column < kColumns && first_channel + column < channels) {  // its loads are under way together
+    if (column < kColumns && first_channel + column < channels) {  // all loads are in flight at once
 #pragma unroll
       for (int j = 0; j < W; ++j) place[j][column] = load_any(weights, first_channel + column, j);
       place[W][column] = biases.data == nullptr ? 0.f : load_any(biases, first_channel + column);
@@ -81,7 +83,7 @@ struct Filter {
     bias = load<N>(&place[W][threadIdx.x * N]);
   }
 
-  // z_t = bias + sum_j weight_j x_{t - (W-1) + j}, window: from x_{t - (W-1)} on
+  // z_t = bias + sum_j weight_j x_{t - (W-1) + j}; window[0] is x_{t - (W-1)}
   __device__ Pack<N> apply(const Pack<N>* window) const {
     Pack<N> z = bias;
 #pragma unroll
@@ -92,7 +94,7 @@ struct Filter {
     return z;
   }
 
-  // y = z sigmoid(z), of Count packs: one branch, or their latencies would add up
+  // y = z sigmoid(z) for Count packs under one branch, so that their latencies overlap
   template <int Count>
   __device__ void activate(Pack<N> (&z)[Count]) const {
     if (!silu) return;
@@ -103,7 +105,7 @@ struct Filter {
     }
   }
 
-  // dy becomes dz = dy s (1 + z (1 - s)), s = sigmoid(z)
+  // dz = dy s (1 + z (1 - s)) in place of dy, with s = sigmoid(z)
   template <int Count>
   __device__ void differentiate(Pack<N> (&dy)[Count], const Pack<N> (&z)[Count]) const {
     if (!silu) return;
@@ -128,7 +130,7 @@ __device__ inline T& at(const Out<3>& array, int64_t a, int64_t b, int64_t c) {
   return static_cast<T*>(array.data)[offset_of(array, a, b, c)];
 }
 
-// The input at a token of a sequence; the W - 1 positions before its start are its state's rows.
+// The input at a token of a sequence; the W - 1 positions before the start are rows of the state.
 template <typename T, int W, int N>
 __device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Sequence& sequence,
                                    int64_t token, int64_t channel) {
@@ -137,10 +139,11 @@ __device__ inline Pack<N> input_at(const In<3>& x, const In<3>& state, const Seq
   return load<N>(&at<T>(state, sequence.index, token - sequence.start + (W - 1), channel));
 }
 
-// Tokens of a run, from the sizes alone: what gives one wave of `blocks` blocks a multiprocessor (132, an
-// H200's), or as many whole waves as keep runs to about kLongest. Of 4 x 4096 tokens of 2048 channels in
-// bf16, forward takes 47.6 us in 2.6 waves (runs of 32) and 43.4 in one (88), backward 75.4 in 1.9 (64) and
-// 67.6 in one (128). What does not fill a wave has shorter runs, which are through sooner.
+// Tokens of a run, a function of the sizes only. The runs make one wave of `blocks` blocks for each
+// multiprocessor (132 on an H200), or a whole number of waves with runs of about kLongest tokens. With 4 x
+// 4096 tokens of 2048 channels in bf16, forward takes 47.6 us in 2.6 waves (runs of 32 tokens) and 43.4 us in
+// one wave (88), and backward 75.4 us in 1.9 waves (64) and 67.6 us in one (128). Calls too small for a wave
+// have shorter runs, which finish sooner.
 inline int run_length(const ShortConvShape& shape, int pack, int blocks) {
   constexpr int64_t kShortest = 8, kLongest = 128, kMultiprocessors = 132;
   const int64_t batch = std::max<int64_t>(shape.tokens.batch, 1), tokens = shape.tokens.tokens;
@@ -148,21 +151,21 @@ inline int run_length(const ShortConvShape& shape, int pack, int blocks) {
   const int64_t wave = kMultiprocessors * blocks;
   const int64_t waves = divide_up(batch * tokens * across, wave * kRuns * kLongest);
   const int64_t groups = std::max<int64_t>(waves * wave / across, 1);
-  const int64_t runs = std::max<int64_t>(groups * kRuns / batch, 1);  // of a row
+  const int64_t runs = std::max<int64_t>(groups * kRuns / batch, 1);  // runs of a batch row
   return static_cast<int>(std::max(divide_up(divide_up(tokens, runs), 4) * 4, kShortest));
 }
 
-// Which channels and tokens a thread has, by the number of its block.
+// The channels and tokens of a thread in block number `block`.
 template <int N>
 struct Job {
   int64_t first_channel, channel;
-  unsigned group;  // of kRuns runs
+  unsigned group;  // kRuns runs
   int64_t batch;
   int64_t token, run_end;
   bool exists;
 
   __device__ Job(const ShortConvShape& shape, unsigned block, int run_length) {
-    // 32 bits: a division of 64 costs as much as four tokens.
+    // 32-bit divisions: a 64-bit division takes as long as four tokens.
     const auto across = static_cast<unsigned>(divide_up(shape.channels, kLanes * N));
     first_channel = int64_t{block % across} * (kLanes * N);
     channel = first_channel + threadIdx.x * N;
@@ -175,7 +178,7 @@ struct Job {
     exists = channel < shape.channels && batch < shape.tokens.batch;
   }
 
-  // What the thread reads first is on its way while the block fetches its filters.
+  // Prefetches the first rows of the thread, before the block loads its filters.
   template <typename T>
   __device__ void prefetch_first(const In<3>& rows) const {
 #pragma unroll
@@ -184,7 +187,7 @@ struct Job {
     }
   }
 
-  // f(sequence, first, last) for the parts of the run that one sequence owns, or none.
+  // Calls f(sequence, first, last) for every part of the run that belongs to one sequence, or to none.
   template <class F>
   __device__ void for_each_sequence(const Tokens& all, const F& f) const {
     for (int64_t first = token; exists && first < run_end;) {
@@ -196,13 +199,13 @@ struct Job {
   }
 };
 
-// Blocks of kRuns runs.
+// The number of groups of kRuns runs.
 __host__ __device__ inline int64_t groups_of_runs(const Tokens& all, int run_length) {
   return divide_up(divide_up(all.tokens, run_length) * all.batch, kRuns);
 }
 
-// A pack as it lies in memory. Its words are taken apart where they are used: elements of 16 bits would be
-// as soon as they are loaded, and a load waited for.
+// A pack in the type of memory, as 32-bit words. pack() unpacks the words at their use. With an array of
+// 16-bit elements the compiler unpacks directly after the load, and waits for the load there.
 template <typename T, int N>
 struct Raw {
   static constexpr int kBytes = N * int(sizeof(T)), kWords = (kBytes + 3) / 4;
@@ -254,7 +257,8 @@ struct Rows {
   int64_t stride;
 };
 
-// Rows of `Arrays` arrays, kTurn of each at a time: while a turn is used the next is under way, in registers.
+// Reads the rows of `Arrays` arrays in turns of kTurn rows each. The next turn is loaded to registers in
+// advance.
 template <typename T, int N, int Arrays>
 class Ahead {
  public:
@@ -262,14 +266,14 @@ class Ahead {
   static constexpr int kBytes = 0;  // of shared memory
   using Turn = Raw<T, N>[Arrays][kTurn];
 
-  // `count` rows, then zeros.
+  // The rows after the first `count` are zero.
   __device__ Ahead(const Rows<T> (&rows)[Arrays], int count) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) rows_[a] = rows[a];
     fetch(count);
   }
 
-  // left: rows from this turn on.
+  // left: the number of rows left, including this turn.
   __device__ void next(Turn& turn, int left) {
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) {
@@ -303,7 +307,7 @@ struct Instance {
   static constexpr int N = Channels;
 };
 
-// Channels a thread: 8 or 16 bytes an access.
+// Channels of a thread: accesses of 8 or 16 bytes.
 constexpr int kPack = 4;
 
 template <typename T, int N, typename Launch>
@@ -313,7 +317,7 @@ cudaError_t with_width(int width, const Launch& launch) {
       width, [&](auto exactly) { return launch(Instance<T, exactly(), N>{}); });
 }
 
-// Calls launch(Instance) with the type, the width and the channels a thread; packs: every tensor fits them.
+// Calls launch(Instance) for the type, the width and the channels of a thread. packs: packs fit every tensor.
 template <typename Launch>
 cudaError_t with_instance(const ShortConvShape& shape, bool packs, const Launch& launch) {
   return by_element(shape.dtype, [&](auto element) {

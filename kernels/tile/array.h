@@ -1,4 +1,4 @@
-// How a tensor is handed to a kernel: a pointer, its element type and its strides.
+// Tensors as kernel arguments: a pointer, the element type and the strides.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@ namespace girih::kernels {
 
 enum class DType : int { f32, f16, bf16, f64 };
 
-// Strides count elements, in the order of the shape that stands beside each field. No data: an absent tensor.
+// Strides count elements, in the order of the shape in the comment of each field. Null data: an absent
+// tensor.
 template <int Rank>
 struct In {
   const void* data = nullptr;

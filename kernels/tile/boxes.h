@@ -1,5 +1,5 @@
-// Boxes of a tensor on their way to shared memory (sm_90). One thread asks for a box, a barrier tells when
-// all of it is there, and no thread has an instruction for its rows.
+// TMA (sm_90): copies of a box, a block of a tensor, to shared memory. One thread starts the copy, and an
+// mbarrier completes a phase when all bytes of the box have arrived.
 #pragma once
 
 #include <cuda.h>
@@ -13,11 +13,11 @@
 
 namespace girih::kernels {
 
-// What the copy engine is told of a tensor [B, T, H, D] of 16-bit elements: boxes of 64 columns and `rows`
-// rows of a head, laid out as a block of a BlockTile. What a box has beyond the tensor is zero.
+// The TMA descriptor of a tensor [B, T, H, D] of 16-bit elements. A box has 64 columns and `rows` rows of one
+// head, in the layout of a block of a BlockTile. Elements of a box beyond the tensor are zero.
 using Boxes = CUtensorMap;
 
-// In a kernel: whether there are boxes where it runs. The host asks has_boxes().
+// Whether the architecture that a kernel is compiled for has TMA. The host calls has_boxes().
 #if __CUDA_ARCH__ >= 900
 constexpr bool kBoxes = true;
 #else
@@ -25,7 +25,7 @@ constexpr bool kBoxes = false;
 #endif
 
 namespace boxes {
-// libcuda's own, which is there wherever a kernel is launched, without a link to it.
+// cuTensorMapEncodeTiled of libcuda, looked up at run time, so that the library does not link libcuda.
 inline cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)& function) {
   static void* found = nullptr;
   static const cudaError_t error = [] {
@@ -40,11 +40,11 @@ inline cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)& function) {
 }
 }  // namespace boxes
 
-// Rows start at 16 bytes; every size is at least 1.
+// Encodes the descriptor. Rows start at multiples of 16 bytes; every size is at least 1.
 inline cudaError_t describe(Boxes& boxes, const In<4>& tensor, const int64_t (&sizes)[4], int rows) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   if (const cudaError_t error = boxes::encoder(encode); error != cudaSuccess) return error;
-  // Innermost first.
+  // TMA lists the innermost dimension first.
   const cuuint64_t size[4] = {static_cast<cuuint64_t>(sizes[3]), static_cast<cuuint64_t>(sizes[1]),
                               static_cast<cuuint64_t>(sizes[2]), static_cast<cuuint64_t>(sizes[0])};
   const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(2 * tensor.stride[1]),
@@ -58,14 +58,14 @@ inline cudaError_t describe(Boxes& boxes, const In<4>& tensor, const int64_t (&s
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Where a box lies in its tensor: its first column and row.
+// The position of a box in its tensor: first column and row, head, batch row.
 struct BoxPlace {
   int col, row, head, batch;
 };
 
 #if __CUDA_ARCH__ >= 900
 
-// One arrival, and so many bytes more that the phase waits for.
+// Arrives once, and makes the current phase wait for `bytes` more bytes.
 __device__ inline void arrive_expecting(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)),
                "r"(bytes)
@@ -78,13 +78,13 @@ __device__ inline void copy_box(uint32_t to, const Boxes& boxes, BoxPlace at, ui
       "l"(&boxes), "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.batch), "r"(shared_address(barrier))
       : "memory");
 }
-// To the L2 cache.
+// Prefetches the box to the L2 cache.
 __device__ inline void prefetch_box(const Boxes& boxes, BoxPlace at) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];\n" ::"l"(&boxes),
                "r"(at.col), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
-// `bytes` as they lie, a multiple of 16.
+// Copies `bytes` contiguous bytes, a multiple of 16.
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(

@@ -1,4 +1,4 @@
-// Two blocks that run beside each other on two multiprocessors (sm_90) and reach each other's shared memory.
+// Thread block clusters (sm_90): two blocks on two multiprocessors that access each other's shared memory.
 #pragma once
 
 #include "tile/shared.h"
@@ -7,23 +7,24 @@ namespace girih::kernels {
 
 #if __CUDA_ARCH__ >= 900
 
-// The block's number in its cluster.
+// The rank of the block in its cluster.
 __device__ inline int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
   return static_cast<int>(rank);
 }
 
-// All threads of all its blocks that have not ended: what they wrote before is seen by the others after.
+// Synchronises all threads of the cluster that have not exited. Writes before the barrier are visible to all
+// threads after the barrier.
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
-// Barriers made so far are there for the other blocks, and for copies (boxes.h).
+// Makes initialised mbarriers visible to the other blocks of the cluster and to TMA (boxes.h).
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-// Where block `rank` has what the block has here.
+// The address in the shared memory of block `rank` that corresponds to `here` in this block.
 __device__ inline uint32_t far_address(const void* here, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
@@ -32,9 +33,9 @@ __device__ inline uint32_t far_address(const void* here, int rank) {
   return address;
 }
 
-// One arrival, by all of a warp, at a barrier of block `rank`: what it has read before may change. (It tells
-// nothing of what the warp has written: for that it would wait until all of it is out, a third of a reader's
-// time, and the other block would drop what it has cached.)
+// One arrival of a whole warp at an mbarrier of block `rank`: the other block may overwrite what the warp has
+// read. The arrival does not release the writes of the warp. A release at cluster scope waits until all
+// writes are complete, which took a third of a reader's time, and invalidates cached data of the other block.
 __device__ inline void arrive_far(const uint64_t* barrier, int rank) {
   __syncwarp();
   asm volatile(
@@ -43,8 +44,9 @@ __device__ inline void arrive_far(const uint64_t* barrier, int rank) {
       : "memory");
 }
 
-// By one thread: `bytes` of the block's own shared memory, which it has seen written, to the same place of
-// block `rank`, and an arrival at its barrier, whose phase waits for them.
+// Called by one thread. Copies `bytes` of this block's shared memory to the same offset in block `rank` and
+// arrives at the mbarrier of block `rank`, whose phase also waits for these bytes. The thread has
+// synchronised with the writers of the data.
 __device__ inline void send(const void* from, int bytes, const uint64_t* barrier, int rank) {
   const uint32_t far_barrier = far_address(barrier, rank);
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");

@@ -1,19 +1,21 @@
-// Sums of gates inside a chunk of 64 tokens, on the tensor cores: a triangle of ones times the gates. A gate
-// goes in as two 16-bit parts, hi + lo, which keeps 16 bits of every gate; the sums are fp32.
+// Running sums of gates within a chunk of 64 tokens on the tensor cores: a triangular matrix of ones times
+// the gates. A gate is split into two bf16 parts, hi + lo, which have 16 significant bits; sums are fp32.
 #pragma once
 
 #include "tile/matrix.h"
 
 namespace girih::kernels {
 
-constexpr int kRows = 16;  // of a chunk, a warp's
+constexpr int kRows = 16;  // rows of a chunk that belong to a warp
 
-// A gate as it goes into sums. e^-100 is 0 in fp32; a gate far below, or -inf, would take the digits of all
-// others.
+// A gate clamped for summation. e^-100 is 0 in fp32; a much smaller gate, or -inf, would cancel the digits of
+// all other gates in the sum.
 __device__ inline float summable(float gate) { return gate < -100.f ? -100.f : gate; }
 
-// The left factor of a sum over the warp's 16 rows: element (i, j) is one where row i sums row j.
-enum class Sum { after, through, all };  // the rows j > i, j <= i, or every row
+// The rows j that row i sums: j > i, j <= i, or all 16 rows of the warp.
+enum class Sum { after, through, all };
+
+// The 16 x 16 left factor of such a sum: element (i, j) is 1 if row i sums row j, else 0.
 
 __device__ inline void ones(uint32_t (&a)[4], Sum sum) {
   const int i = lane_row(), j = lane_col();
@@ -26,7 +28,7 @@ __device__ inline void ones(uint32_t (&a)[4], Sum sum) {
   }
 }
 
-// g[row..row+15, col..col+8N-1] of an fp32 tile as a right factor in two parts.
+// g[row..row+15, col..col+8N-1] of an fp32 tile as a right factor, split into two bf16 parts.
 template <int N>
 struct GateParts {
   uint32_t hi[N][2], lo[N][2];
@@ -60,7 +62,7 @@ __device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Ga
   }
 }
 
-// sums += ones * g[row..row+15, 0..8N-1], of an fp32 tile.
+// sums += ones * g[row..row+15, 0..8N-1], where g is an fp32 tile.
 template <int N, class Tile>
 __device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Tile& g, int row) {
   GateParts<N> gates;
@@ -68,8 +70,8 @@ __device__ inline void add_gates(Sums<N>& sums, const uint32_t (&a)[4], const Ti
   add_gates(sums, a, gates);
 }
 
-// 1 - e^g. Near zero the difference has no digits left: there a series, which at 1/16 and -1/16, where they
-// meet, is right to 2e-7.
+// 1 - e^g. For |g| < 1/16 the difference loses its digits to cancellation, and a series replaces it. At
+// |g| = 1/16 the relative error of the series is 2e-7.
 __device__ inline float complement(float g) {
   const float series = -g * fmaf(g, fmaf(g, fmaf(g, 1.f / 24.f, 1.f / 6.f), 0.5f), 1.f);
   return fabsf(g) < 0.0625f ? series : 1.f - exp2_fast(g * kLog2E);

@@ -1,5 +1,5 @@
-// Jobs to blocks: kernels walk their jobs with the stride of the grid, so that no tensor is too large for a
-// launch.
+// Grid sizes, for kernels that loop over their jobs with the stride of the grid, and division by a constant
+// of the launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,14 @@ namespace girih::kernels {
 
 __host__ __device__ constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// gridDim.x is at most 2^31 - 1.
+// The number of blocks, at most the limit of gridDim.x, 2^31 - 1. The kernel loops over the remaining jobs.
 inline unsigned blocks_for(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff));
 }
 
-// Division by a number that the host knows, of numbers below 2^31: a product and a shift, where a division is
-// a chain of twenty instructions. With 2^l >= by, of factor = ceil(2^(31+l) / by) the part that was rounded
-// up adds x / 2^(31+l) < 2^-l <= 1 / by at most, too little to reach the next whole number.
+// x / by for x < 2^31 and a divisor that the host knows, as one product and one shift; an integer division is
+// a chain of about twenty instructions. Let 2^l >= by and factor = ceil(2^(31+l) / by). Rounding up adds less
+// than x / 2^(31+l) < 2^-l <= 1 / by to the quotient, too little to reach the next integer.
 struct Divider {
   uint32_t by, factor;
   int shift;
@@ -33,7 +33,7 @@ struct Divider {
 };
 
 namespace divider {
-// Around multiples of `by`, from the first to the last.
+// Whether the quotients just below and at multiples of `by`, from the first to the last, are right.
 constexpr bool divides(uint32_t by) {
   const Divider by_it(by);
   constexpr uint32_t kMost = 0x7fffffff;

@@ -1,10 +1,10 @@
-// The CUDA runtime's memory of an error.
+// The last error that the CUDA runtime stores.
 #pragma once
 
 namespace girih::kernels {
 
-// Forgets a refused launch once it has been reported, so that the next launch does not report it again. The
-// library has a runtime of its own, whose memory the program's cudaGetLastError does not reach.
+// Clears the last error after a failed launch has been reported, so that the next launch does not report the
+// same error. The library links its own CUDA runtime, so cudaGetLastError of the program does not clear it.
 void clear_last_error();
 
 }  // namespace girih::kernels

@@ -1,4 +1,4 @@
-// Launches, and what a kernel asks of a device before.
+// Kernel launches, and queries of the device before a launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,11 +8,11 @@
 
 namespace girih::kernels {
 
-// Lets `Kernel` use `bytes` of dynamic shared memory on the current device (beyond 48 KB a kernel has to ask;
-// each kernel always asks for the same). Asked once a device; asking twice does no harm.
+// Allows `Kernel` to use `bytes` of dynamic shared memory on the current device, which is required above 48
+// KB. A kernel always passes the same `bytes`: the attribute is set once for each device (twice is harmless).
 template <auto Kernel>
 inline cudaError_t allow_shared(int bytes) {
-  static std::atomic<uint64_t> allowed{0};  // one bit a device
+  static std::atomic<uint64_t> allowed{0};  // one bit for each device
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -22,11 +22,11 @@ inline cudaError_t allow_shared(int bytes) {
   return error;
 }
 
-// Whether `Kernel`, on the current device, is there as compiled for an architecture from `Least` to `Most`,
-// not made of what was compiled for others. Asked once a device.
+// Whether the code of `Kernel` for the current device was compiled for an architecture (ptxVersion) from
+// `Least` to `Most`. The answer is cached for each device.
 template <auto Kernel, int Least, int Most>
 inline cudaError_t is_compiled_for(bool& is) {
-  static std::atomic<uint64_t> asked{0}, found{0};  // one bit a device
+  static std::atomic<uint64_t> asked{0}, found{0};  // one bit for each device
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -42,30 +42,31 @@ inline cudaError_t is_compiled_for(bool& is) {
   asked.fetch_or(bit, std::memory_order_release);
   return cudaSuccess;
 }
-// Whether it may be launched in clusters.
+// Whether the kernel may be launched with clusters.
 template <auto Kernel>
 inline cudaError_t has_clusters(bool& has) {
   return is_compiled_for<Kernel, 90, 1000>(has);
 }
-// Whether it takes boxes (boxes.h).
+// Whether the kernel uses TMA (boxes.h).
 template <auto Kernel>
 inline cudaError_t has_boxes(bool& has) {
   return is_compiled_for<Kernel, 90, 1000>(has);
 }
-// Whether it has warpgroup products, if it was compiled for 90a and not for 90, where it is right, and slow.
+// Whether the kernel uses wgmma, if the library was compiled for sm_90a. Compiled for sm_90, the kernel is
+// correct but slow.
 template <auto Kernel>
 inline cudaError_t has_warpgroups(bool& has) {
   return is_compiled_for<Kernel, 90, 90>(has);
 }
 
-// Bytes of shared memory that a block may have on the current device.
+// The limit of shared memory bytes of a block on the current device.
 inline cudaError_t shared_limit(int& bytes) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// Kernel(arguments...) on so many blocks; on none there is nothing to do.
+// Launches Kernel(arguments...); no launch for zero blocks.
 template <auto Kernel, class... Arguments>
 inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStream_t stream,
                                const Arguments&... arguments) {
@@ -75,8 +76,8 @@ inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStrea
   return cudaGetLastError();
 }
 
-// The same with so many bytes of shared memory, however many they are. most: what the kernel asks for where
-// launches differ.
+// The same after allow_shared(). `most`: the bytes to allow, if the kernel is launched with different
+// `bytes`.
 template <auto Kernel, class Problem>
 cudaError_t launch_kernel(const Problem& p, int64_t blocks, int threads, int bytes, cudaStream_t stream,
                           int most = 0) {

@@ -1,10 +1,11 @@
-// A warp's matrices in registers, and their products on the tensor cores (mma.sync m16n8k16, operands of 16
-// bits, sums in fp32).
+// Matrices in the registers of a warp, and their products on the tensor cores: mma.sync m16n8k16, 16-bit
+// elements, fp32 accumulation.
 //
-// Sums<N> is a 16 x 8N matrix of fp32, Operand<K> the left factor of a product, 16 x 16K of 16-bit elements.
-// Both keep the hardware's layout: lane l has rows l / 4 and l / 4 + 8, and of every 8 columns the two that
-// start at 2 (l % 4). So the sums of one product become the left factor of the next by rounding alone. Right
-// factors are tiles in shared memory, or 16 rows of one that were fetched ahead, an Operand too (load_right).
+// Sums<N> is the C fragment, a 16 x 8N matrix of fp32. Operand<K> is the A fragment, the left factor of a
+// product, 16 x 16K elements of 16 bits. Both have the layout of the hardware: lane l has rows l / 4 and l /
+// 4 + 8, and of every 8 columns the two from 2 (l % 4). Rounding turns the C fragment of one product into the
+// A fragment of the next without an exchange between lanes. Right factors are tiles in shared memory, or 16
+// rows of a tile loaded to registers in advance, also an Operand (load_right).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,20 +18,20 @@
 namespace girih::kernels {
 
 __device__ inline int lane() { return threadIdx.x & 31; }
-__device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }  // and 8 below it
-__device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }   // and the one right of it
+__device__ inline int lane_row() { return (threadIdx.x & 31) >> 2; }  // and this + 8
+__device__ inline int lane_col() { return (threadIdx.x & 3) << 1; }   // and this + 1
 
-// The warp's number in its block, in a way that tells the compiler that it is the same for all lanes:
-// branches by it, and what follows from it, then need no care for lanes that part.
+// The index of the warp in its block. The shuffle tells the compiler that the index is the same in all lanes,
+// so that branches on it are uniform.
 __device__ inline int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-// The lane's element of an 8 x 8 block: (row + lane_row(), col + lane_col()).
+// The element of the lane in an 8 x 8 block: (row + lane_row(), col + lane_col()).
 template <class Tile>
 __device__ inline typename Tile::Element& lane_at(const Tile& tile, int row, int col) {
   return tile.at(row, col, lane_row(), lane_col());
 }
 
-// at[n][2 * i + j]: row lane_row() + 8 i, column 8 n + lane_col() + j.
+// at[n][2 * i + j] is at row lane_row() + 8 i, column 8 n + lane_col() + j.
 template <int N>
 struct Sums {
   float at[N][4];
@@ -41,7 +42,8 @@ struct Operand {
   uint32_t at[K][4];
 };
 
-// f(n, i) for a lane's [n][i] of a Sums<N>, its rows 8 (i / 2), columns 8 n + i % 2, or of an Operand<N>.
+// Calls f(n, i) for every element [n][i] of a Sums<N> (row offset 8 (i / 2), column offset 8 n + i % 2) or of
+// an Operand<N>.
 template <int N, class F>
 __device__ inline void each_sum(const F& f) {
 #pragma unroll
@@ -50,7 +52,8 @@ __device__ inline void each_sum(const F& f) {
     for (int i = 0; i < 4; ++i) f(n, i);
   }
 }
-// Of a Sums<N> in pairs, i their row: [n][2 i] and [n][2 i + 1]; or i their column: [n][i] and [n][2 + i].
+// Calls f(n, i) for every pair of elements of a Sums<N>: the pairs of a row, [n][2 i] and [n][2 i + 1], or
+// the pairs of a column, [n][i] and [n][2 + i].
 template <int N, class F>
 __device__ inline void each_pair(const F& f) {
 #pragma unroll
@@ -65,7 +68,7 @@ __device__ inline void fill(Sums<N>& sums, float value) {
   each_sum<N>([&](int n, int i) { sums.at[n][i] = value; });
 }
 
-// Two neighbouring elements as one register; the first in the low half.
+// Two neighbouring elements as one register, the first in the low half.
 template <typename T>
 __device__ inline uint32_t pair_of(float low, float high);
 template <>
@@ -92,7 +95,7 @@ __device__ inline float2 unpaired<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// Four 8 x 8 matrices whose rows start at the lanes' addresses.
+// Loads four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
 __device__ inline void load_matrices(uint32_t (&to)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -107,7 +110,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], uint32_t addr
 }
 
 #if __CUDA_ARCH__ >= 900
-// Four 8 x 8 matrices whose rows start at the lanes' addresses.
+// Stores four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
 __device__ inline void put_matrices(uint32_t address, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(x[0]),
                "r"(x[1]), "r"(x[2]), "r"(x[3])
@@ -115,7 +118,7 @@ __device__ inline void put_matrices(uint32_t address, const uint32_t (&x)[4]) {
 }
 #endif
 
-// Four 8 x 8 matrices one after another, 128 bytes each.
+// Stores four 8 x 8 matrices of 128 bytes each contiguously.
 __device__ inline void store_matrices(void* to, const uint32_t (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   put_matrices(shared_address(to) + lane() * 16, x);
@@ -125,14 +128,14 @@ __device__ inline void store_matrices(void* to, const uint32_t (&x)[4]) {
 #endif
 }
 
-// An 8 x 8 matrix of pairs, transposed.
+// Transposes an 8 x 8 matrix of 16-bit elements; a register holds two neighbours of a row.
 __device__ inline uint32_t transpose_pairs(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
   return y;
 }
 
-// d += a b, a 16 x 16, b 16 x 8.
+// d += a b, where a is 16 x 16 and b is 16 x 8.
 template <typename T>
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -150,7 +153,8 @@ __device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four registers of the four lanes that share rows, turned: the quad's lane i gets register i of all four.
+// Transposes four registers across the four lanes that share rows: lane i of the quad gets register i of all
+// four.
 __device__ inline void turn_quad(uint32_t (&x)[4]) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
@@ -164,12 +168,12 @@ __device__ inline void turn_quad(uint32_t (&x)[4]) {
   }
 }
 
-// The 16 x 16 of a tile at (row, col) as a left factor.
+// Loads the 16 x 16 block of a tile at (row, col) as a left factor.
 template <class Tile>
 __device__ inline void load_block(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   load_matrices(a, tile.address(row, col, lane() & 15, (lane() >> 4) * 8));
 }
-// And back: a left factor to its place in a tile.
+// Stores a left factor to the 16 x 16 block of a tile at (row, col).
 template <class Tile>
 __device__ inline void store_block(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -181,7 +185,7 @@ __device__ inline void store_block(const Tile& tile, int row, int col, const uin
   }
 #endif
 }
-// All blocks of a left factor.
+// The same for all K blocks of a left factor.
 template <class Tile, int K>
 __device__ inline void load_blocks(Operand<K>& a, const Tile& tile, int row = 0, int col = 0) {
 #pragma unroll
@@ -192,14 +196,14 @@ __device__ inline void store_blocks(const Tile& tile, int row, int col, const Op
 #pragma unroll
   for (int k = 0; k < K; ++k) store_block(tile, row, col + 16 * k, a.at[k]);
 }
-// A block of the tile's transpose as a left factor: its rows are columns of the tile.
+// Loads the 16 x 16 block at (row, col) of the transpose of a tile as a left factor.
 template <class Tile>
 __device__ inline void load_block_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col) {
   const int l = lane();
   load_matrices_transposed(a, tile.address(col, row, (l & 7) + (l >> 4) * 8, ((l >> 3) & 1) * 8));
 }
 
-// The same with its columns weighed, column i of the 16 by weights[i], and rounded again.
+// The same with column i of the block multiplied by weights[i] and rounded again.
 template <typename T, class Tile>
 __device__ inline void load_weighed_transposed(uint32_t (&a)[4], const Tile& tile, int row, int col,
                                                const float* weights) {
@@ -215,7 +219,7 @@ __device__ inline void load_weighed_transposed(uint32_t (&a)[4], const Tile& til
   }
 }
 
-// Columns 8n..8n+16K-1 of sums rounded to T, as a left factor.
+// Rounds columns 8n..8n+16K-1 of sums to T, as a left factor.
 template <typename T, int K, int N>
 __device__ inline void round_to(Operand<K>& a, const Sums<N>& sums, int n = 0) {
 #pragma unroll
@@ -239,7 +243,7 @@ __device__ inline void multiply(Sums<N>& sums, const Sums<N>& factors) {
   each_sum<N>([&](int n, int i) { sums.at[n][i] *= factors.at[n][i]; });
 }
 
-// Row lane_row() times by.x, the one 8 further times by.y.
+// Multiplies row lane_row() by by.x and row lane_row() + 8 by by.y.
 template <int N>
 __device__ inline void scale_rows(Sums<N>& x, float2 by) {
 #pragma unroll
@@ -248,7 +252,8 @@ __device__ inline void scale_rows(Sums<N>& x, float2 by) {
   }
 }
 
-// sums *= factors, `factors(n)` those of columns 8n + lane_col() and the next.
+// Multiplies every column by a factor. factors(n) returns those of columns 8n + lane_col() and 8n +
+// lane_col() + 1.
 template <int N, class Factors>
 __device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
 #pragma unroll
@@ -259,7 +264,7 @@ __device__ inline void scale_columns(Sums<N>& sums, const Factors& factors) {
   }
 }
 
-// sums[i] += a[i] b, b = tile[row..row+15, col..col+8N-1], which is fetched once for all of them.
+// sums[i] += a[i] b for all i, where b = tile[row..row+15, col..col+8N-1] is loaded once.
 template <typename T, int N, int A, class Tile>
 __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4], const Tile& tile, int row,
                                     int col = 0) {
@@ -275,7 +280,7 @@ __device__ inline void add_products(Sums<N> (&sums)[A], const uint32_t (&a)[A][4
     }
   }
 }
-// sums[i] += a[i] b^T, b = tile[row..row+8N-1, col..col+15]
+// sums[i] += a[i] b^T for all i, where b = tile[row..row+8N-1, col..col+15]
 template <typename T, int N, int A, class Tile>
 __device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_t (&a)[A][4],
                                                const Tile& tile, int row, int col) {
@@ -292,7 +297,7 @@ __device__ inline void add_products_transposed(Sums<N> (&sums)[A], const uint32_
   }
 }
 
-// The same of one.
+// The same for one left factor.
 template <typename T, int N, class Tile>
 __device__ inline void add_product(Sums<N>& sums, const uint32_t (&a)[4], const Tile& tile, int row,
                                    int col = 0) {
@@ -306,7 +311,7 @@ __device__ inline void add_product_transposed(Sums<N>& sums, const uint32_t (&a)
                              reinterpret_cast<const uint32_t(&)[1][4]>(a), tile, row, col);
 }
 
-// sums += a tile[row.., col..], all K blocks of a.
+// sums += a tile[row..row+16K-1, col..col+8N-1]
 template <typename T, int N, int K, class Tile>
 __device__ inline void add_product(Sums<N>& sums, const Operand<K>& a, const Tile& tile, int row = 0,
                                    int col = 0) {
@@ -314,7 +319,7 @@ __device__ inline void add_product(Sums<N>& sums, const Operand<K>& a, const Til
   for (int k = 0; k < K; ++k) add_product<T>(sums, a.at[k], tile, row + 16 * k, col);
 }
 
-// sums += a tile[row.., col..]^T
+// sums += a tile[row..row+8N-1, col..col+16K-1]^T
 template <typename T, int N, int K, class Tile>
 __device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a, const Tile& tile,
                                               int row = 0, int col = 0) {
@@ -322,7 +327,7 @@ __device__ inline void add_product_transposed(Sums<N>& sums, const Operand<K>& a
   for (int k = 0; k < K; ++k) add_product_transposed<T>(sums, a.at[k], tile, row, col + 16 * k);
 }
 
-// sums += x[row..row+15, all] y[all, col..col+8N-1], tiles both, `Unroll` turns of the loop at a time.
+// sums += x[row..row+15, :] y[:, col..col+8N-1] for tiles x and y; the loop is unrolled `Unroll` times.
 template <int Unroll, int N, class X, class Y>
 __device__ inline void add_product_of_tiles(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
 #pragma unroll Unroll
@@ -332,7 +337,7 @@ __device__ inline void add_product_of_tiles(Sums<N>& sums, const X& x, int row, 
     add_product<typename X::Element>(sums, a, y, k, col);
   }
 }
-// sums += x[row..row+15, all] y[col..col+8N-1, all]^T
+// sums += x[row..row+15, :] y[col..col+8N-1, :]^T
 template <int Unroll, int N, class X, class Y>
 __device__ inline void add_product_of_tile_rows(Sums<N>& sums, const X& x, int row, const Y& y, int col) {
 #pragma unroll Unroll
@@ -343,7 +348,7 @@ __device__ inline void add_product_of_tile_rows(Sums<N>& sums, const X& x, int r
   }
 }
 
-// 16 rows of a tile as a right factor that is fetched ahead, and sums += a b with it.
+// Loads the first 16 rows of a tile as a right factor b in registers, for sums += a b below.
 template <class Tile, int K>
 __device__ inline void load_right(Operand<K>& b, const Tile& tile) {
 #pragma unroll
@@ -379,14 +384,14 @@ __device__ inline float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// 1 / x in one instruction, of an x that is no less than the smallest normal number; 0 beyond 2^126.
+// 1 / x in one instruction, for x no less than the smallest normal number; 0 for x > 2^126.
 __device__ inline float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// x / y for a y that is no less than the smallest normal number, nor more than 2^126: what __fdividef does
-// for others is three more instructions.
+// x / y for y between the smallest normal number and 2^126. __fdividef takes three more instructions for
+// other y.
 __device__ inline float divide_fast(float x, float y) { return x * reciprocal(y); }
 constexpr float kLog2E = 1.4426950408889634f;
 

@@ -1,4 +1,4 @@
-// A pack: N neighbouring elements of one row, in registers as fp32, moved in one access.
+// A pack: N neighbouring elements of one row, in registers as fp32, loaded or stored in one access.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -53,7 +53,7 @@ struct alignas(N * sizeof(T)) Elements {
   T at[N];
 };
 
-// The address must be a multiple of N * sizeof(T): fits_packs() tells.
+// The address must be a multiple of N * sizeof(T); fits_packs() checks this.
 template <int N, typename T>
 __device__ inline Pack<N> load(const T* from) {
   const auto raw = *reinterpret_cast<const Elements<T, N>*>(from);
@@ -75,7 +75,7 @@ __host__ __device__ inline int bytes_of(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }
 
-// Where an element of these indices lies, or the first of those that begin with them.
+// The offset of the element with these indices; missing trailing indices are 0.
 template <template <int> class Array, int Rank, class... Index>
 __device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {
   static_assert(sizeof...(index) <= Rank);
@@ -85,7 +85,7 @@ __device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {
   return offset;
 }
 
-// The first element of a head's columns from `col` on.
+// The address of the element at (batch, row, head, col).
 template <typename T, template <int> class Array>
 __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int64_t head, int64_t col = 0) {
   using Pointer = std::conditional_t<std::is_same_v<Array<4>, In<4>>, const T*, T*>;
@@ -93,8 +93,8 @@ __device__ inline auto at(const Array<4>& array, int64_t batch, int64_t row, int
          head * array.stride[2] + col;
 }
 
-// One element whose type is known at run time only, as it lies in memory. value_of() waits for it: who has
-// several to load takes them all before the first value. An fp64 element is rounded, and waited for, at once.
+// One element in its type of memory, which is known at run time only. value_of() waits for the load: load all
+// elements before the first call of value_of(). An fp64 element is rounded at once, which waits for its load.
 struct RawElement {
   uint32_t bits = 0;  // zero in every type
 };
@@ -109,7 +109,7 @@ __device__ inline RawElement load_stored(const void* data, int64_t at) {
   }
 }
 
-// f(0 of what load_stored() reads): who has many elements of a type asks for it once.
+// Calls f(zero of the type that load_stored() reads): one branch on the type for many elements.
 template <class F>
 __device__ inline auto with_stored(DType dtype, const F& f) {
   if (dtype == DType::f64) return f(double{});
@@ -130,7 +130,7 @@ __device__ inline float value_of(RawElement raw, DType dtype) {
   return dtype == DType::f16 ? half : other;
 }
 
-// For small tensors that are read once.
+// Loads one element of any type, for small tensors that are read once.
 template <int Rank, class... Index>
 __device__ inline float load_any(const In<Rank>& array, Index... index) {
   return value_of(element(array, index...), array.dtype);
@@ -156,7 +156,7 @@ __device__ inline void store_any(const Out<Rank>& array, float value, Index... i
   }
 }
 
-// Whether every row of a tensor can be read in packs of n along its last dimension.
+// Whether every row of a tensor can be accessed in packs of n elements along its last dimension.
 template <template <int> class Array, int Rank>
 bool fits_packs(const Array<Rank>& array, int n, int64_t element_size) {
   if (array.data == nullptr) return true;

@@ -1,4 +1,5 @@
-// Sums that every block has a part of, partials [count, columns], added in one order whatever the card.
+// Sums over blocks: total[column] = sum over i of partials[i, column], partials [count, columns]. The order
+// of the additions does not depend on the device.
 #pragma once
 
 #include "tile/grid.h"
@@ -8,8 +9,8 @@ namespace girih::kernels {
 
 constexpr int kPartialColumns = 32, kPartialAdders = 32;
 
-// 32 columns a block: warp w adds every 32nd partial from w on, lane by lane, then the warps' sums of column
-// c are added by warp c.
+// A block has 32 columns. Warp w adds the partials w, w + 32, ..., one column for each lane; then warp c adds
+// the sums of all warps for column c.
 template <int Columns>
 __global__ void __launch_bounds__(Columns* kPartialAdders)
     sum_partials(const float* partials, const int64_t count, const int columns, const Out<1> total) {
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(Columns* kPartialAdders)
     for (int64_t i = warp; i < count; i += kPartialAdders) sum += partials[i * columns + column];
   }
   parts[warp][lane] = sum;
-  __syncthreads();  // every warp's sums stand in shared memory
+  __syncthreads();  // parts of all warps are stored
   float all = parts[lane][warp];
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(~0u, all, offset);

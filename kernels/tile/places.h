@@ -1,14 +1,14 @@
-// Elements of sums and the places where they lie one by one, in an array of any strides.
+// Access to the elements of an accumulator in a matrix with arbitrary strides, one element at a time.
 #pragma once
 
 #include "tile/matrix.h"
 
 namespace girih::kernels {
 
-// f(element, its place) for those of sums' elements that exist, in an array of `rows` by `cols` from `first`
-// on. The lane's first has place (row, col), four(n) has its four of the n-th eight columns. Places move on
-// from one to the next: with each worked out by itself, a block's end waited for instructions that are run
-// once, a tenth of a scan's time at 32 chunks.
+// Calls f(element, pointer) for the lane's accumulator elements that lie within a matrix of rows x cols
+// elements at `first`. The lane's first element is at (row, col); four(n) returns its four elements of
+// columns 8n..8n+7. Pointers are advanced from element to element: separate address computations fetched many
+// instructions that run once, which took a tenth of a scan's time at 32 chunks.
 template <int N, int Unroll = N, class Place, class Four, class F>
 __device__ inline void for_each_place(const Four& four, int row, int rows, int col, int cols, Place* first,
                                       int64_t by_row, int64_t by_col, const F& f) {

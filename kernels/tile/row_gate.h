@@ -1,9 +1,7 @@
-// What becomes of a row r of a product, with bias b, rate A and scale s of its columns, z = r + b:
+// Gate activations of a row r in fp32, with bias b and rate A of each column, a scale s, and z = r + b:
 //
 //     linear  z        sigmoid  s sigmoid(z)        logsigmoid  s log(sigmoid(z))
-//     decay  -e^A softplus(z)
-//
-// in fp32; none: r as it is.
+//     decay  -e^A softplus(z)        none  r
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,7 +14,7 @@ enum class RowGate : int { none, linear, sigmoid, logsigmoid, decay };
 
 __device__ inline float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
-// What a gate multiplies by: s, or -e^A.
+// The factor of the activation: s, or -e^A for decay.
 __device__ inline float factor_of(RowGate gate, float scale, const float* rate, int column) {
   return gate == RowGate::decay ? -expf(rate[column]) : scale;
 }
@@ -28,7 +26,7 @@ __device__ inline float gate_of(RowGate gate, float z, float factor) {
   return z;
 }
 
-// By z.
+// The derivative of the activation with respect to z.
 __device__ inline float gate_slope(RowGate gate, float z, float factor) {
   const float s = 1.f / (1.f + expf(-z));
   if (gate == RowGate::sigmoid) return factor * s * (1.f - s);

@@ -1,18 +1,18 @@
-// A matrix's rows by groups of a block's threads: of up to 32 lanes, a power of two, each with `N`
-// neighbouring columns of a row, and of every 32 N further ones where there are more. Sums over columns stay
-// in a group, those over rows go from warp to warp through shared memory, in one order.
+// Rows of a matrix distributed over groups of lanes. A group has a power of two of lanes, at most 32; a lane
+// has `N` neighbouring columns of a row, and the same N columns of every further 32 N columns. A sum over
+// columns stays within a group; a sum over rows passes through shared memory, in a fixed order.
 #pragma once
 
 #include "tile/pack.h"
 
 namespace girih::kernels {
 
-// A thread's share of a matrix whose rows have so many columns.
+// The rows and columns of a thread in a matrix whose rows have `width` columns.
 template <int N, int Threads>
 struct RowGroups {
-  int lanes;       // of a group
-  int row, col;    // the thread's first
-  int rows, cols;  // from each to the thread's next: of all groups, of a group
+  int lanes;       // lanes of a group
+  int row, col;    // first row and column of the thread
+  int rows, cols;  // distance to the next row and to the next N columns of the thread
 
   __host__ __device__ static int lanes_of(int width) {
     int lanes = 1;
@@ -26,7 +26,7 @@ struct RowGroups {
         rows(static_cast<int>(Threads / static_cast<unsigned>(lanes))),
         cols(lanes * N) {}
 
-  // Over a group's lanes, each of which gets the sums.
+  // Sums over the lanes of a group; every lane gets the sums.
   template <int K>
   __device__ void add_up(float (&sums)[K]) const {
     for (int step = lanes / 2; step > 0; step /= 2) {
@@ -34,14 +34,14 @@ struct RowGroups {
       for (int j = 0; j < K; ++j) sums[j] += __shfl_xor_sync(~0u, sums[j], step);
     }
   }
-  // Over the groups of a warp.
+  // Sums over the groups of a warp.
   __device__ void add_up(Pack<N>& sum) const {
     for (int step = lanes; step < 32; step *= 2) {
 #pragma unroll
       for (int i = 0; i < N; ++i) sum.at[i] += __shfl_xor_sync(~0u, sum.at[i], step);
     }
   }
-  // What the warps have left, `apart` from one's to the next's.
+  // The sum of one value of every warp; the values lie `apart` floats from each other.
   __device__ static float sum_of_warps(const float* parts, int apart) {
     float sum = 0.f;
 #pragma unroll

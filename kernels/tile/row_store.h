@@ -1,12 +1,12 @@
-// Whole rows on their way to global memory, through shared memory where warps have parts of them.
+// Stores of whole rows to global memory, from registers or through shared memory.
 #pragma once
 
 #include "tile/matrix.h"
 
 namespace girih::kernels {
 
-// Rows x Cols elements of 16 bits, rows 16 bytes further apart than they are long: neither stmatrix nor
-// ldmatrix meets conflicts, and a row is one piece. `data` is a multiple of 16 bytes.
+// Rows x Cols 16-bit elements with a padding of 16 bytes after each row, so that stmatrix and ldmatrix have
+// no bank conflicts and a row is contiguous. `data` is aligned to 16 bytes.
 template <typename T, int Rows, int Cols>
 struct PaddedTile {
   using Element = T;
@@ -28,7 +28,7 @@ struct PaddedTile {
   }
 };
 
-// A left factor to the tile's columns: what the transpose of the tile has at (row, col) afterwards.
+// Stores the transpose of a 16 x 16 left factor: the transpose of the tile has `a` at (row, col) afterwards.
 template <class Tile>
 __device__ inline void store_block_transposed(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -44,15 +44,16 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 #endif
 }
 
-// 16 bytes to global memory at once: an assignment of a uint4 is taken apart by the compiler where the
-// address moves on after it, and four times the sectors are written.
+// Stores 16 bytes to global memory in one instruction. The compiler splits the assignment of a uint4 if the
+// address is advanced after it, and then four times as many sectors are written.
 __device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                "r"(x[3])
                : "memory");
 }
 
-// A warp's 16 rows from `row` on, rounded, to global memory: a lane stores eight of 32 columns.
+// Rounds the warp's 16 rows, from row `row`, and stores them to global memory. A lane stores 8 of every 32
+// columns in one access.
 template <typename T, int N>
 __device__ inline void store_rows(const Sums<N>& sums, T* to, int64_t stride, int row, int rows, int cols) {
   static_assert(N % 4 == 0, "");
@@ -73,9 +74,8 @@ __device__ inline void store_rows(const Sums<N>& sums, T* to, int64_t stride, in
   }
 }
 
-// A tile's first rows, `cols` elements of each (a multiple of 8): whole rows, 16 bytes a lane, by warp
-// `worker` of `Workers`. (Copies of rows by cp.async.bulk need no registers, but a warp starts one at a
-// time.)
+// Stores the first `rows` rows of a tile, `cols` elements of each (a multiple of 8), 16 bytes for each lane,
+// as warp `worker` of `Workers`. cp.async.bulk would need no registers, but a warp starts one row at a time.
 template <int Workers, class Tile>
 __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, int64_t stride, int rows,
                                   int cols, int worker) {
@@ -84,7 +84,7 @@ __device__ inline void store_rows(const Tile& tile, typename Tile::Element* to, 
   static_assert(kPacks <= 32 && kLoads % kBatch == 0);
   const int first = worker * (Tile::kRows / Workers) + lane() / kPacks, col = lane() % kPacks * 8;
   to += first * stride + col;
-  int left = col < cols ? rows - first : 0;  // rows from the lane's first on
+  int left = col < cols ? rows - first : 0;  // rows left from the lane's row
 #pragma unroll 1
   for (int i = 0; i < kLoads; i += kBatch) {
     uint32_t pack[kBatch][4];

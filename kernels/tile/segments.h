@@ -1,5 +1,6 @@
-// How a scan is cut where few states leave the card idle: every sequence into segments that run at once, each
-// from zero, are joined, and run again from what they start from.
+// Segments of a scan. If a scan has too few states to fill the device, every sequence is cut into segments.
+// The segments are scanned in parallel from zero, their results are joined to the state before each segment,
+// and the segments are scanned again from these states.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +10,18 @@
 
 namespace girih::kernels {
 
-// Multiprocessors of the card that tuning was done on. Its size, not the device's: sizes alone decide which
-// kernels run, and how work is cut.
+// Multiprocessors of an H100 or H200. A constant, so that the choice of kernels and segments depends on the
+// sizes of a call only, not on the device.
 constexpr int64_t kCard = 132;
 
-// Tokens of a segment, a multiple of `chunk`; 0 where sequences are not cut. `blocks` would walk them uncut.
-// Cut, most is read twice and there are three launches for one: that pays from `least` segments of 16 chunks
-// on, as long as their blocks fill no more than the card.
+// Tokens of a segment, a multiple of `chunk`; 0 if the sequences are not cut. `blocks` is the number of
+// blocks without segments. With segments, most inputs are read twice and there are three launches instead of
+// one: this pays for at least `least` segments of at least 16 chunks, if all blocks still fit on the device
+// at once.
 inline int64_t segment_tokens(const Tokens& all, int64_t blocks, int64_t chunk, int64_t least = 3) {
   constexpr int64_t kLeastChunks = 16;
   if (blocks == 0) return 0;
-  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // a sequence's, about
+  const int64_t tokens = divide_up(all.batch * all.tokens, all.sequences);  // mean length of a sequence
   const int64_t chunks = divide_up(tokens, chunk);
   const int64_t segments = std::min(kCard / blocks, chunks / kLeastChunks);
   return segments < least ? 0 : divide_up(chunks, segments) * chunk;

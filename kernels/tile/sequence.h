@@ -1,5 +1,5 @@
-// Which sequence a token belongs to, alike for a batch of equal lengths, for sequences packed by cu_seqlens
-// and for rows of which cu_seqlens says where their one sequence begins and ends.
+// Sequences of a batch in three forms: every row is a sequence; cu_seqlens packs several sequences into one
+// row; or every row has one sequence between two bounds in cu_seqlens.
 #pragma once
 
 #include <cstdint>
@@ -7,32 +7,32 @@
 namespace girih::kernels {
 
 struct Tokens {
-  int64_t batch;           // 1 when packed
-  int64_t tokens;          // a batch row's
-  int64_t sequences;       // N: the batch, or what cu_seqlens packs
+  int64_t batch;           // batch rows; 1 if packed
+  int64_t tokens;          // T, tokens of a batch row
+  int64_t sequences;       // N: batch rows, or packed sequences
   const void* cu_seqlens;  // [N + 1], or with `rows` [batch, 2]; null: every row is a sequence
-  bool cu_seqlens_64;      // int64, else int32
+  bool cu_seqlens_64;      // cu_seqlens is int64, else int32
   bool rows;
 };
 
-// One row holds several sequences; else a row is a sequence or has one.
+// Whether one row holds several sequences.
 __host__ __device__ inline bool is_packed(const Tokens& all) {
   return all.cu_seqlens != nullptr && !all.rows;
 }
 
 struct Sequence {
-  int64_t index;  // row of the state
-  int64_t batch;  // row of x
+  int64_t index;  // row of the state, 0..N-1
+  int64_t batch;  // batch row of the tokens
   int64_t start;  // first token
   int64_t end;    // one past the last token
-  bool inside;    // false: tokens that no sequence owns
+  bool inside;    // false: the tokens belong to no sequence
 };
 
 __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-// Entry n of cu_seqlens, whatever its contents a position in 0..tokens.
+// Entry n of cu_seqlens, clamped to 0..tokens so that invalid contents stay in bounds.
 __device__ inline int64_t boundary(const Tokens& all, int64_t n) {
   const int64_t value = all.cu_seqlens_64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
                                           : static_cast<const int32_t*>(all.cu_seqlens)[n];
@@ -49,8 +49,8 @@ __device__ inline Sequence sequence_at(const Tokens& all, int64_t index) {
   return {index, 0, start, clamp(boundary(all, index + 1), start, all.tokens), true};
 }
 
-// The sequence of a token. Its start <= token < its end holds for any contents of cu_seqlens, so a walk from
-// end to end stops, and what is read between start and end lies in the tensor.
+// The sequence of a token. start <= token < end holds for any contents of cu_seqlens, so that a loop over
+// sequences terminates and accesses between start and end lie in the tensor.
 __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t token) {
   if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
   if (all.rows) {
@@ -76,21 +76,21 @@ __device__ inline Sequence sequence_of(const Tokens& all, int64_t batch, int64_t
 
 constexpr int kChunk = 64;  // tokens
 
-// Sequences cut into pieces of `size` tokens, each with a number that sizes alone bound: sequence n of a
-// packed row takes the numbers from start / size + n on, which leaves it at least as many as it needs. Some
-// stay without tokens.
+// Sequences cut into chunks of `size` tokens. Chunk numbers have a bound that depends on sizes only: the
+// chunks of sequence n of a packed row have the numbers from start / size + n, which leaves every sequence at
+// least as many numbers as it has chunks. Some numbers have no tokens.
 __host__ __device__ inline int64_t piece_count(const Tokens& all, int64_t size) {
   return is_packed(all) ? all.tokens / size + all.sequences : all.batch * ((all.tokens + size - 1) / size);
 }
 
 struct Piece {
   Sequence sequence;
-  int64_t index;  // in its sequence
+  int64_t index;  // of the chunk in its sequence
   int64_t start;  // first token
   int length;     // tokens, 0..size
 };
 
-// The number of a sequence's first piece.
+// The number of the first chunk of a sequence.
 __device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequence, int64_t size) {
   return is_packed(all) ? sequence.start / size + sequence.index
                         : sequence.index * ((all.tokens + size - 1) / size);
@@ -99,11 +99,11 @@ __device__ inline int64_t first_piece(const Tokens& all, const Sequence& sequenc
 __device__ inline Piece piece_at(const Tokens& all, int64_t number, int64_t size) {
   Sequence sequence;
   if (!is_packed(all)) {
-    // Both fit in 32 bits, where a division costs a third: numbers are blocks of a grid.
+    // A 32-bit division costs a third of a 64-bit one, and chunk numbers are block indices.
     const auto each = static_cast<uint32_t>((all.tokens + size - 1) / size);
     sequence = sequence_at(all, static_cast<uint32_t>(number) / each);
   } else {
-    int64_t low = 0, high = all.sequences - 1;  // the last n whose first piece is at most `number`
+    int64_t low = 0, high = all.sequences - 1;  // find the last n whose first chunk is at most `number`
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
       if (boundary(all, middle) / size + middle <= number) {

@@ -1,4 +1,4 @@
-// silu(x) = x sigmoid(x) and its slope.
+// silu(x) = x sigmoid(x) and its derivative.
 #pragma once
 
 #include "tile/matrix.h"
@@ -7,8 +7,8 @@ namespace girih::kernels {
 
 __device__ inline float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// For results of type T. Of 16 bits by the fast exponential and reciprocal, two instructions of their own:
-// right to 2^-21.
+// sigmoid(x) for a result of type T. For 16-bit types the approximate exponential and reciprocal are used,
+// with a relative error of 2^-21.
 template <typename T>
 __device__ inline float sigmoid_for(float x) {
   return sizeof(T) == 4 ? sigmoid(x) : reciprocal(1.f + exp2_fast(-kLog2E * x));

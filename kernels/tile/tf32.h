@@ -1,19 +1,22 @@
-// A warp's products of fp32 numbers on the tensor cores (mma.sync m16n8k8 of tf32). A number goes there in
-// two parts, x = h + l, and of (h + l)(h' + l') = h h' + h l' + l h' + l l' the last is left out, 2^-22 of
-// the product at most, and the last bit of l, 2^-23. The tensor cores cut low bits off their sums: so these
-// have sixteen products, small ones first, and are added up by fp32 additions. Of SplitSums that is so of
-// h h' alone: the sums of h l' + l h' run on inside the tensor cores through all blocks, where what is cut
-// off is 2^-10 at most of what it would be of h h'.
+// Products of fp32 matrices by a warp on the tensor cores, as three tf32 products (mma.sync m16n8k8). Each
+// number is split into a tf32 high part h and a remainder l, x = h + l, and
 //
-// Which sixteen columns of the factors are first, second, ... is as good in any order, if it is the same in
-// both: a lane has neighbours in the right place, and nothing is exchanged.
+//     (h + l)(h' + l') = h h' + h l' + l h' + l l'
+//
+// without l l', at most 2^-22 of the product, and without the last bit of l, 2^-23. The tensor cores truncate
+// their sums. Each sum on the tensor cores therefore has sixteen products, small ones first, and the sums are
+// added by fp32 additions. In SplitSums this holds for h h' only: the sum of h l' + l h' stays on the tensor
+// cores through all blocks, where the truncation is at most 2^-10 of that of h h'.
+//
+// The order of the sixteen inner columns is arbitrary, if it is the same in both factors. The order here lets
+// a lane use neighbouring elements without an exchange between lanes.
 #pragma once
 
 #include "tile/matrix.h"
 
 namespace girih::kernels {
 
-// d += a b, a 16 x 8, b 8 x 8; of a number the lower 13 bits count for nothing.
+// d += a b, where a is 16 x 8 and b is 8 x 8; the lower 13 bits of the factors are ignored.
 __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};\n"
@@ -21,8 +24,8 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x = high + low, rounded to 11 bits and what that leaves, which has 12 at most. Numbers that round to an
-// infinity, within 2^-12 of the largest, and infinities themselves have parts whose sum is NaN.
+// x = high + low: x rounded to 11 significant bits, and the remainder, which has at most 12. The sum of the
+// parts is NaN for infinities and for numbers that round to infinity (within 2^-12 of the largest).
 struct Parts {
   uint32_t high, low;
 
@@ -32,7 +35,7 @@ struct Parts {
   }
 };
 
-// The lane's numbers of N times eight columns of a right factor, in parts.
+// Splits the elements of the lane for 8 N columns of a right factor.
 template <int N>
 __device__ inline void split(uint32_t (&high)[N][4], uint32_t (&low)[N][4], const float (&right)[N][4]) {
   each_sum<N>([&](int n, int j) {
@@ -41,11 +44,11 @@ __device__ inline void split(uint32_t (&high)[N][4], uint32_t (&low)[N][4], cons
   });
 }
 
-// 16 x 16 of a left factor.
+// A 16 x 16 block of a left factor, split.
 struct SplitBlock {
-  uint32_t high[2][4], low[2][4];  // of eight columns and eight more
+  uint32_t high[2][4], low[2][4];  // [0]: the first eight columns, [1]: the other eight
 
-  // Row lane_row() + 8 i; a lane's four columns are two of the first eight and two of the others.
+  // Sets row lane_row() + 8 i. The lane has four columns, two of the first eight and two of the others.
   __device__ void set(int i, float x, float y, float z, float w) {
     const float all[4] = {x, y, z, w};
 #pragma unroll
@@ -54,7 +57,7 @@ struct SplitBlock {
       high[j / 2][j % 2 * 2 + i] = parts.high, low[j / 2][j % 2 * 2 + i] = parts.low;
     }
   }
-  // Columns 8n..8n+15 of sums: a lane's four are 8n + lane_col(), the next, and those 8 further.
+  // Sets the block to columns 8n..8n+15 of sums. The columns of the lane are 8n + lane_col() + {0, 1, 8, 9}.
   template <int N>
   __device__ void take(const Sums<N>& sums, int n) {
 #pragma unroll
@@ -62,8 +65,8 @@ struct SplitBlock {
       set(i, sums.at[n][2 * i], sums.at[n][2 * i + 1], sums.at[n + 1][2 * i], sums.at[n + 1][2 * i + 1]);
     }
   }
-  // The tile's sixteen rows from `row`, columns col..col+15: a lane's four are col + 2 lane_col() and the
-  // next.
+  // Loads rows row..row+15, columns col..col+15 of a tile. The columns of the lane are col + 2 lane_col() +
+  // 0..3.
   template <class Tile>
   __device__ void load(const Tile& tile, int row, int col) {
 #pragma unroll
@@ -73,13 +76,14 @@ struct SplitBlock {
       set(i, x.x, x.y, x.z, x.w);
     }
   }
-  // sign: a sign bit, or nothing.
+  // Flips the sign of all elements if `sign` is the sign bit, 0x80000000; no change for 0.
   __device__ void flip(uint32_t sign) {
     each_sum<2>([&](int i, int j) { high[i][j] ^= sign, low[i][j] ^= sign; });
   }
 
-  // sums[n] += this times right[n], four numbers of each lane in the order of set(): of column lane_row() of
-  // the right factor. A product that adds to another waits for it: those of all n take turns.
+  // sums[n] += this block times right[n]. right[n] has four elements of column lane_row() of the right
+  // factor, in the order of set(). The products of different n are interleaved, since each waits for the
+  // previous product of the same sum.
   template <int N>
   __device__ void multiply(float (&sums)[N][4], const float (&right)[N][4]) const {
     uint32_t of_high[N][4], of_low[N][4];
@@ -100,8 +104,8 @@ struct SplitBlock {
   }
 };
 
-// N sums of a product whose blocks follow each other. The products of a part l, which are small, are added up
-// by the tensor cores beside the others: so no chain of them is long where a warp waits for its end.
+// N sums of a product over several blocks. The small products, of a part l, have accumulators of their own:
+// this shortens the chains of dependent products.
 template <int N>
 struct SplitSums {
   float high[N][4], low[N][4];
@@ -109,8 +113,8 @@ struct SplitSums {
   __device__ void clear() {
     each_sum<N>([&](int n, int j) { high[n][j] = low[n][j] = 0.f; });
   }
-  // From the `From`-th on, += left times right[n], four numbers of each lane in the order of
-  // SplitBlock::set(). First: = that.
+  // Sum From + n += left times right[n], or with `First` = left times right[n]. right[n] has four elements of
+  // each lane, in the order of SplitBlock::set().
   template <bool First, int From = 0, int M>
   __device__ void add(const SplitBlock& left, const float (&right)[M][4]) {
     static_assert(From + M <= N);

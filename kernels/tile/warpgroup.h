@@ -1,11 +1,11 @@
-// Products of 64 rows by four warps: the first of them a multiple of 4 in its block, warp w with rows 16 w to
-// 16 w + 15, which are laid out as Sums and Operand are. Where the card has products of warpgroups (wgmma,
-// sm_90a) the right factor leaves shared memory once for the four, and a left factor there not through
-// registers; else each warp goes by itself, mma by mma.
+// Products of 64 rows by a warpgroup: four warps, the first with an index that is a multiple of 4. Warp w has
+// rows 16 w to 16 w + 15 in the layout of Sums<N> and Operand<K>. On sm_90a a product is a wgmma: the four
+// warps share one read of the right factor from shared memory, and a left factor in shared memory needs no
+// registers. On other architectures each warp uses mma.sync.
 //
-// Products are under way from their start to a wait for them:
+// A product is asynchronous from its start to the wait for it:
 //
-//     fence_products(sums);       the registers are as the products shall find them
+//     fence_products(sums);       orders register accesses before the products
 //     start_product(sums, ...);
 //     commit_products();
 //     wait_products<0>(sums);
@@ -17,9 +17,8 @@
 
 namespace girih::kernels {
 
-// Rows x Cols 16-bit elements in blocks of 64 columns: a row of a block is a line of 128 bytes, and the
-// 16-byte packs of a line change places with the row, as in a SharedTile. `data` is a multiple of 1024 bytes,
-// for wgmma.
+// Rows x Cols 16-bit elements in blocks of 64 columns. A row of a block is a line of 128 bytes, swizzled as
+// in a SharedTile. `data` is aligned to 1024 bytes, as wgmma requires.
 template <typename T, int Cols, int Rows = 64>
 struct BlockTile {
   using Element = T;
@@ -49,8 +48,8 @@ struct BlockTile {
   __device__ Block block(int col) const { return {data + col / 64 * (Rows * 64)}; }
 };
 
-// A left factor to 16 rows of a tile from `col` on, a multiple of 16. Columns of a block change bits of an
-// address and blocks are added, so that one address serves for all.
+// Stores a left factor to 16 rows of a tile from column `col`, a multiple of 16. One base address serves all
+// blocks: the column within a block of 64 is combined by xor, the block by addition.
 template <typename T, int Cols, int Rows, int K>
 __device__ inline void store_blocks(const BlockTile<T, Cols, Rows>& tile, int row, int col,
                                     const Operand<K>& a) {
@@ -69,17 +68,18 @@ __device__ inline void store_blocks(const BlockTile<T, Cols, Rows>& tile, int ro
 #endif
 }
 
-// The warp's place in its warpgroup.
+// The index of the warp in its warpgroup.
 __device__ inline int group_warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// What becomes rows of a left factor, or columns of a right one: a tile's rows or its columns.
+// The major dimension of a factor: whether the rows of a left factor (or columns of a right factor) are rows
+// or columns of the tile.
 enum class Lines { rows, columns };
 
-// What wgmma is told of a tile: where it starts, 1024 bytes from 8 rows to the next 8, lines of 128 bytes
-// whose packs change places; by columns also where the next 64 of them are.
-// The offset is added last: where it is a constant, products from one tile have one sum each.
+// The wgmma descriptor of a tile at (row, col): start address, 1024 bytes between groups of 8 rows, 128-byte
+// swizzle, and for Lines::columns the distance to the next 64 columns. The offset is added last, so that a
+// constant offset costs one addition for each product.
 template <Lines lines, typename T, int Cols, int Rows>
 __device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int row, int col) {
   constexpr uint64_t kNext = lines == Lines::rows ? 1 : BlockTile<T, Cols, Rows>::Block::kBytes / 16;
@@ -89,15 +89,15 @@ __device__ inline uint64_t descriptor(const BlockTile<T, Cols, Rows>& tile, int 
   return (start | kNext << 16 | kEight << 32 | uint64_t{1} << 62) + offset;
 }
 
-// The same of 8 x 8 matrices of 128 bytes each, `offset` bytes on: bytes from one to the next along the
-// product's inner dimension, and across it.
+// The descriptor of 8 x 8 matrices of 128 bytes each, `offset` bytes from `matrices`. `along` and `across`
+// are the bytes between neighbouring matrices along the inner dimension of the product and across it.
 __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsigned along, unsigned across) {
   return ((matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
           static_cast<uint64_t>(across / 16) << 32) +
          offset / 16;
 }
 
-// d += a b, or with `Add` false d = a b, 64 x 16 times 16 x N. a: registers, or a tile's rows.
+// d += a b, or without `Add` d = a b, where a is 64 x 16 (registers, or rows of a tile) and b is 16 x N.
 #define GIRIH_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define GIRIH_32 GIRIH_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GIRIH_FOUR(how, n) how(d[n][0]), how(d[n][1]), how(d[n][2]), how(d[n][3])
@@ -108,7 +108,7 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
   ", 0;\n"                                    \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
-// by_64, by_32: what follows the sums, of which there are 32 or 16 before them.
+// by_64, by_32: the operands after the accumulators, for N = 64 (32 accumulators) and N = 32 (16).
 #define GIRIH_PRODUCT(type, by_64, by_32, factors)                                           \
   if constexpr (N == 64 && Add) {                                                            \
     asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) by_64 : GIRIH_ALL("+f") : factors);  \
@@ -129,7 +129,7 @@ __device__ inline uint64_t descriptor(uint32_t matrices, unsigned offset, unsign
   GIRIH_PRODUCT(type, "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n", \
                 "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n", GIRIH_LEFT)
 
-// Sign: 1, or -1 for -b.
+// Sign: 1 for b, -1 for -b.
 template <typename T, Lines of_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void group_mma(float (*d)[4], uint64_t a, uint64_t b) {
   static_assert(N == 64 || N == 32);
@@ -163,7 +163,8 @@ __device__ inline void group_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 
 #endif
 
-// Registers of each thread of the warpgroup from here on: those that need fewer leave them to others.
+// Sets the number of registers of each thread of the warpgroup: warpgroups that need fewer release theirs to
+// the others.
 template <int Registers>
 __device__ inline void take_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -177,15 +178,15 @@ __device__ inline void leave_registers() {
 #endif
 }
 
-// What the thread has written to shared memory, or seen written, products started later find there, and boxes
-// (boxes.h) come after it.
+// Orders accesses of the thread to shared memory, and accesses that it has synchronised with, before later
+// wgmma reads and TMA copies (boxes.h).
 __device__ inline void fence_tiles() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif
 }
 
-// The compiler has the sums in their registers here.
+// Forces the compiler to have the sums in their registers at this point.
 template <int N>
 __device__ inline void pin(Sums<N>& sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -193,8 +194,9 @@ __device__ inline void pin(Sums<N>& sums) {
 #endif
 }
 
-// The number as it is, which the compiler does not know: what follows from it does not stay in registers from
-// turn to turn. (Of a reader's tiles every product's addresses did, in local memory.)
+// Returns `number` as a value that the compiler knows nothing about, so that values derived from it are
+// recomputed instead of being kept live across iterations. (The compiler kept the addresses of all products
+// of a reader, in local memory.)
 __device__ inline int worked_out_here(int number) {
   asm volatile("" : "+r"(number));
   return number;
@@ -212,7 +214,8 @@ __device__ inline void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 #endif
 }
-// Waits until at most `Pending` of the latest commits are under way; `sums` are theirs that are not.
+// Waits until at most the latest `Pending` groups are incomplete; `sums` are the results of the completed
+// groups.
 template <int Pending, int... N>
 __device__ inline void wait_products(Sums<N>&... sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -221,7 +224,7 @@ __device__ inline void wait_products(Sums<N>&... sums) {
   (pin(sums), ...);
 }
 
-// All of that at once, where nothing is to be done meanwhile: start() starts the products.
+// Fences, calls start(), which starts the products, commits, and waits.
 template <class Start, int... N>
 __device__ inline void run_products(const Start& start, Sums<N>&... sums) {
   fence_products(sums...);
@@ -230,8 +233,8 @@ __device__ inline void run_products(const Start& start, Sums<N>&... sums) {
   wait_products<0>(sums...);
 }
 
-// A left factor stays in its registers until here, behind the wait for its products: they read it while they
-// are under way, and the compiler takes registers that it sees no use of for others before.
+// Keeps a left factor in its registers until this point, after the wait for its products. The products read
+// the registers asynchronously, and the compiler would reuse registers without a later use.
 template <int K>
 __device__ inline void keep(const Operand<K>& a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -239,14 +242,14 @@ __device__ inline void keep(const Operand<K>& a) {
 #endif
 }
 
-// A left factor, with `Sign` -1 negated; `to` may be `a`.
+// to = a, or -a with `Sign` -1; `to` may be `a`.
 template <int Sign>
 __device__ inline void with_sign(uint32_t (&to)[4], const uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) to[i] = a[i] ^ (Sign < 0 ? 0x80008000u : 0u);
 }
 
-// sums += x y^T, or with `Add` false sums = x y^T: 64 rows of x, of y 8N (64 or 32) from `row` on.
+// sums += x y^T, or without `Add` sums = x y^T. x has 64 rows; y has 8N rows (64 or 32) from `row`.
 template <bool Add = true, typename T, int N, int Cols, int Rows>
 __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T, Cols>& x,
                                                 const BlockTile<T, Cols, Rows>& y, int row = 0) {
@@ -270,8 +273,8 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const BlockTile<T
 #endif
 }
 
-// sums += a y^T, with `Sign` -1 sums -= a y^T, or with `Add` false sums = a y^T: of y 8N rows (64 or 32), and
-// 16K columns from `col` on.
+// sums += a y^T, with `Sign` -1 sums -= a y^T, or without `Add` sums = a y^T. y has 8N rows (64 or 32) and
+// 16K columns from `col`.
 template <typename T, bool Add = true, int Sign = 1, int N, int K, int Cols, int Rows>
 __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>& a,
                                                 const BlockTile<T, Cols, Rows>& y, int col = 0) {
@@ -294,8 +297,8 @@ __device__ inline void start_product_transposed(Sums<N>& sums, const Operand<K>&
 #endif
 }
 
-// sums[:, 0..8N-1] += x y, or with `Sign` -1 sums -= x y: columns from `x_col` on of x, 64; from `col` on of
-// y, 64 rows of it. N: 4, or eights.
+// sums += x[:, x_col..x_col+63] y[0..63, col..col+8N-1], or with `Sign` -1 sums -= ...; N is 4 or a multiple
+// of 8.
 template <typename T, int Sign = 1, int N, int XCols, int Cols>
 __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x, int x_col,
                                      const BlockTile<T, Cols>& y, int col = 0) {
@@ -316,7 +319,7 @@ __device__ inline void start_product(Sums<N>& sums, const BlockTile<T, XCols>& x
 #endif
   }
 }
-// sums += a y, or with `Sign` -1 sums -= a y: 16 K rows of y, from `row` on.
+// sums += a y[row..row+16K-1, col..col+8N-1], or with `Sign` -1 sums -= ...
 template <typename T, int Sign = 1, int K, int N, int Cols, int Rows>
 __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const BlockTile<T, Cols, Rows>& y,
                                      int col = 0, int row = 0) {
@@ -336,7 +339,7 @@ __device__ inline void start_product(Sums<N>& sums, const Operand<K>& a, const B
   }
 }
 
-// sums += a y: 16 rows of y from `row` on and 64 columns from `col` on.
+// sums += a y[row..row+15, col..col+63]
 template <typename T, int Cols, int Rows>
 __device__ inline void start_product(Sums<8>& sums, const uint32_t (&a)[4], const BlockTile<T, Cols, Rows>& y,
                                      int col, int row) {

@@ -1,5 +1,5 @@
-// Chunks that are part of a model: every sequence is cut from its own start, or goes on in a chunk that what
-// came before it has begun.
+// Chunks that are part of a model: a sequence is cut into chunks from its first token, or from `position`
+// tokens before it if an earlier call has read the first `position` tokens of the first chunk.
 #pragma once
 
 #include "tile/sequence.h"
@@ -11,12 +11,12 @@ constexpr int kMostChunk = 64;  // tokens
 struct ChunkGrid {
   Tokens tokens;
   int size;                 // C, 1..kMostChunk
-  const int64_t* position;  // [N]: tokens of its chunk that a sequence has read before, or null: none
+  const int64_t* position;  // [N]: tokens of the first chunk that earlier calls have read; null: 0
 };
 
-// Every chunk has a number that sizes alone bound, a sequence's follow one another, and some numbers stay
-// without tokens. A sequence of n tokens touches at most (n - 2) / C + 2 chunks where it may begin within
-// one, and ceil(n / C) where it does not.
+// Chunk numbers have a bound that depends on sizes only. The chunks of a sequence have consecutive numbers,
+// and some numbers have no tokens. A sequence of n tokens touches ceil(n / C) chunks, or at most (n - 2) / C
+// + 2 if it may begin within a chunk.
 __host__ __device__ inline int64_t chunks_in_row(const ChunkGrid& grid) {
   return (grid.tokens.tokens + (grid.position == nullptr ? 1 : 2) * (grid.size - 1)) / grid.size;
 }
@@ -26,12 +26,12 @@ __host__ __device__ inline int64_t chunk_count(const ChunkGrid& grid) {
   return all.tokens / grid.size + (grid.position == nullptr ? 1 : 2) * all.sequences;
 }
 
-// A sequence, how many tokens of its first chunk came before it, and how many chunks it touches.
+// A sequence and its chunks.
 struct ChunkedSequence {
   Sequence sequence;
-  int begun;
-  int64_t chunks;
-  int64_t first;  // number of its first chunk
+  int begun;       // tokens of the first chunk that earlier calls have read
+  int64_t chunks;  // chunks that the sequence touches
+  int64_t first;   // number of the first chunk
 };
 
 __device__ inline ChunkedSequence chunked_sequence(const ChunkGrid& grid, int64_t index) {
@@ -47,11 +47,11 @@ __device__ inline ChunkedSequence chunked_sequence(const ChunkGrid& grid, int64_
 
 struct Chunk {
   int64_t start;  // first token
-  int length;     // tokens: 0..C
-  bool complete;  // its last token is among them
+  int length;     // tokens, 0..C
+  bool complete;  // has the last token of the chunk
 };
 
-// Chunk i of a sequence; without tokens where it touches fewer.
+// Chunk i of a sequence; a chunk without tokens for i >= of.chunks.
 __device__ inline Chunk chunk_of(const ChunkGrid& grid, const ChunkedSequence& of, int64_t i) {
   const int64_t from = of.sequence.start - of.begun + i * grid.size, to = from + grid.size;
   const int64_t start = from < of.sequence.start ? of.sequence.start : from;
@@ -59,7 +59,7 @@ __device__ inline Chunk chunk_of(const ChunkGrid& grid, const ChunkedSequence& o
   return {start, static_cast<int>(end > start ? end - start : 0), to <= of.sequence.end};
 }
 
-// The sequence of a chunk's number; `index` is the chunk's place in it.
+// The sequence that the chunk with a given number belongs to, and the index of the chunk in the sequence.
 struct NumberedChunk {
   ChunkedSequence of;
   int64_t index;
@@ -70,7 +70,8 @@ __device__ inline NumberedChunk chunk_at(const ChunkGrid& grid, int64_t number) 
     n = static_cast<uint32_t>(number) / static_cast<uint32_t>(chunks_in_row(grid));
   } else {
     const int64_t extra = grid.position == nullptr ? 1 : 2;
-    int64_t low = 0, high = grid.tokens.sequences - 1;  // the last n whose first chunk is at most `number`
+    int64_t low = 0,
+            high = grid.tokens.sequences - 1;  // find the last n whose first chunk is at most `number`
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
       if (boundary(grid.tokens, middle) / grid.size + extra * middle <= number) {

@@ -1,18 +1,18 @@
-// Chunks that a block has beside each other, as those kernels read them that take every chunk by itself: a
-// warp has a tile of 16 tokens, and of both memories what reads of them need.
+// Chunks of a block in the kernels that compute all chunks in parallel. A warp has a tile of 16 tokens, and
+// reads either memory.
 #pragma once
 
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {
 
-// Chunks of a block: two where they have a tile or two. Blocks of more would leave more of a multiprocessor's
-// shared memory without one.
+// Two chunks a block if a chunk has at most two tiles. Larger blocks would not fill the shared memory of a
+// multiprocessor.
 __host__ __device__ constexpr int chunks_of_block(int tiles) { return tiles > 2 ? 1 : 2; }
 __host__ __device__ constexpr int tiles_of(int chunk) { return (chunk + kTile - 1) / kTile; }
 
 struct ChunkBlock {
-  int tiles, chunks, threads;  // tiles of a chunk, chunks of the block
+  int tiles, chunks, threads;  // of a chunk, of the block, of the block
   __host__ __device__ static ChunkBlock of(int chunk) {
     const int tiles = tiles_of(chunk), chunks = chunks_of_block(tiles);
     return {tiles, chunks, tiles * chunks * 32};
@@ -20,7 +20,7 @@ struct ChunkBlock {
   __host__ __device__ int rows() const { return tiles * chunks * kTile; }
 };
 
-// What a kernel has in shared memory: a memory a chunk, tiles of the block's tokens, and their gates.
+// Bytes of shared memory: a memory for each chunk, `tokens` tiles for each 16 tokens, and gates.
 template <typename T, int Tile>
 __host__ __device__ constexpr int chunk_bytes(const ChunkBlock& block, int tokens) {
   return block.chunks * SharedTile<T, Tile, Tile>::kBytes +
@@ -35,9 +35,9 @@ struct TrellisChunk {
 
   const TrellisShape& shape;
   ChunkBlock block;
-  unsigned char *shared, *tiles;  // memories, tiles of tokens
-  int head, local, tile;          // the warp's chunk in the block and tile in the chunk
-  int64_t number;                 // of the warp's chunk
+  unsigned char *shared, *tiles;  // memories; tiles of tokens
+  int head, local, tile;          // `local`: chunk in the block; `tile`: tile in the chunk
+  int64_t number;                 // number of the chunk in the grid
   NumberedChunk place;
   Chunk chunk;
   int rows;  // tokens of the warp's tile
@@ -60,23 +60,23 @@ struct TrellisChunk {
   }
 
   __device__ int64_t batch() const { return place.of.sequence.batch; }
-  __device__ int64_t token() const { return chunk.start + tile * kTile; }  // the warp's first
+  __device__ int64_t token() const { return chunk.start + tile * kTile; }  // token 0 of the warp's tile
   __device__ int first_row() const { return (local * block.tiles + tile) * kTile; }
 
   // ---- tiles -------------------------------------------------------------------------------------------
 
   __device__ Memory memory() const { return {reinterpret_cast<T*>(shared + local * Memory::kBytes)}; }
-  // Tile `j` of the warp's chunk, of the block's tensor `which`.
+  // Tile `j` of the warp's chunk in tensor `which`.
   __device__ Rows rows_of(int which, int j) const {
     unsigned char* at = tiles + (which * block.rows() + (local * block.tiles + j) * kTile) * Tile * 2;
     return {reinterpret_cast<T*>(at)};
   }
   __device__ Rows own(int which) const { return rows_of(which, tile); }
-  // Starts the warp's tile of a tensor.
+  // Starts the copies of the warp's tile of a tensor.
   __device__ void load(int which, const In<4>& x, int width) const {
     load_async<32>(own(which), row_of<T>(x, batch(), token(), head), x.stride[1], rows, width, lane());
   }
-  // Starts the chunk's memory: a share of every warp of the chunk.
+  // Starts the warp's share of the copies of the chunk's memory.
   __device__ void load_memory(const void* memories) const {
     const T* from = static_cast<const T*>(memories) + kept_place<T, Tile>(shape, number, head);
     T* to = memory().data;
@@ -84,20 +84,20 @@ struct TrellisChunk {
       copy_async(shared_address(to + 8 * i), from + 8 * i, chunk.length > 0);
     }
   }
-  // Starts the gates of the warp's tile, behind so many tiles of tokens.
+  // Starts the copies of the gates of the warp's tile; they lie behind `tokens` tensors.
   __device__ void load_gates(const TokenGate* gates, int tokens) {
     tokens_ =
         reinterpret_cast<TokenGate*>(tiles + tokens * block.rows() * Tile * 2) + local * block.tiles * kTile;
     kernels::load_gates(tokens_ + tile * kTile, shape, gates, batch(), rows == 0 ? 0 : token(), rows, head);
   }
-  // Of tile j.
+  // Gates of tile j.
   __device__ const TokenGate* gates_of(int j) const { return tokens_ + j * kTile; }
 
   // ---- reads -------------------------------------------------------------------------------------------
 
-  // The warp's tile of a tensor as a left factor.
+  // Loads the warp's tile of a tensor as an A fragment.
   __device__ void left(Operand<K>& a, int which) const { load_blocks(a, own(which)); }
-  // The same as fp32.
+  // Loads the warp's tile of a tensor as fp32.
   __device__ void wide(Sums<N>& x, int which) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -107,13 +107,13 @@ struct TrellisChunk {
     }
   }
 
-  // A_t w_t, with the memory in its place.
+  // y = A_t w_t, with A in memory().
   __device__ void read(Sums<N>& y, const Operand<K>& w, int xs, int us) const {
     fill(y, 0.f);
     add_product_transposed<T>(y, w, memory());
     finish(y, w, xs, us);
   }
-  // A_t^T l_t.
+  // y = A_t^T l_t.
   __device__ void read_transposed(Sums<N>& y, const Operand<K>& l, int us, int xs) const {
     fill(y, 0.f);
     add_product<T>(y, l, memory());
@@ -125,7 +125,7 @@ struct TrellisChunk {
     round_to<T>(rounded, x);
     store_blocks(own(which), 0, 0, rounded);
   }
-  // The warp's tile to a tensor, by way of tile `which`, which nobody else reads.
+  // Stores to a tensor through tile `which`, which no other warp reads.
   __device__ void store_out(const Out<4>& to, int width, const Sums<N>& x, int which) const {
     __syncwarp();
     store(which, x);
@@ -147,7 +147,7 @@ struct TrellisChunk {
   }
 };
 
-// A block for every head and so many chunks.
+// Launches a block for each head and group of chunks.
 template <auto Kernel, typename T, int Tile, class Problem>
 cudaError_t launch_chunks(const Problem& p, int tokens, cudaStream_t stream) {
   const auto block = ChunkBlock::of(p.shape.grid.size);

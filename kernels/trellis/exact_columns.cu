@@ -1,16 +1,16 @@
-// dx and dg of a piece of kChunk tokens, from A before it and G after it (exact.h). The block's matrices have
-// the memories' columns as rows, and slots as columns, as the states lie: dx is a sum over slots.
+// dx and dg of a segment of kChunk tokens, from A before the segment and G after it (exact.h). The matrices
+// of a block are A^T and G^T, in the layout of the stored states: dx is a sum over slots.
 //
-// Once with A, forward, through the piece's tokens from the start of the first one's chunk on, which may be
-// one piece before; once with G, from the last token, with all tokens of the chunks that begin in the piece,
-// which may go on in the next.
+// The block passes over the tokens twice. Pass 1 with A starts at the start of the chunk of the segment's
+// first token, which may lie one segment earlier. Pass 2 with G starts at the last token of the segment, and
+// includes all tokens of chunks that start in the segment, which may end in the next one.
 #include "trellis/exact_memory.cuh"
 
 namespace girih::kernels {
 namespace trellis {
 namespace {
 
-// A sum, and the sum of its terms' sizes.
+// A sum, and the sum of the magnitudes of its terms.
 struct Sum {
   float value = 0.f, size = 0.f;
 
@@ -23,16 +23,16 @@ struct Columns {
   const TrellisExactColumns& p;
   const TrellisExactShape& shape;
   const int run, group, memory, head;
-  const int64_t number;  // of the piece
+  const int64_t number;  // index of the segment
   const Piece piece;
   const int chunk, begun;
-  // Tokens count from the piece's first: the piece's are 0..size-1, the sequence's begin..end-1, as far as
-  // they are near.
+  // Token 0 is the first token of the segment. The segment has tokens 0..size-1, and the sequence has tokens
+  // begin..end-1, clamped to kChunk before the segment and 2 kChunk after its start.
   const int size, begin, end;
-  float* const shared;  // rows of tokens, dx among them; decays; what warps have of sums
+  float* const shared;  // rows of tokens, with dx; decays; sums of the warps
   Window<int> window;
-  int made_from = 0, made_to = 0;  // of what tokens dx is there, to be written out
-  bool adds = false;               // to what is there
+  int made_from = 0, made_to = 0;  // tokens whose dx is complete in shared memory
+  bool adds = false;               // whether dx is added to global memory
 
   __device__ Columns(const TrellisExactColumns& p, int run, float* shared)
       : p(p),
@@ -56,7 +56,7 @@ struct Columns {
   __device__ float* row(int which, int token) const {
     return shared + (which * run + window.place(token)) * Sizes::Tile;
   }
-  enum : int { kAfter, kBefore, kLeft };  // parts
+  enum : int { kAfter, kBefore, kLeft };  // indices of sums
   static constexpr int kX = 0, kS = 1, kDz = 2, kDx = 3;
   __device__ int l(int member) const { return 4 + 2 * member; }
   __device__ int w(int member) const { return 5 + 2 * member; }
@@ -84,7 +84,8 @@ struct Columns {
       bring_numbers<Sizes>(decays(), p.g, batch, at, count, head, [](float x) { return expf(x); });
     });
   }
-  // f(first token, one past the last) of tokens that are held, in turns, forward or back.
+  // Calls f(first token, one past the last) for runs of tokens, in either direction, after loading their
+  // rows.
   template <class F>
   __device__ void each_run(int first, int end, bool back, const F& f) {
     const int runs = (end - first + run - 1) / run;
@@ -95,7 +96,7 @@ struct Columns {
       f(from, to);
     }
   }
-  // dx of tokens first..end-1, neighbours of those that it has been made of.
+  // Marks dx of tokens first..end-1 as complete; they adjoin the tokens that are complete already.
   __device__ void made(int first, int end) {
     const bool none = made_from == made_to;
     made_from = none ? first : min(made_from, first), made_to = none ? end : max(made_to, end);
@@ -124,7 +125,7 @@ struct Columns {
       x = exists ? kernels::load<4>(at + place) : zeros<4>();
     });
   }
-  // f(element, that of a caller's state [M, X], or 0 where there is none)
+  // Calls f(element, the same element of a caller's state [M, X], or 0 if there is none).
   template <class F>
   __device__ void each_given(ExactMatrix<Sizes>& T, const In<4>& state, const F& f) const {
     const float* const data = static_cast<const float*>(state.data);
@@ -137,7 +138,7 @@ struct Columns {
       }
     });
   }
-  // Sums of products with T, to parts.
+  // Stores the sum over the warp.
   __device__ void put(Sum sum, int which) const {
     sum = {over_warp(sum.value), over_warp(sum.size)};
     float* const to = parts() + (which * Sizes::kWarps + warp_index()) * 2;
@@ -161,13 +162,13 @@ struct Columns {
     });
     put(sum, which);
   }
-  // The chunk that begins with the token is the sequence's last and not complete: its A' has been handed out.
+  // The chunk from `start` on is the incomplete last chunk of the sequence: its A' is a result of the call.
   __device__ bool is_left(int start) const { return start + chunk > end; }
 
-  // dx = A'^T dz; then A is that after the piece.
+  // dx = A'^T dz. Afterwards T is A after the segment.
   __device__ void forward(ExactMatrix<Sizes>& T) {
-    const int ahead = max(run / chunk - 1, 0) * chunk;  // of chunks that may be held with another
-    int start = -static_cast<int>((piece.index * kChunk + begun) % chunk);  // of the first token's chunk
+    const int ahead = max(run / chunk - 1, 0) * chunk;  // tokens of further chunks that fit in the window
+    int start = -static_cast<int>((piece.index * kChunk + begun) % chunk);  // start of the chunk of token 0
     bool goes_on = shape.grid.position != nullptr && piece.index == 0;
     if (goes_on) {
       each_given(T, p.first[memory], [](float& x, float given) { x = given; });
@@ -202,12 +203,13 @@ struct Columns {
     });
   }
 
-  // dx <- dx + G^T s; then G is that before the piece, without dz of a chunk that begins with it.
+  // dx <- dx + G^T s. Afterwards T is G before the segment, without dz of a chunk that starts with the
+  // segment.
   __device__ void back(ExactMatrix<Sizes>& T) {
     adds = true, window = {};
     load(T, p.gradients[memory], number);
     const int ahead = max(run / chunk - 1, 0) * chunk;
-    float left = 1.f;  // what G has yet to decay by
+    float left = 1.f;  // decay that is not yet applied to G
     int start = size - 1 - static_cast<int>((piece.index * kChunk + size - 1 + begun) % chunk);
 #pragma unroll 1
     for (;; start -= chunk) {
@@ -239,16 +241,16 @@ struct Columns {
     T.scale(left);
   }
 
-  // What gates get of what was written before their token and is read from it on: with F_t = e^{g_t}
-  // G_t.A_{t-1}, c_t = read_t - s_t.ds_t, and A'.dA' of a chunk that begins with the next token,
+  // dg. A gate decays what was written before its token in every read from its token on. With F_t = e^{g_t}
+  // G_t.A_{t-1} and c_t = read_t - s_t.ds_t, plus A'.dA' if a chunk starts with token t + 1,
   //
-  //     dg_t = F_t = (A.G after the piece) + sum_{j>=t} c_j = (A.G before it) - sum_{j<t} c_j
+  //     dg_t = F_t = (A.G after the segment) + sum_{j>=t} c_j = (A.G before the segment) - sum_{j<t} c_j
   //
-  // Both cancel, each in its own places; the side whose terms are smaller in sum is taken (gate_gradient.cu
-  // in exact). Of the first kChunk threads.
+  // Either sum may cancel. The sum with the smaller total magnitude of terms is used
+  // (exact/gate_gradient.cu). Each of the first kChunk threads has a token.
   __device__ void gates() {
     const Tokens& all = shape.grid.tokens;
-    Sum* const c = reinterpret_cast<Sum*>(shared);  // of a token each
+    Sum* const c = reinterpret_cast<Sum*>(shared);  // one for each token
     __syncthreads();
     const int i = static_cast<int>(threadIdx.x);
     const auto place = [&](int heads, int token, int head) {

@@ -1,6 +1,6 @@
-// The maps of a row of slots by one warp, in fp32 throughout (maps.cuh, map_gradients.cuh). A lane has every
-// 32nd slot, two at a time: of the Sums of those files two of the first four. It reads them anew for every
-// sum: beside a matrix there are few registers.
+// The maps of a row of slots in fp32, by one warp (maps.cuh, map_gradients.cuh). A lane has every 32nd slot,
+// in pairs: half of the four elements of Sums<1>. It reloads the slots for every sum, because the matrix of
+// the block leaves few registers.
 #pragma once
 
 #include "trellis/exact_memory.cuh"
@@ -10,13 +10,13 @@ namespace girih::kernels::trellis {
 
 using Two = Sums<1>;
 
-// z as it is before a map's norm.
+// z before the norm of a map: y, its slope and its second derivative.
 struct Activated {
   Two y, slope, curve;
 };
 
-// A Fit to targets of which the mean is taken off first, where the map sees no mean: of a row of one slot
-// nothing is left then, and not a rounding times 1 / r.
+// A Fit to targets whose mean was subtracted before; `fit` has no mean of a. For a row of one slot the result
+// is exactly 0, not a rounding error times 1 / r.
 struct CentredFit {
   Fit fit;
   float mean;
@@ -27,31 +27,31 @@ struct ExactRow {
   static constexpr int kPairs = Sizes::Tile / 64, kUnroll = Sizes::Tile == 256 ? 1 : kPairs;
   const int slots;
 
-  // f(slot, the place of it among two)
+  // Calls f(slot, index in the pair).
   template <class F>
   __device__ static void two(int first, const F& f) {
     f(first, 0), f(first + 32, 1);
   }
-  // f(first of two slots): of all.
+  // Calls f(first slot of a pair) for all pairs of the lane.
   template <class F>
   __device__ static void each(const F& f) {
 #pragma unroll kUnroll
     for (int n = 0; n < kPairs; ++n) f(64 * n + lane());
   }
-  // Of slots that exist; else 0.
+  // Loads a pair; 0 for padding slots.
   __device__ Two load(const float* row, int first) const {
     Two x;
     fill(x, 0.f);
     two(first, [&](int m, int i) { x.at[0][i] = m < slots ? row[m] : 0.f; });
     return x;
   }
-  // In packs: with zeros behind the slots.
+  // Stores a pair; padding slots of a row get 0.
   __device__ void store(float* row, int first, const Two& x) const {
     two(first, [&](int m, int i) {
       if (m < trellis_exact_packed(slots)) row[m] = m < slots ? x.at[0][i] : 0.f;
     });
   }
-  // The sum of term(y, a) over the slots; of no a: of y twice.
+  // Sum of term(y, a) over the slots. Callers without targets pass z as a.
   template <class Map, class Term>
   __device__ float sum(const Map& map, const float* z, const float* a, const Term& term) const {
     float sum = 0.f;
@@ -69,7 +69,7 @@ struct ExactRow {
     return x;
   }
 
-  // What the sums of y, silu(z) or z, with a come to.
+  // Statistics of y and a.
   template <class Map>
   __device__ CentredFit fit(const Map& map, const float* z, const float* a) const {
     if constexpr (Map::softmax) {
@@ -98,7 +98,7 @@ struct ExactRow {
     two(first, [&](int m, int i) { x.at[0][i] -= m < slots ? found.mean : 0.f; });
     return x;
   }
-  // e^{y - it} is to be finite behind the slots, too.
+  // Makes e^{y - max} finite for padding slots.
   template <class Map>
   __device__ void settle(const Map&, Two& y, int first, const Fit& found) const {
     if constexpr (Map::softmax) {
@@ -106,7 +106,7 @@ struct ExactRow {
     }
   }
 
-  // u = J^T (phi(z) - a), of every two slots: f(the first of them, z, u).
+  // u = J^T (phi(z) - a). Calls f(first slot, z, u) for each pair.
   template <class Map, class F>
   __device__ void residual(const Map& map, const float* z, const float* a, const F& f) const {
     const CentredFit found = fit(map, z, a);
@@ -117,7 +117,7 @@ struct ExactRow {
     });
   }
 
-  // Of du = by * x: f(the first of two slots, u, dz = H du, J du).
+  // With du = by * x: calls f(first slot, u, dz = H du, J du) for each pair.
   template <class Map, class F>
   __device__ void gradients(const Map& map, const float* z, const float* a, const float* x, float by,
                             const F& f) const {
@@ -152,13 +152,13 @@ struct ExactRow {
   //
   //     u = J^T e       da = -w J du       dw = (2 w n - a) J du       dz = slope dg + slope' g du
   //
-  // where by y, of maps but softmax, with x' = slope du, r the root of n's norm and P x = x - its mean,
+  // For all maps but softmax, by y, with x' = slope du, r the root of n's norm and P x = x - mean(x):
   //
   //     g = (P e - n s) / r                    s = n.e / N
   //     j = (P x' - n alpha) / r               alpha = n.x' / N         (J du)
   //     dg = (P (w^2 j) - s j - n ds - alpha g) / r                    ds = (j.e + n.w^2 j) / N
   struct WeightedFit {
-    float mean, inverse, s, mean_e;  // softmax: the largest y, 1 / sum of e^{y - it}, n.e, 0
+    float mean, inverse, s, mean_e;  // softmax: the largest y, 1 / sum of e^{y - max}, n.e, 0
   };
   template <class Map>
   __device__ static float image_of(const Map& map, const WeightedFit& found, float y) {
@@ -190,7 +190,7 @@ struct ExactRow {
     found.mean_e = Map::softmax ? 0.f : over_warp(all) * map.centre;
     return found;
   }
-  // g, of softmax u
+  // g; softmax: u
   template <class Map>
   __device__ static float gradient_of(const Map&, const WeightedFit& found, float n, float e) {
     if constexpr (Map::softmax) return n * (e - found.s);
@@ -212,12 +212,12 @@ struct ExactRow {
     });
   }
 
-  // Of du = by * x: f(the first of two slots, u, dz, w J du, dw).
+  // With du = by * x: calls f(first slot, u, dz, w J du, dw) for each pair.
   template <class Map, class F>
   __device__ void gradients(const Map& map, const float* z, const float* a, const float* w, const float* x,
                             float by, const F& f) const {
     const WeightedFit found = fit(map, z, a, w);
-    // term(place among two, n, e, x', w) of slots that exist
+    // Calls term(index in the pair, n, e, x', w) for slots that exist.
     const auto of_slots = [&](int first, const auto& term) {
       const Activated at = activated(map, z, first);
       const Two target = load(a, first), weight = load(w, first), given = load(x, first);
@@ -267,7 +267,7 @@ struct ExactRow {
     });
   }
 
-  // r = f(y), and J^T dr if it is asked for: to(the first of two slots, r, J^T dr).
+  // r = f(y) and, if dr is present, J^T dr. Calls to(first slot, r, J^T dr) for each pair.
   template <class Map, class F>
   __device__ void image(const Map& map, const float* z, const float* dr, const F& to) const {
     const Fit found = fit(map, z, z).fit;
@@ -287,7 +287,7 @@ struct ExactRow {
       });
       mean = map.centre * sum(map, z, dr, [](float, float own) { return own; });
     }
-    // slope * (P dr - r (r.dr) / N) / root, or r * (dr - r.dr)
+    // slope * (P dr - r (r.dr) / N) / root; softmax: r * (dr - r.dr)
     each([&](int first) {
       const Activated x = activated(map, z, first);
       const Two r = image_of(x);

@@ -1,9 +1,9 @@
-// A matrix in the registers of a block's threads, what is added to it and its products with vectors, and the
-// rows of tokens in shared memory that these are made of (exact.h).
+// A matrix in the registers of a block, its rank-one updates and its products with vectors, and the rows of
+// tokens in shared memory that these use (exact.h).
 //
-// A warp has whole rows, its lanes four neighbouring columns of every kAcross * 4: what a row's sum over
-// columns takes stays in a warp, and where a column lies nobody but its lanes needs to know. Of 256 x 256
-// more than a half lies in shared memory: a multiprocessor's registers have no room for it.
+// A warp has whole rows. A lane has four neighbouring columns of every 4 * kAcross, so a sum over a row stays
+// in a warp. More than half of a 256 x 256 matrix is in shared memory, because it exceeds the registers of a
+// multiprocessor.
 #pragma once
 
 #include "tile/grid.h"
@@ -17,16 +17,18 @@ namespace girih::kernels::trellis {
 
 template <int Tile_>
 struct ExactSizes {
-  static constexpr int Tile = Tile_;                            // rows and columns, with room for the call's
+  static constexpr int Tile = Tile_;                            // rows and columns, including padding
   static constexpr int kAcross = Tile >= 128 ? 32 : Tile / 4;   // lanes that share a row
-  static constexpr int kPacks = Tile / (4 * kAcross);           // of four columns, a lane's
-  static constexpr int kRows = Tile == 64 ? 4 : Tile / 8;       // a lane's
-  static constexpr int kWarps = Tile / (kRows * 32 / kAcross);  // of a block
+  static constexpr int kPacks = Tile / (4 * kAcross);           // packs of four columns in a row of a lane
+  static constexpr int kRows = Tile == 64 ? 4 : Tile / 8;       // rows of a lane
+  static constexpr int kWarps = Tile / (kRows * 32 / kAcross);  // warps of a block
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocks = Tile == 64 ? 2 : 1;                       // of a multiprocessor
-  static constexpr int kHeld = Tile == 256 ? 28 : kRows;                   // a lane's packs in registers
-  static constexpr int kShared = (kPacks * kRows - kHeld) * 4 * kThreads;  // floats of the others
-  static constexpr int kRun = 32;                                          // tokens at once, at most
+  static constexpr int kBlocks = Tile == 64 ? 2 : 1;      // blocks of a multiprocessor
+  static constexpr int kHeld = Tile == 256 ? 28 : kRows;  // packs of a lane in registers
+  // floats of the packs in shared memory
+  static constexpr int kShared = (kPacks * kRows - kHeld) * 4 * kThreads;
+  // maximum of tokens in shared memory
+  static constexpr int kRun = 32;
 };
 
 __device__ inline float over_warp(float x) {
@@ -35,8 +37,8 @@ __device__ inline float over_warp(float x) {
   return x;
 }
 
-// Of each lane's x[0..Count-1] the sums over so many lanes, Mask * 2: in each step a lane hands half of them
-// to another and keeps the rest, in the end one, whose place is added to `row`.
+// Sums each of x[0..Count-1] over 2 * Mask lanes. In each step a lane sends half of its values to another
+// lane. In the end it has one sum, in x[0], and the index of that sum is added to `row`.
 template <int Count, int Mask, int N>
 __device__ inline void fold(float (&x)[N], int& row) {
   if constexpr (Mask > 0) {
@@ -59,17 +61,17 @@ __device__ inline void fold(float (&x)[N], int& row) {
 template <class Sizes>
 struct ExactMatrix {
   static constexpr int kRows = Sizes::kRows, kPacks = Sizes::kPacks, kHeld = Sizes::kHeld;
-  Pack<4> at[kHeld];  // the first of the lane's rows
-  float* rest;        // the others, [kPacks * kRows - kHeld][kThreads] packs
-  int row, col;       // the lane's first
+  Pack<4> at[kHeld];  // leading packs of the lane
+  float* rest;        // the other packs, [kPacks * kRows - kHeld][kThreads]
+  int row, col;       // of the lane's pack 0
 
   __device__ explicit ExactMatrix(float* shared)
       : rest(shared + threadIdx.x * 4),
         row((warp_index() * (32 / Sizes::kAcross) + lane() / Sizes::kAcross) * kRows),
         col(4 * (lane() % Sizes::kAcross)) {}
 
-  // f(pack, row of the lane, its four elements), which may write them. A few rows at a time, the first of the
-  // registers, which then move on: for all at once a large matrix leaves no registers.
+  // Calls f(pack, row of the lane, four elements), which may modify the elements. Processes a few packs at a
+  // time and rotates the register array: an unrolled loop over a large matrix needs too many registers.
   template <class F>
   __device__ void each(const F& f) {
     constexpr int kTurn = kPacks > 1 ? 2 : 4;
@@ -102,7 +104,7 @@ struct ExactMatrix {
     });
   }
 
-  // x <- decay x + r c^T, of vectors in shared memory.
+  // x <- decay x + r c^T, for vectors in shared memory.
   __device__ __forceinline__ void add(float decay, const float* r, const float* c) {
     Pack<4> cols[kPacks];
 #pragma unroll
@@ -128,7 +130,7 @@ struct ExactMatrix {
     }
   }
 
-  // to[row] = the sum of the row's elements times c's, of vectors in shared memory; so many rows at once.
+  // to[row] = row.c, for vectors in shared memory. Processes kAtOnce rows at a time.
   __device__ __forceinline__ void multiply(const float* c, float* to) const {
     constexpr int kAtOnce = kPacks > 1 ? 8 : kRows;
 #pragma unroll
@@ -153,7 +155,7 @@ struct ExactMatrix {
 
  private:
   __device__ float* place(int i) const { return rest + (i - kHeld) * 4 * Sizes::kThreads; }
-  // What follows is not begun before it: registers are few.
+  // Stops the compiler from starting later loads early, which needs too many registers.
   __device__ static void hold_back() { asm volatile("" ::: "memory"); }
   __device__ static void add(Pack<4>& x, float decay, float r, const Pack<4>& c) {
 #pragma unroll
@@ -167,11 +169,10 @@ struct ExactMatrix {
   }
 };
 
-// ---- memories
-// ------------------------------------------------------------------------------------------------
+// ---- memories ---------------------------------------------------------------------------------------------
 
-// Rows are slots. A caller's state [M, X], fp32 of any strides; absent: zeros, or nothing is added or
-// written.
+// The functions below use matrices whose rows are slots, and a caller's state [M, X] in fp32 with any
+// strides. An absent state is zero, and is not stored.
 template <class Sizes, class F>
 __device__ inline void each_element(ExactMatrix<Sizes>& A, const TrellisExactShape& shape, int memory,
                                     const F& f) {
@@ -211,12 +212,12 @@ __device__ inline void store_state(const Out<4>& to, ExactMatrix<Sizes>& A, cons
   });
 }
 
-// Where a piece's state [X, M], in packs both, begins.
+// Offset of a segment's state [X, M], both padded.
 __device__ inline int64_t piece_state(const TrellisExactShape& shape, int memory, int64_t number, int head) {
   return (number * shape.heads + head) * trellis_exact_packed(shape.width(memory)) *
          int64_t{trellis_exact_packed(shape.M)};
 }
-// Of a matrix whose rows are slots.
+// Stores a matrix whose rows are slots as a segment's state.
 template <class Sizes>
 __device__ inline void publish(float* states, ExactMatrix<Sizes>& A, const TrellisExactShape& shape,
                                int memory, int64_t number, int head) {
@@ -230,7 +231,7 @@ __device__ inline void publish(float* states, ExactMatrix<Sizes>& A, const Trell
     }
   });
 }
-// f(an element, its place in a piece's state) of a matrix whose columns are slots.
+// Calls f(pack, whether it exists, offset in a segment's state) for a matrix whose columns are slots.
 template <class Sizes, class F>
 __device__ inline void each_published(ExactMatrix<Sizes>& A, const TrellisExactShape& shape, int memory,
                                       const F& f) {
@@ -241,10 +242,10 @@ __device__ inline void each_published(ExactMatrix<Sizes>& A, const TrellisExactS
   });
 }
 
-// ---- rows of tokens
-// ------------------------------------------------------------------------------------------
+// ---- rows of tokens ---------------------------------------------------------------------------------------
 
-// Rows of Sizes::Tile floats in shared memory, zeros from `width` on, of `count` tokens from `token` on.
+// Loads rows of Sizes::Tile floats to shared memory, for `count` tokens from `token` on; zeros from `width`
+// on.
 template <class Sizes>
 __device__ inline void bring(float* to, const In<4>& x, int64_t batch, int64_t token, int count, int head,
                              int width) {
@@ -269,12 +270,12 @@ __device__ inline void bring(float* to, const In<4>& x, int64_t batch, int64_t t
     }
   });
 }
-// A tensor [B, T, heads, width] in packs, as the kernels write it for one another.
+// A tensor [B, T, heads, width] with padded rows, which the kernels exchange.
 __device__ inline In<4> packed_rows(const float* data, const Tokens& all, int heads, int width) {
   const int64_t row = trellis_exact_packed(width);
   return {data, DType::f32, {all.tokens * heads * row, heads * row, row, 1}};
 }
-// A number of each token.
+// Loads a scalar of each token, and applies f.
 template <class Sizes, class F>
 __device__ inline void bring_numbers(float* to, const In<3>& x, int64_t batch, int64_t token, int count,
                                      int head, const F& f) {
@@ -283,15 +284,15 @@ __device__ inline void bring_numbers(float* to, const In<3>& x, int64_t batch, i
   }
 }
 
-// Which tokens have their rows in shared memory.
+// The tokens whose rows are in shared memory.
 template <class Token>
 struct Window {
   Token first = 0;
   int count = 0;
 
   __device__ bool has(Token from, Token to) const { return from >= first && to <= first + count; }
-  // bring(first token, how many), unless all of from..to-1 are there. For all threads of the block, which may
-  // go on reading what was there until then; true: the rows are others.
+  // Calls bring(first token, count) unless all tokens of from..to-1 are loaded; returns whether it did.
+  // Called by all threads. A barrier before the loads protects other threads' reads of the old rows.
   template <class Bring>
   __device__ bool hold(Token from, Token to, const Bring& bring) {
     if (has(from, to)) return false;
@@ -304,11 +305,11 @@ struct Window {
   __device__ int place(Token token) const { return static_cast<int>(token - first); }
 };
 
-// The sequence and head of a block, and the memory.
+// The sequence, head and memory of a block.
 struct ExactPart {
   ChunkedSequence of;
   int head, memory;
-  bool resumed;  // its first chunk goes on from what A' is given
+  bool resumed;  // the sequence continues, so A' is an argument
 
   __device__ ExactPart(const TrellisExactShape& shape, int64_t block)
       : of(chunked_sequence(shape.grid, block / shape.memories / shape.heads)),
@@ -321,13 +322,13 @@ struct ExactPart {
   __device__ int64_t start() const { return of.sequence.start; }
   __device__ int64_t length() const { return of.sequence.end - of.sequence.start; }
 };
-// [memories, B, T, heads]
+// Index in [memories, B, T, heads].
 __device__ inline int64_t number_place(const Tokens& all, int heads, int memory, int64_t batch, int64_t token,
                                        int head) {
   return ((memory * all.batch + batch) * all.tokens + token) * heads + head;
 }
 
-// launch(Sizes): the smallest that holds the widths.
+// Calls launch(Sizes) with the smallest size that holds the widths.
 template <class Launch>
 inline cudaError_t by_exact_size(const TrellisExactShape& shape, const Launch& launch) {
   const int memory = shape.D > shape.V ? shape.D : shape.V, widest = memory > shape.M ? memory : shape.M;
@@ -335,11 +336,11 @@ inline cudaError_t by_exact_size(const TrellisExactShape& shape, const Launch& l
                                                 [&](auto width) { return launch(ExactSizes<width()>()); });
 }
 
-constexpr int kParts = 6;  // floats that a warp has of sums over the block
-// Tokens whose rows are in shared memory at once: `arrays` rows of each.
+constexpr int kParts = 6;  // floats of shared memory for the sums of a warp
+// Tokens whose rows fit in shared memory, with `arrays` rows for each token.
 template <class Sizes>
 inline int run_of(int limit, int arrays) {
-  constexpr int kNumbers = 4;  // of a token
+  constexpr int kNumbers = 4;  // scalars of a token
   const int left = limit / 4 - Sizes::kShared - kParts * Sizes::kWarps,
             each = arrays * Sizes::Tile + kNumbers;
   const int run = left < 0 ? 0 : left / each;
@@ -350,7 +351,7 @@ inline int run_bytes(int run, int arrays) {
   return 4 * (Sizes::kShared + kParts * Sizes::kWarps + run * (arrays * Sizes::Tile + 4));
 }
 
-// What each of the kernels has a token's rows of.
+// Rows in shared memory for each token, by kernel.
 inline int scan_arrays() { return 3; }
 inline int reverse_arrays(const TrellisExactShape& shape) {
   return 4 + 2 * (shape.query_heads / shape.heads);

@@ -1,4 +1,4 @@
-// The memories' gradients from chunk to chunk, from the end (exact.h).
+// Gradients of the memories chunk by chunk, from the end (exact.h).
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {
@@ -11,10 +11,11 @@ struct Reverse {
   const TrellisExactShape& shape;
   const ExactPart& part;
   const int run, group;
-  // Rows and numbers of tokens; ds becomes dz; l and w of every query head.
+  // Rows and scalars of tokens in shared memory. dz replaces ds. l and w have rows for each query head of the
+  // group.
   float *const x, *const z, *const a, *const ds, *const l, *const w, *const gamma, *const decay;
   Window<int64_t> window;
-  float left = 1.f;  // what G has yet to decay by
+  float left = 1.f;  // decay that is not yet applied to G
 
   __device__ Reverse(const TrellisExactReverse& p, const ExactPart& part, int run, float* shared)
       : p(p),
@@ -57,8 +58,8 @@ struct Reverse {
     return data + offset_of(rows, part.batch(), part.start() + token, part.head);
   }
 
-  // G_t and ds_t of the tokens from to - 1 to `from`. A chunk that does not fit waits with ds where its dz
-  // will be.
+  // G_t and ds_t for tokens to - 1 down to `from`. `parks`: the chunk does not fit in shared memory, so the
+  // global array of dz temporarily holds ds.
   __device__ void read(ExactMatrix<Sizes>& G, int64_t from, int64_t to, bool parks) {
 #pragma unroll 1
     for (int64_t t = to - 1; t >= from; --t) {
@@ -84,7 +85,7 @@ struct Reverse {
     }
   }
 
-  // dz, da and numbers of tokens, a warp a row at a time.
+  // dz, da, dgamma and z.dz of tokens; a warp has a row at a time.
   __device__ void bend(int64_t from, int64_t to) {
     const ExactRow<Sizes> row{shape.M};
     with_map<true>(shape.phi, shape.M, [&](const auto& phi) {
@@ -129,7 +130,8 @@ struct Reverse {
     __syncthreads();
   }
 
-  // A chunk's tokens; G of the token before it. `apart`: its A' is no A that came before.
+  // Processes the tokens of a chunk, and leaves G of the token before the chunk. `apart`: A' is not an A of
+  // this call.
   __device__ void run_chunk(ExactMatrix<Sizes>& G, int64_t from, int64_t to, bool apart) {
     const int64_t tiles = divide_up(to - from, run);
     const auto end_of = [&](int64_t t) { return t + run < to ? t + run : to; };
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
   ExactMatrix<Sizes> G(shared);
   Reverse<Sizes> reverse(p, part, run, shared + Sizes::kShared);
   load_state(G, p.dlast[memory], shape, memory, n, head);
-  // Of the A' that was handed out: A where the chunk is complete, else that of the last chunk.
+  // The final A' is A if the last chunk is complete, else A' of the last chunk.
   const bool whole = chunks > 0 && chunk_of(shape.grid, part.of, chunks - 1).complete;
   if (chunks == 0 ? !part.resumed : whole) add_state(G, p.dlast_first[memory], shape, memory, n, head);
 

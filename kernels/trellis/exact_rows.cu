@@ -1,4 +1,4 @@
-// The map of reads, f, of every row (exact.h); a warp has one.
+// Applies the map f to every row y, one warp a row (exact.h).
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {

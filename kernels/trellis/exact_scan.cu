@@ -1,4 +1,4 @@
-// The memories from chunk to chunk (exact.h), and whether the card has room for the exact kernels.
+// Updates the memories chunk by chunk (exact.h). Also checks the shared memory of all fp32 kernels.
 #include "trellis/exact_maps.cuh"
 
 namespace girih::kernels {
@@ -11,7 +11,7 @@ struct Scan {
   const TrellisExactShape& shape;
   const ExactPart& part;
   const int run;
-  float *const x, *const a, *const z, *const gamma, *const decay;  // rows and numbers of tokens; z becomes s
+  float *const x, *const a, *const z, *const gamma, *const decay;  // rows and scalars of tokens; s replaces z
   Window<int64_t> window;
 
   __device__ Scan(const TrellisExactScan& p, const ExactPart& part, int run, float* shared)
@@ -46,7 +46,7 @@ struct Scan {
     return data + offset_of(rows_of(data), part.batch(), part.start() + token, part.head);
   }
 
-  // z and s of tokens from..to-1, which are held; a warp has a row at a time.
+  // z and s of the loaded tokens from..to-1; a warp has a row at a time.
   __device__ void update(const ExactMatrix<Sizes>& A, int64_t from, int64_t to) {
 #pragma unroll 1
     for (int64_t t = from; t < to; ++t) {
@@ -80,7 +80,8 @@ struct Scan {
     });
   }
 
-  // A after the tokens of a chunk; A' before, and A of a chunk that goes on from the start's.
+  // Updates A over the tokens of a chunk. A is A' before the call; in a chunk that `goes_on`, A is then
+  // loaded.
   __device__ void run_chunk(ExactMatrix<Sizes>& A, int64_t from, int64_t to, bool goes_on) {
     for (int64_t t = from; t < to; t += run) {
       const int64_t end = t + run < to ? t + run : to;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
   Scan<Sizes> scan(p, part, run, shared + Sizes::kShared);
   load_state(A, part.resumed ? p.first[memory] : p.initial[memory], shape, memory, n, head);
 
-  // Chunks whose tokens fit come to shared memory at once.
+  // Loads the tokens of several chunks together if they fit.
   const int group = max(run / shape.grid.size, 1);
   bool whole = chunks > 0;
   for (int64_t i = 0; i < chunks; ++i) {

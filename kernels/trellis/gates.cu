@@ -1,8 +1,8 @@
-// What a chunk's gates come to for its tokens, and their gradients.
+// L and L_C - L of every token from the gates of its chunk, and the gradients of gamma and g.
 //
-// A chunk's head is a column; a block has 32 of them, neighbours the next head. Its threads bring the
-// columns' numbers to shared memory, a warp goes through the tokens of all 32, and all threads store: what
-// waits for memory does not wait token by token.
+// A column is a head of a chunk. A block has 32 columns, in the order of heads. All threads load the columns
+// to shared memory, one warp sums along the tokens of the 32 columns, and all threads store. So no thread
+// waits for global memory token by token.
 #include "tile/gates.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
@@ -11,9 +11,9 @@
 namespace girih::kernels {
 namespace {
 
-constexpr int kColumns = 32, kWarps = 8;  // threads of a block; a warp has every eighth token
+constexpr int kColumns = 32, kWarps = 8;  // a warp has every eighth token
 
-// Of the thread.
+// The column of the thread.
 struct Column {
   int64_t batch;
   Chunk chunk;
@@ -31,11 +31,11 @@ struct Column {
     const NumberedChunk at = chunk_at(shape.grid, column / shape.heads);
     chunk = chunk_of(shape.grid, at.of, at.index), batch = at.of.sequence.batch;
   }
-  // Token t of the chunk in [B, T, H].
+  // Index of token t of the chunk in [B, T, H].
   __device__ int64_t place(const TrellisShape& shape, int t) const {
     return (batch * shape.grid.tokens.tokens + chunk.start + t) * shape.heads + head;
   }
-  // In the block's shared memory, a number a token and column.
+  // Index in shared memory of token t.
   __device__ int slot(int t) const { return t * kColumns + index; }
 };
 
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kColumns* kWarps)
   }
   __syncthreads();
   if (of.warp == 0) {
-    // L_t, and what its rounding has lost: sums of gates that close and of others that do not lose the digits
-    // of these, which differences of L_t are taken with.
+    // L_t and its rounding error. Where large gates precede small ones, the rounding of the sum loses digits
+    // that the differences of L_t need.
     float sum = 0.f, rest = 0.f;
     for (int t = 0; t < length; ++t) {
       const float g = gate[of.slot(t)], total = __fadd_rn(sum, g), added = __fadd_rn(total, -sum);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kColumns* kWarps)
   }
 }
 
-// dg_t is the sum of dL from t on.
+// dg_t is the sum of dL over the tokens from t on.
 __global__ void __launch_bounds__(kColumns* kWarps)
     trellis_gate_gradients_kernel(const __grid_constant__ TrellisGateGradients p) {
   extern __shared__ __align__(16) float shared[];
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kColumns* kWarps)
   }
 }
 
-// With so many numbers a token and column.
+// Launches a block for every 32 columns, with shared memory for each token and column.
 template <auto Kernel, class Problem>
 cudaError_t launch(const Problem& p, int numbers, cudaStream_t stream) {
   const int64_t blocks = (chunk_count(p.shape.grid) * p.shape.heads + kColumns - 1) / kColumns;

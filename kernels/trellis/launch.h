@@ -1,4 +1,4 @@
-// The kernels by element type and tile of slots and columns; each is compiled in a file of its own.
+// Launch functions by element type and tile of slots and columns. Each is compiled in its own file.
 #pragma once
 
 #include "trellis/trellis.h"
@@ -15,13 +15,13 @@ template <typename T, int Tile>
 cudaError_t launch_trellis_rows(const TrellisRows& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_trellis_reverse(const TrellisReverse& problem, cudaStream_t stream);
-// With a weight of phi.
+// Instances with a weight of phi.
 template <typename T, int Tile>
 cudaError_t launch_weighted_scan(const TrellisScan& problem, cudaStream_t stream);
 template <typename T, int Tile>
 cudaError_t launch_weighted_reverse(const TrellisReverse& problem, cudaStream_t stream);
 
-// Bytes of shared memory that the largest of them asks for, at most.
+// Upper bound of the bytes of shared memory that a kernel needs.
 int trellis_shared_bytes();
 
 }  // namespace girih::kernels

@@ -1,5 +1,4 @@
-// What backward takes of the maps: products with the Jacobian of phi or f, its transpose, and with the
-// Hessian of E (maps.cuh).
+// Products of backward with the Jacobian J of phi or f, with J^T, and with the Hessian of E (maps.cuh).
 #pragma once
 
 #include "trellis/maps.cuh"
@@ -8,8 +7,8 @@ namespace girih::kernels {
 
 // ---------------------------------------------------------------------------------------------
 
-// Sums of a row that J and the Hessian take of a vector x, x' = slope x: (x', (y - mean) x', (a - mean) x');
-// softmax: (p x, p^2 x, p a x). The lane's own part; x is 0 where there is no column.
+// Sums of a row for products of J and of the Hessian with a vector x, where x' = slope x: (x', (y - mean) x',
+// (a - mean) x'); softmax: (p x, p^2 x, p a x). These are the lane's terms; x is 0 in padding slots.
 template <class Map, int N>
 __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
                                      const Sums<N>& a, const Fit& f, int half) {
@@ -27,7 +26,7 @@ __device__ inline float3 products_of(const Map& map, const Sums<N>& x, const Sum
   }
   return sum;
 }
-// With a weight, c = y - mean: (x', c x', (2 w^2 c / r - b + mean_a) x', w^2 x').
+// With a weight and c = y - mean: (x', c x', (2 w^2 c / r - b + mean_a) x', w^2 x').
 template <int N>
 __device__ inline float4 weighted_products_of(const Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
                                               const Sums<N>& b, const Weights<N>& w, const Fit& f, int half) {
@@ -46,7 +45,7 @@ __device__ inline float4 weighted_products_of(const Sums<N>& x, const Sums<N>& y
   }
   return sum;
 }
-// Of both rows over the quad: a lane gets those of row lane_row() + 8 (lane() % 2).
+// Sums of both rows over the quad; a lane gets the sums of row lane_row() + 8 (lane() % 2).
 __device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
   const bool upper = lane() & 1;
   const auto sum = [&](float first, float second) {
@@ -55,7 +54,7 @@ __device__ inline float3 sum_of_rows(const float3 (&rows)[2]) {
   };
   return {sum(rows[0].x, rows[1].x), sum(rows[0].y, rows[1].y), sum(rows[0].z, rows[1].z)};
 }
-// And back: both rows' from what each lane has of its own.
+// The inverse distribution: every lane gets the values of both rows.
 __device__ inline void both_rows(float3 (&rows)[2], const float3& own) {
   const bool upper = lane() & 1;
   const float3 other = {__shfl_xor_sync(~0u, own.x, 1), __shfl_xor_sync(~0u, own.y, 1),
@@ -78,7 +77,7 @@ __device__ inline void both_rows(float4 (&rows)[2], const float4& own) {
   rows[1] = {parts[1].x, parts[1].y, parts[1].z, upper ? own.w : other};
 }
 
-// slope' t, from slope' in its place: what the Hessian has of a silu's own curve.
+// Replaces the second derivative slope' by slope' t with t = grad E by y: the term of silu in the Hessian.
 template <int N>
 __device__ inline void to_bend(Sums<N>& curve, const Sums<N>& y, const Sums<N>& a, const Fit& f, int half) {
   const Residual residual(f);
@@ -102,10 +101,10 @@ __device__ inline void to_weighted_bend(Sums<N>& curve, const Sums<N>& y, const 
   }
 }
 
-// The Hessian of E at z times x, in the place of x; something finite where there is no column. With n = (y -
+// Replaces x by the product of the Hessian of E at z with x; padding slots get finite values. With n = (y -
 // mean) / r, alpha = n.x' / N, omega = (phi - a).P x' / N, nu = |n|^2 / N:
-//     by y   ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
-//     by z   slope times it + slope' t x
+//     by y   h = ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
+//     by z   slope h + slope' t x
 // softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
 template <class Map, int N>
 __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
@@ -127,7 +126,7 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
         const float p = softmax_of(map, f, at), w = p - target;
         result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
       } else {
-        // Rounded as in the sums: of a row of one column nothing is left.
+        // Rounded as in products_of(), so that the difference is 0 for a row of one slot.
         const float d = slope.at[n][i], by_y = fmaf(h1, __fmul_rn(d, own) - mean_x,
                                                     fmaf(h2, at - f.mean, h3 * (target - f.mean_a)));
         result = fmaf(bend.at[n][i], own, d * by_y);
@@ -137,8 +136,9 @@ __device__ inline void to_hessian_product(const Map& map, Sums<N>& x, const Sums
   }
 }
 
-// The same with a weight, w J x, and for dw the sum over both rows of (2 w n - a) J x, a column each; of
-// the sums of weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha) / r, s = n.e / N:
+// The same with a weight. Also computes w J x in `along`, and adds the sum over both rows of (2 w n - a) J x
+// to dw, by slot. `sums` come from weighted_products_of(). With g = grad E by y, j = J x = (P x' - n alpha) /
+// r, s = n.e / N:
 //     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
 template <class Map, int N>
 __device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>& along, float (&dw)[N][2],
@@ -166,7 +166,7 @@ __device__ inline void to_weighted_products(const Map& map, Sums<N>& x, Sums<N>&
   }
 }
 
-// J x, in the place of x, likewise: (P x' - n (n.x') / N) / r; softmax p * (x - p.x).
+// Replaces x by J x = (P x' - n (n.x') / N) / r; softmax: p * (x - p.x).
 template <class Map, int N>
 __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sums<N>& y, const Sums<N>& slope,
                                            const Fit& f, float3 sums, int half) {
@@ -184,7 +184,7 @@ __device__ inline void to_jacobian_product(const Map& map, Sums<N>& x, const Sum
   }
 }
 
-// J^T x, in the place of x: slope * (P x - n (n.x) / N) / r; softmax as J. The whole row is the quad's.
+// Replaces x by J^T x = slope * (P x - n (n.x) / N) / r; softmax: as J. The quad holds the whole row.
 template <class Map, int N>
 __device__ inline void to_transposed_product(const Map& map, Sums<N>& x, const Sums<N>& y,
                                              const Sums<N>& slope, const Fit& f, int half,

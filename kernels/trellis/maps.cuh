@@ -1,9 +1,11 @@
-// The maps of Trellis, phi and f, with the gradients that updates and backward take of them.
+// The maps phi and f of Trellis, and the gradient u of the loss.
 //
-// With y = silu(z) or z, a norm n(y) and targets a, phi(z) = n(y), and E(z) = |phi(z) - a|^2 / 2:
-//     u = grad E(z) = J^T (phi - a)        du reaches z by the Hessian of E, and a by -J.
-// Of a row all of this hangs on a few sums. l2 and layer norm share one form: layer norm's means are 0 for
-// l2, and without a norm the shares of the norm are.
+// With y = silu(z) or y = z, a norm n(y) and targets a: phi(z) = n(y), E(z) = |phi(z) - a|^2 / 2, and
+//
+//     u = grad E(z) = J^T (phi - a)        dz = (Hessian of E) du        da = -J du
+//
+// All of these need only a few sums over a row. l2 norm and layer norm share one formula: the means are 0 for
+// l2 norm, and the terms of the norm are 0 without a norm.
 //
 // TTT's phi may have a weight w [M]: E(z) = |w * phi(z) - a|^2 / 2, and u = J^T (w * (w * phi - a)).
 #pragma once
@@ -16,14 +18,14 @@ namespace girih::kernels {
 
 constexpr float kMapEps = 1e-6f;
 
-// Exact: roots, and softmax's e^x, right to their last digits.
+// Exact: full fp32 accuracy of roots, and of e^x in softmax.
 template <bool Softmax, bool Exact = false>
 struct Map {
   static constexpr bool softmax = Softmax, exact = Exact, weighted = false;
-  static constexpr int kMoments = Softmax ? 4 : 3;  // of a row's sums, see Moments
+  static constexpr int kMoments = Softmax ? 4 : 3;  // sums of a row, see Moments
   bool silu, norm;
-  float centre;  // 1 / M where a mean is taken off, else 0
-  float unit;    // 1 / N: layer norm divides by the root of a mean, l2 by that of a sum; without a norm 0
+  float centre;  // 1 / M if a mean is subtracted, else 0
+  float unit;    // 1 / N: N is M for layer norm and 1 for l2 norm; 0 without a norm
 
   __device__ Map(TrellisMap map, int slots)
       : silu(map.silu),
@@ -34,7 +36,7 @@ struct Map {
                                      : 0.f) {}
 };
 
-// A map with a silu and a norm, for code that asks for neither.
+// A map with a silu and a norm, known at compile time.
 struct NormedSilu : Map<false> {
   static constexpr bool silu = true, norm = true;
   using Map<false>::Map;
@@ -46,7 +48,7 @@ struct WeightedMap : Map<false> {
   using Map<false>::Map;
 };
 
-// f(the map): softmax, whose sums are others, is code of its own.
+// Calls f(map). Softmax has its own type, because its sums differ.
 template <bool Exact = false, class F>
 __device__ inline void with_map(TrellisMap map, int slots, const F& f) {
   if (map.norm == Norm::softmax) {
@@ -61,8 +63,8 @@ __device__ inline float tanh_fast(float x) {
   asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// For a z of T's digits: what tanh.approx is off, 2^-11, is an eighth of bf16's rounding, but as much as
-// fp16's.
+// Sigmoid for a z with the accuracy of T. The error of tanh.approx, 2^-11, is an eighth of the rounding error
+// of bf16, but equals that of fp16.
 template <typename T>
 __device__ inline float sigmoid(float z) {
   return reciprocal(1.f + exp2_fast(-kLog2E * z));
@@ -76,7 +78,7 @@ __device__ inline float sigmoid<float>(float z) {
   return 1.f / (1.f + expf(-z));
 }
 
-// y in the place of z, and its slope and, if asked for, curve in z.
+// Replaces z by y = silu(z) and computes its slope and, if requested, its second derivative.
 template <typename T, int N>
 __device__ inline void activate_silu(Sums<N>& y, Sums<N>& slope, Sums<N>* curve) {
   each_sum<N>([&](int n, int i) {
@@ -87,7 +89,7 @@ __device__ inline void activate_silu(Sums<N>& y, Sums<N>& slope, Sums<N>* curve)
     if (curve != nullptr) curve->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
   });
 }
-// The same, of a map without silu z, 1 and 0.
+// The same for any map; without silu y, the slope and the second derivative are z, 1 and 0.
 template <typename T, class Map, int N>
 __device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums<N>* curve = nullptr) {
   if constexpr (!Map::softmax) {
@@ -100,29 +102,29 @@ __device__ inline void activate(const Map& map, Sums<N>& y, Sums<N>& slope, Sums
   if (curve != nullptr) fill(*curve, 0.f);
 }
 
-// Which of a row's columns the warp's Sums are, and which exist. Of those that do not y and a are 0: they
-// count in no sum but softmax's.
+// The slots of a row that the warp's Sums hold, and those that exist. y and a are 0 in padding slots, so
+// padding contributes to the sums of softmax only.
 struct Columns {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
-  // All bits of a pair's columns that exist.
+  // Bit mask of the existing slots of a pair.
   __device__ uint32_t bits(int n) const {
     return (has(n, 0) ? 0xffffu : 0u) | (has(n, 1) ? 0xffff0000u : 0u);
   }
 };
 
-// What a part of a row's columns has of its sums: of y, y^2 and a y. Softmax: the largest y, then with
-// e = e^{y - it} the sums of (e, e^2, a e). Against the rounding of y to 16 bits, that of a mean's square is
-// nothing: what is left of a variance is as exact as its y.
+// Sums over some slots of a row: of y, y^2 and a y. Softmax: the largest y, and with e = e^{y - max} the sums
+// of e, e^2 and a e. y comes from a rounded z, so the rounding of mean^2 is negligible: the variance is as
+// accurate as y.
 using Moments = float4;
 
-// One of them.
+// Component `which`.
 template <class M>
 __device__ inline auto& moment(M& of, int which) {
   return which == 0 ? of.x : which == 1 ? of.y : which == 2 ? of.z : of.w;
 }
 
-// The largest of a row's y over the quad; finite where there is none, so that no difference is NaN.
+// The largest y of a row over the quad. Finite even without slots, so that no difference is NaN.
 template <int N>
 __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& columns) {
   float most = -1e30f;
@@ -130,8 +132,8 @@ __device__ inline float largest_of(const Sums<N>& y, int half, const Columns& co
   return max_over_row(most);
 }
 
-// x and y, of rows lane_row() and 8 further, each summed over the row's four lanes: by a product with ones. A
-// number is there as what tf32 has of it and what that leaves, of which 2^-22 is lost.
+// Sums x (row lane_row()) and y (row lane_row() + 8) over the four lanes of a row, by a product with ones.
+// Each number is split into a tf32 high part and a tf32 remainder (relative error 2^-22).
 __device__ inline void add_over_rows(float& x, float& y) {
   const uint32_t one = 0x3f800000u, mask = 0xffffe000u;
   const uint32_t high[2] = {__float_as_uint(x) & mask, __float_as_uint(y) & mask};
@@ -141,7 +143,7 @@ __device__ inline void add_over_rows(float& x, float& y) {
   x = sums[0], y = sums[2];
 }
 
-// Of both the quad's rows over its columns, for each of its lanes.
+// Moments of both rows of the quad over its slots, for all four lanes.
 template <class Map, int N>
 __device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sums<N>& y, const Sums<N>& a,
                                        const Columns& columns) {
@@ -168,14 +170,14 @@ __device__ inline void moments_of_rows(Moments (&rows)[2], const Map&, const Sum
   }
 }
 
-// What a row's sums come to. r = sqrt(variance + eps) of y, beta = n.(phi - a) / N. Softmax: (the largest y,
-// 1 / sum of e, p.p, p.a).
+// Statistics of a row: mean and 1 / r of y with r = sqrt(variance + eps), beta = n.(phi - a) / N, and the
+// mean of a. Softmax: the largest y, 1 / sum of e, p.p, p.a.
 struct Fit {
   float mean, inverse, beta, mean_a;
 };
 
-// Of the mean that is taken off, the sums of (y - mean)^2 and a (y - mean), and that of a. Without a norm,
-// where unit is 0, r is 1.
+// Statistics from the mean, the sums of (y - mean)^2 and a (y - mean), and the sum of a. Without a norm, unit
+// is 0 and r is 1.
 template <class Map>
 __device__ inline Fit fit_about(const Map& map, float mean, float square, float with_a, float sum_a) {
   const auto inverse_of = [](float x) { return Map::exact ? close_inverse_root(x) : inverse_root(x); };
@@ -184,7 +186,7 @@ __device__ inline Fit fit_about(const Map& map, float mean, float square, float 
   return {mean, inverse, (variance * inverse - with_a * map.unit) * inverse, sum_a * map.centre};
 }
 
-// Of the row's parts, and the sum of its a.
+// Statistics from the moments of the row's parts and the sum of its a.
 template <int Parts, class Map>
 __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float sum_a) {
   if constexpr (Map::softmax) {
@@ -207,7 +209,7 @@ __device__ inline Fit fit(const Map& map, const Moments (&parts)[Parts], float s
   }
 }
 
-// Of a row that the quad has whole, as far as an image and its Jacobian need it.
+// Statistics of a row that the quad holds completely, without the terms of a.
 template <class Map, int N>
 __device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const Columns& columns) {
   float most = 0.f, sum = 0.f, square = 0.f;
@@ -222,9 +224,9 @@ __device__ inline Fit fit_of(const Map& map, const Sums<N>& y, int half, const C
   return fit(map, whole, 0.f);
 }
 
-// grad E by y, but for softmax: t = c (y - mean) - (a - mean of a) / r.
+// Gradient of E with respect to y, for all maps but softmax: c (y - mean) - (a - mean of a) / r.
 struct Residual {
-  float c, inverse, mean, mean_a;  // of a over r
+  float c, inverse, mean, mean_a;  // mean_a: the mean of a over r
   __device__ explicit Residual(const Fit& f)
       : c(f.inverse * f.inverse * (1.f - f.beta)),
         inverse(f.inverse),
@@ -239,8 +241,8 @@ __device__ inline float softmax_of(const Map&, const Fit& f, float y) {
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
-// u of the row's part `half`, in the place of y; of columns that do not exist something finite. But for exact
-// maps the mean of y goes with that of a: of y, which has the digits of a rounded z, no more is lost so.
+// Replaces y by u for the row `half`; padding slots get finite values. 16-bit maps add the terms of both
+// means first: y comes from a rounded z, so this loses no accuracy.
 template <class Map, int N>
 __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& slope, const Sums<N>& a,
                                    const Fit& f, int half) {
@@ -266,7 +268,7 @@ __device__ inline void to_residual(const Map& map, Sums<N>& y, const Sums<N>& sl
 
 // ---- a weight of phi -------------------------------------------------------------------------------------
 
-// w of the lane's columns, 0 where there is none, and the sum of w^2 over the row. By a warp.
+// w of the lane's slots, 0 for padding, and the sum of w^2 over the row. Called by a whole warp.
 template <int N>
 struct Weights {
   float at[N][2], square;
@@ -286,7 +288,7 @@ struct NoWeights {
   __device__ NoWeights(const float*, const Columns&) {}
 };
 
-// b = w a, in the place of a.
+// Replaces a by b = w a.
 template <int N>
 __device__ inline void weigh(Sums<N>& a, const Weights<N>& w) {
   each_sum<N>([&](int n, int i) { a.at[n][i] *= w.of(n, i); });
@@ -294,7 +296,7 @@ __device__ inline void weigh(Sums<N>& a, const Weights<N>& w) {
 template <int N>
 __device__ inline void weigh(Sums<N>&, const NoWeights&) {}
 
-// What a part of a row's columns has of the sums of w^2 y, w^2 y^2 and b, as moments_of_rows(), whose a is b.
+// Sums over some slots of a row of w^2 y, w^2 y^2 and b. moments_of_rows() gets b as its a.
 template <int N>
 __device__ inline void weighed_moments_of_rows(Moments (&rows)[2], const Weights<N>& w, const Sums<N>& y,
                                                const Sums<N>& b) {
@@ -313,11 +315,11 @@ __device__ inline void weighed_moments_of_rows(Moments (&rows)[2], const Weights
   for (int half = 0; half < 2; ++half) rows[half] = {sums[0][half], sums[1][half], sums[2][half], 0.f};
 }
 
-// What backward needs of a row beside its Fit: the sum of w^2 n, and that of w^2 n^2 / N.
+// Further statistics of a row for backward: the sum of w^2 n, and the sum of w^2 n^2 / N.
 using WeightFit = float2;
 
-// With n = (y - mean) / r and e = w^2 n - b: beta is n.e / N, and mean_a that of -e. `square`: the sum of
-// w^2.
+// With n = (y - mean) / r and e = w^2 n - b: beta is n.e / N, and mean_a is the mean of -e. `square` is the
+// sum of w^2.
 template <class Map>
 __device__ inline Fit weighted_fit(const Map& map, const Moments& y, const Moments& weighed, float square,
                                    WeightFit& of_weight) {
@@ -331,7 +333,7 @@ __device__ inline Fit weighted_fit(const Map& map, const Moments& y, const Momen
   return {mean, inverse, (wnn - bn) * map.unit, (weighed.z - wn) * map.centre};
 }
 
-// grad E by y: (e - mean of e - n (n.e) / N) / r.
+// Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r.
 struct WeightedResidual {
   float inverse, beta, mean, mean_a;
   __device__ explicit WeightedResidual(const Fit& f)
@@ -341,7 +343,7 @@ struct WeightedResidual {
   }
 };
 
-// As to_residual().
+// Replaces y by u as to_residual() does.
 template <int N>
 __device__ inline void to_weighted_residual(Sums<N>& y, const Sums<N>& slope, const Sums<N>& b,
                                             const Weights<N>& w, const Fit& f, int half) {
@@ -357,7 +359,7 @@ __device__ inline void to_weighted_residual(Sums<N>& y, const Sums<N>& slope, co
 
 // ----------------------------------------------------------------------------------------------------------
 
-// phi(z) from y, in its place.
+// Replaces y by phi(z).
 template <class Map, int N>
 __device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int half, const Columns& columns) {
 #pragma unroll
@@ -370,7 +372,7 @@ __device__ inline void to_image(const Map& map, Sums<N>& y, const Fit& f, int ha
   }
 }
 
-// f(y) of 16 whole rows, in their place.
+// Replaces y by f(y) for 16 complete rows.
 template <typename T, int N>
 __device__ inline void to_images(TrellisMap map, int slots, Sums<N>& y) {
   const Columns columns{0, slots};

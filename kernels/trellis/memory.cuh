@@ -1,5 +1,5 @@
-// What scan, reverse and the kernels that take every chunk by itself have in common: a sequence, head and
-// memory, tokens in tiles of 16, their gates, where memories are kept, and a memory [M, X] in registers.
+// Building blocks of the Trellis kernels: the sequence, head and memory of a block, tiles of 16 tokens and
+// their gates, stored memories, and a memory [M, X] in registers.
 #pragma once
 
 #include "pipe/memory.h"
@@ -13,13 +13,13 @@ namespace girih::kernels {
 
 constexpr int kTile = 16;  // tokens
 
-// A token's gates of a head.
+// Gates of a token and head.
 __device__ inline const TokenGate* gate_of(const TrellisShape& shape, const TokenGate* gates, int64_t batch,
                                            int64_t token, int head) {
   return gates + (batch * shape.grid.tokens.tokens + token) * shape.heads + head;
 }
 
-// Starts the copies of a tile's gates; zeros beyond its rows.
+// Starts the copies of the gates of a tile; zeros from `rows` on.
 __device__ inline void load_gates(TokenGate* to, const TrellisShape& shape, const TokenGate* gates,
                                   int64_t batch, int64_t token, int rows, int head) {
   if (lane() >= 16) return;
@@ -28,7 +28,7 @@ __device__ inline void load_gates(TokenGate* to, const TrellisShape& shape, cons
              has);
 }
 
-// One sequence, head and memory.
+// The sequence, head and memory of a block.
 struct TrellisPart {
   int64_t sequence;
   int head, memory;
@@ -59,8 +59,8 @@ __device__ inline T* row_of(const Out<4>& x, int64_t batch, int64_t token, int h
   return static_cast<T*>(x.data) + offset_of(x, batch, token, head);
 }
 
-// The lane's elements of a state [N, H, M, X] where it lies as Sums, slots from `row` on and columns from
-// `col` on, or, transposed, columns from `row` on and slots from `col` on: f(n, i, place in it).
+// Calls f(n, i, offset) for the lane's elements of a state [N, H, M, X] in the layout of Sums: slots start at
+// `row` and columns at `col`. Transposed: columns start at `row` and slots at `col`.
 template <bool Transposed, int N, template <int> class Array, class F>
 __device__ inline void each_element(const Array<4>& state, const TrellisPart& part, const TrellisShape& shape,
                                     int row, int col, const F& f) {
@@ -96,13 +96,13 @@ __device__ inline void store_state(const Out<4>& state, const Sums<N>& A, const 
   });
 }
 
-// Where chunk `number` has its memory among those that are kept.
+// Offset of the memory of chunk `number` among the stored memories.
 template <typename T, int Tile>
 __device__ inline int64_t kept_place(const TrellisShape& shape, int64_t number, int head) {
   return (number * shape.heads + head) * (Tile * Tile);
 }
 
-// Block k of a left factor that is there, or of a tile.
+// Copies block k of an A fragment from registers or from a tile.
 template <int K>
 __device__ inline void take_block(uint32_t (&to)[4], const Operand<K>& x, int k) {
 #pragma unroll
@@ -112,8 +112,8 @@ template <class Tile>
 __device__ inline void take_block(uint32_t (&to)[4], const PlacedTile<Tile>& x, int k) {
   load_block(to, x, 0, 16 * k);
 }
-// z = x A^T, of a tile's 16 tokens and the warp's 16 slots. Even and odd blocks add up apart: products that
-// wait for each other are half as many.
+// z = x A^T for 16 tokens and the warp's 16 slots. Even and odd blocks have their own accumulators, which
+// halves the chain of dependent products.
 template <typename T, class Left, int K>
 __device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>& A) {
   Sums<2> odd;
@@ -133,7 +133,7 @@ __device__ inline void product_with(Sums<2>& z, const Left& x, const Operand<K>&
   add(z, odd);
 }
 
-// A left factor as fp32, and the warp's 16 x 16 of a tile.
+// Converts an A fragment to fp32; load_wide() loads a 16 x 16 block of a tile as fp32.
 template <typename T>
 __device__ inline void unpack(Sums<2>& x, const uint32_t (&raw)[4]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// o of every chunk by itself, from the memories before it and what its tokens have written.
+// o of all chunks in parallel, from the memories before the chunks and u.
 #pragma once
 
 #include "trellis/chunk.cuh"

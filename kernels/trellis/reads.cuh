@@ -1,6 +1,6 @@
-// Reads of a memory, by the warp that has a tile of 16 of the chunk's tokens.
+// Reads of a memory by a warp that has a tile of 16 tokens of the chunk.
 //
-// With weights E_ti = e^{L_t - L_i}, i <= t in the chunk, the reads of a memory A and their transposes are
+// With E_ti = e^{L_t - L_i}, i <= t in the chunk, a read of a memory A and its transpose are
 //     A_t w_t     = e^{L_t} (w_t A^T) - sum over i <= t of E_ti gamma_i (w_t.x_i) u_i       [M]
 //     A_t^T l_t   = e^{L_t} (l_t A)   - sum over i <= t of E_ti gamma_i (l_t.u_i) x_i       [X]
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace girih::kernels {
 
-// L of the warp's rows, lane_row() and 8 further of a tile's 16 tokens.
+// L of the lane's rows, lane_row() and lane_row() + 8.
 struct Through {
   float2 sum, lost;
   __device__ explicit Through(const TokenGate* own)
@@ -18,7 +18,8 @@ struct Through {
         lost{own[lane_row()].lost, own[lane_row() + 8].lost} {}
 };
 
-// -E_ti gamma_i, t of the warp's tile and i of a tile before it, or with `own` of itself.
+// s_ti *= -E_ti gamma_i, with t in the warp's tile and i in an earlier tile. `own`: i is in the same tile;
+// s_ti = 0 for i > t.
 __device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -36,7 +37,8 @@ __device__ inline void weigh_earlier(Sums<2>& s, const Through& L, const TokenGa
     }
   }
 }
-// E_ti, i of the warp's tile and t of one after it, or of itself, that has so many tokens.
+// s_it *= E_ti, with i in the warp's tile and t in a later tile of `count` tokens. `own`: t is in the same
+// tile; s_it = 0 for i > t.
 __device__ inline void weigh_later(Sums<2>& s, const Through& L, const TokenGate* tokens, bool own,
                                    int count) {
 #pragma unroll
@@ -69,8 +71,8 @@ __device__ inline void add_scored(Sums<N>& sums, const Operand<K>& a, const Tile
   add_product<T>(sums, weighed, y);
 }
 
-// The second part of a read: of tile j <= `tile`, xs(j) and ys(j) are the tokens' two vectors, gates(j)
-// theirs.
+// The terms of the chunk's tokens in a read, and the decay of the memory's term. For tile j <= `tile`, xs(j)
+// and ys(j) are the two vectors of the tokens and gates(j) their gates.
 template <typename T, int N, int K, class Xs, class Ys, class Gates>
 __device__ inline void finish_read(Sums<N>& y, const Operand<K>& w, int tile, const Xs& xs, const Ys& ys,
                                    const Gates& gates) {

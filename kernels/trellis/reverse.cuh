@@ -1,5 +1,5 @@
-// The gradients of the memories from chunk to chunk, from the end, and what tokens get of them: one block a
-// sequence, head and memory.
+// Reverse scan: computes the gradients of the memories chunk by chunk, from the end, and the gradients of the
+// tokens. The grid has one block for each sequence, head and memory.
 #pragma once
 
 #include "tile/warpgroup.h"
@@ -9,7 +9,7 @@
 
 namespace girih::kernels {
 
-// Short: no chunk has more than a tile.
+// Short: a chunk has at most one tile of 16 tokens.
 template <typename T, int Tile, class Phi, bool Short>
 __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
     trellis_reverse_kernel(const __grid_constant__ TrellisReverse p) {
@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(TrellisReverseSpace<T, Tile>::kThreads, 1)
   const int warp = warp_index();
   if (threadIdx.x == 0) space.init(p, part, Short ? 1 : Space::kReaders);
   __syncthreads();
-  // Wide memories need the registers that those who load do without.
+  // With a tile of 128 the state warps and the output warps need the registers that producer warps do not
+  // use.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<160>();

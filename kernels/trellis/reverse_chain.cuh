@@ -1,6 +1,7 @@
-// The reverse pass's chain: the gradients of a memory from chunk to chunk, from the end. With G that of
-// A after a chunk and (l, w) its reads,
-//     dU_i = direct_i - gamma_i e^{L_C - L_i} G x_i        dZ_i = Hessian of E at z_i times dU_i
+// State warps of the reverse scan. G is the gradient of A at the end of a chunk, and (l, w) are the reads of
+// A:
+//
+//     dU_i = direct_i - gamma_i e^{L_C - L_i} G x_i        dZ_i = (Hessian of E at z_i) dU_i
 //     G   <- e^{L_C} G + sum over t of e^{L_t} l_t w_t^T + dZ^T X
 #pragma once
 
@@ -10,7 +11,7 @@
 
 namespace girih::kernels {
 
-// state += y^T x: what reaches an A' that no state of the chain is.
+// state += y^T x in global memory, for an A' that is not an A of this call.
 template <typename T, int K, class Token, int S>
 __device__ inline void add_apart(const Out<4>& state, const Slice<S>& y, const Token& x,
                                  const TrellisPart& part, const TrellisShape& shape, int slot) {
@@ -25,11 +26,11 @@ __device__ inline void add_apart(const Out<4>& state, const Slice<S>& y, const T
   }
 }
 
-// What a tile's tokens have for the chain that does not hang on it, of the warp's slots.
+// Inputs of a tile that do not depend on G, for the warp's slots.
 template <int S>
 struct ReverseTile {
   Sums<S> y, slope, bend;
-  Slice<S> a, direct;  // as they lie in their tiles: registers are few
+  Slice<S> a, direct;  // packed, to save registers
   Fit fits[2];
   float2 step;
 
@@ -58,7 +59,8 @@ struct ReverseTile {
   }
 };
 
-// G before the last chunk's gradients; dA' of a first chunk that goes on, which is no part of dA, is begun.
+// Loads G of the end of the sequence. If the chunk in which the sequence starts began earlier, also
+// initialises its dA', which is not a term of dA.
 template <int K, int S>
 __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, const TrellisPart& part,
                                      bool within, int slot) {
@@ -67,7 +69,7 @@ __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, con
   const bool positions = p.dfirst[memory].data != nullptr;
   clear(G);
   add_state(G, p.dlast[memory], part, shape, slot);
-  // A' of the end: A, unless its chunk is not complete; without a token that of the start.
+  // A' of the final state is A if the last chunk is complete, and the caller's A' if there are no tokens.
   const int64_t chunks = part.of.chunks;
   if (chunks > 0 ? !within : !positions) add_state(G, p.dlast_first[memory], part, shape, slot);
   if (!positions) return;
@@ -77,7 +79,7 @@ __device__ inline void begin_reverse(Held<K, S>& G, const TrellisReverse& p, con
   store_state(p.dfirst[memory], apart, part, shape, slot);
 }
 
-// Short: no chunk has more than a tile, whose readers wait until that is written, and not for G by itself.
+// Short: a chunk has at most one tile. Its output warp waits for `written`, which also covers G.
 template <typename T, int Tile, class Map, bool Short>
 __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& part,
                                    const TrellisReverseSpace<T, Tile>& space, int warp) {
@@ -91,7 +93,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   uint32_t bits[S];
 #pragma unroll
   for (int n = 0; n < S; ++n) bits[n] = columns.bits(n);
-  // Of phi's weight the gradient is summed over all tokens.
+  // The gradient of phi's weight is summed over the tokens.
   const std::conditional_t<Map::weighted, Weights<S>, NoWeights> weights(p.weight + part.head * shape.M,
                                                                          columns);
   float dw[S][2] = {};
@@ -100,8 +102,8 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
   Held<K, S> G;
   begin_reverse(G, p, part, within, slot);
 
-  // With kAhead a tile is made ready while the one before waits.
-  Right<K, S> after;  // G after the chunk, rounded
+  // With kAhead the next tile is loaded while this tile waits for the sums.
+  Right<K, S> after;  // G at the end of the chunk, rounded
   Turn turn, place;
   ReverseTile<S> ready;
   const auto make_ready = [&](const Turn& at) {
@@ -109,8 +111,8 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     ready.template load<T>(phi, space, at.place, slot, weights);
   };
   if (kAhead && last >= 0) make_ready(turn);
-  bool more = last >= 0;  // tiles
-  bool open = within;     // until the last chunk, which is not complete, has been left
+  bool more = last >= 0;  // whether there are tiles
+  bool open = within;     // until the incomplete last chunk is done
 #pragma unroll 1
   for (unsigned tiles = 0; more; ++tiles) {
     const int s = turn.place;
@@ -125,7 +127,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     Sums<S> du, a, direct;
     product_with<T>(du, space.token(s, Space::kX), after);
     if (enters) {
-      // Beside the product: what waits for nothing.
+      // Overlaps with the product.
       wait(space.taken() + place.place, place.parity ^ 1);
       store_right(space.gradient(place.place), slot, after);
       if (!Short) arrive_once(space.left() + place.place);
@@ -143,7 +145,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
         du.at[n][e] = fmaf(e < 2 ? tile.step.x : tile.step.y, du.at[n][e], direct.at[n][e]);
       }
     }
-    // The sums of both rows: each lane gets one row's.
+    // Sums of both rows over the quad: each lane gets the sums of one row.
     float4* table = space.table(tiles);
     float4 of_weight[2];
     if constexpr (Map::weighted) {
@@ -163,7 +165,8 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
       if ((lane() & 2) == 0) table[warp * kTile + own_row] = {own.x, own.y, own.z, 0.f};
     }
 
-    // G += sum over t of e^{L_t} l_t w_t^T, and the next tile, before the other warps' sums are waited for
+    // G += sum over t of e^{L_t} l_t w_t^T, and the loads of the next tile, overlap with the wait for the
+    // other warps
     Slice<S> weighed;
     load_right_slice(weighed, space.token(s, Space::kWeighed), slot);
     add_step<T>(G, space.token(s, Space::kW), weighed);
@@ -201,7 +204,7 @@ __device__ inline void run_reverse(const TrellisReverse& p, const TrellisPart& p
     } else {
       add_step<T>(G, space.token(s, Space::kX), step);
     }
-    // The warp's own columns of z and a have been read.
+    // The warp has loaded its slots of z and a, and overwrites these.
     store_slice(space.token(s, Space::kZ), slot, dz);
     round_to<T>(da, targets);
 #pragma unroll

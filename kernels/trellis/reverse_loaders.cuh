@@ -1,11 +1,11 @@
-// Those who bring the reverse pass its tokens, tile by tile in turn, and the one who brings the memories.
+// Producer warps of the reverse scan, which take the tiles round-robin, and the warp that loads memories.
 #pragma once
 
 #include "trellis/reverse_space.cuh"
 
 namespace girih::kernels {
 
-// Short: no chunk has more than one tile.
+// Short: a chunk has at most one tile.
 template <typename T, int Tile, bool Short, bool Weighted>
 struct TrellisReverseLoader {
   using Space = TrellisReverseSpace<T, Tile>;
@@ -17,8 +17,8 @@ struct TrellisReverseLoader {
   const TrellisPart& part;
   const Space& space;
 
-  // A tile on its way: its stage, how many tiles of the chunk came before it, which are those after it, the
-  // rows of the chunk's last tile, and its marks for the chain.
+  // A tile in flight: its stage, the number of tiles behind it in the chunk (these were loaded earlier), the
+  // tokens of the final tile of the chunk, and the marks for the state warps.
   struct Place {
     Turn stage;
     int after, rows_of_last, marks;
@@ -45,7 +45,7 @@ struct TrellisReverseLoader {
     commit_copies();
   }
 
-  // e^{L_t} l_t; and with E_ti = e^{L_t - L_i}
+  // Computes e^{L_t} l_t and, with E_ti = e^{L_t - L_i},
   //     direct_i = -gamma_i sum over t >= i of E_ti (w_t.x_i) l_t
   __device__ void finish(const Place& at) const {
     const int stage = at.stage.place;
@@ -72,7 +72,7 @@ struct TrellisReverseLoader {
 #pragma unroll
     for (int j = 0; j < Space::kReaders; ++j) {
       if (j > at.after) break;
-      // Others bring the tiles after this one, which are full before it or soon.
+      // Other producer warps load the later tiles of the chunk.
       const int other = before(stage, j);
       if (j > 0) wait(space.full() + other, at.stage.parity ^ (other > stage ? 1 : 0));
       Sums<2> s;
@@ -98,13 +98,14 @@ struct TrellisReverseLoader {
     arrive_once(space.full() + stage);
   }
 
-  // The stage of so many tiles before.
+  // The stage that was filled `tiles` stages earlier.
   __device__ static int before(int stage, int tiles) {
     return stage >= tiles ? stage - tiles : stage - tiles + Space::kStages;
   }
 
-  // A tile is made ready when its warp comes to its next: the copies had all the time between. (To start
-  // those first would wait for a stage that readers have, with a tile that the chain waits for.)
+  // A producer warp transforms a tile when it comes to its next tile, so that the copies have time. Starting
+  // the next copies earlier would wait for a stage of the output warps while the state warps wait for this
+  // tile.
   __device__ void run(int loader) const {
     Turn turn;
     Place last;
@@ -150,7 +151,7 @@ struct TrellisReverseLoader {
   }
 };
 
-// The memory before every chunk; before a chunk that goes on in one begun before, A' and then A.
+// Loads the memory that precedes every chunk. For a chunk that began in an earlier call, loads A' and then A.
 template <typename T, int Tile>
 __device__ inline void bring_memories(const TrellisReverse& p, const TrellisPart& part,
                                       const TrellisReverseSpace<T, Tile>& space) {

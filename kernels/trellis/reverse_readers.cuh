@@ -1,14 +1,17 @@
-// The reverse pass's readers: what a chunk's tokens get of the memories' gradients. Of either memory, with G
-// that of A after the chunk and E_ti = e^{L_t - L_i},
+// Output warps of the reverse scan: gradients of the tokens of a chunk. For either memory, with G the
+// gradient of A at the end of the chunk and E_ti = e^{L_t - L_i},
 //
 //     c_i  = e^{L_C - L_i} (u_i G) + sum over t >= i of E_ti (u_i.l_t) w_t
 //     dx_i = -gamma_i c_i + dz_i A'        dgamma_i = -x_i.c_i        da_i = -J du_i
-// A gate is in what is read after it of what was there before it: dg_j is the sum of
+//
+// A gate decays what precedes its token in all later reads. So dg_j is the sum of
 //     e^{L_t} l_t^T A w_t                                 t >= j
 //     pair_ti = -gamma_i E_ti (w_t.x_i) (l_t.u_i)         i < j <= t
-//     end_i   = -gamma_i e^{L_C - L_i} x_i.(u_i G)        i < j,      and of e^{L_C} <G, A>.
-// Summed from the end (gates.cu), a pair is added at t and taken off at i as the same number, so that it
-// cancels where it should. A reader has one tile of a chunk, the next reader the tile before.
+//     end_i   = -gamma_i e^{L_C - L_i} x_i.(u_i G)        i < j
+//     e^{L_C} <G, A>
+//
+// gates.cu sums dL from the end: the same value pair_ti is added at t and subtracted at i, so that it cancels
+// where it should. The output warps take the tiles of a chunk round-robin, from its last tile on.
 #pragma once
 
 #include "tile/row_store.h"
@@ -16,7 +19,7 @@
 
 namespace girih::kernels {
 
-// Short: no chunk has more than one tile.
+// Short: a chunk has at most one tile.
 template <typename T, int Tile, bool Short>
 struct TrellisReverseReader {
   using Space = TrellisReverseSpace<T, Tile>;
@@ -27,7 +30,7 @@ struct TrellisReverseReader {
   const TrellisPart& part;
   const Space& space;
 
-  // A reader's tile: its chunk, the chunk's first stage, and the turn of its own.
+  // A tile of an output warp: its chunk, the stage of the chunk's last tile, and the stage of its own tile.
   struct Own {
     Chunk chunk;
     Turn first, own;
@@ -36,7 +39,7 @@ struct TrellisReverseReader {
         : chunk(chunk), first(first), own(first), tile(tile), tiles(tiles) {
       own.skip(tiles - 1 - tile, Space::kStages);
     }
-    // Of tile j, which come from the last one on.
+    // Stage of tile j; tiles are loaded from the last one on.
     __device__ int stage(int j) const {
       const int s = first.place + tiles - 1 - j;
       return s < Space::kStages ? s : s - Space::kStages;
@@ -45,13 +48,13 @@ struct TrellisReverseReader {
     __device__ int64_t token(int j) const { return chunk.start + j * kTile; }
   };
 
-  // f(col): 16 columns of a tile after another, in a loop (row_source.h).
+  // Calls f(col) for blocks of 16 columns. A loop, to save instruction cache (row_source.h).
   template <class F>
   __device__ static void for_columns(const F& f) {
 #pragma unroll 1
     for (int col = 0; col < Tile; col += 16) f(col);
   }
-  // The lane's part of the dots of its two rows.
+  // Adds the lane's terms of the dot products of its two rows.
   __device__ static void add_dots(float2& dot, const Sums<2>& x, const Sums<2>& y) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -62,10 +65,11 @@ struct TrellisReverseReader {
       }
     }
   }
-  // All four lanes of a row get its sum.
+  // Sums the dot products over the quad, for all four lanes.
   __device__ static float2 whole(const float2& dot) { return {sum_over_row(dot.x), sum_over_row(dot.y)}; }
 
-  // The lane's share in <G, A>, the trace of G A^T: blocks of 16 slots are the chunk's readers' in turn.
+  // The lane's term of <G, A>, the trace of G A^T. The output warps of the chunk take blocks of 16 slots
+  // round-robin.
   __device__ float product_of_states(const Own& at, const typename Space::Memory& G,
                                      const typename Space::Memory& A) const {
     float sum = 0.f;
@@ -73,7 +77,7 @@ struct TrellisReverseReader {
       Sums<2> block;
       fill(block, 0.f);
       add_product_of_tile_rows<K>(block, G, m, A, m);
-      // Rows lane_row() and 8 further, of columns 8 n + lane_col() and the next.
+      // The lane has rows lane_row() and lane_row() + 8 of columns 8 n + lane_col() and 8 n + lane_col() + 1.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (lane_col() + i == lane_row()) sum += block.at[0][i] + block.at[1][2 + i];
@@ -82,7 +86,7 @@ struct TrellisReverseReader {
     return sum;
   }
 
-  // Of a token in [B, T, H].
+  // Index of a token in [B, T, H].
   __device__ int64_t number(const Own& at, int j, int row) const {
     const TrellisShape& shape = p.shape;
     return (part.of.sequence.batch * shape.grid.tokens.tokens + at.token(j) + row) * shape.heads + part.head;
@@ -91,8 +95,8 @@ struct TrellisReverseReader {
     return p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
   }
 
-  // Pairs of the tile's rows i with tile j's t, of the weighed scores E (u_i.l_t): taken off at i, and each
-  // t's sum left with the numbers of the stage.
+  // pair_ti for i in the output warp's tile and t in tile j, from the scores E (u_i.l_t): subtracts the sums
+  // over t from dL of i, and stores the sums over i in the stage's scalars.
   __device__ void pairs(const Own& at, const Sums<2>& weighed, int j, float2 gamma, float2& dL) const {
     const Token x = space.token(at.own.place, Space::kX), w = space.token(at.stage(j), Space::kW);
     Sums<2> pair;
@@ -120,7 +124,7 @@ struct TrellisReverseReader {
     dL.x -= sum_over_row(taken[0]), dL.y -= sum_over_row(taken[1]);
   }
 
-  // `memories` has the place of A' in turn, and where A is not A' that of A next.
+  // `memories` provides A', then A if A is not A'.
   template <class Memories>
   __device__ void read(const Own& at, const typename Space::Memory& G, const Memories& memories) const {
     const int s = at.own.place, memory = part.memory;
@@ -132,7 +136,7 @@ struct TrellisReverseReader {
     const Through L(gates);
     const Token x = space.token(s, Space::kX);
     float2 dL{0.f, 0.f};
-    float end = 0.f;  // the lane's share in what the end of the chunk has of dL
+    float end = 0.f;  // the lane's terms of dL at the end of the chunk
 
     // E_ti (u_i.l_t)
     Operand<K> u, z;
@@ -150,7 +154,7 @@ struct TrellisReverseReader {
       round_to<T>(scores[j], sums);
     }
 
-    // c, dgamma, and dx = -gamma c + dZ A' in the place of what the chain has taken
+    // c, dgamma, and dx = -gamma c + dZ A', which replaces the tile that the state warps no longer need
     const Token dx = space.token(s, Space::kDirect);
     const auto first = memories.first();
     load_blocks(z, space.token(s, Space::kZ));
@@ -186,7 +190,7 @@ struct TrellisReverseReader {
       of_end = whole(of_end);
       of_end = {gamma.x * of_end.x, gamma.y * of_end.y};
       dL.x += of_end.x, dL.y += of_end.y;
-      // All four lanes of a row have its dot: one counts.
+      // All four lanes of a row have the sum: count it once.
       if (lane_col() == 0) end = -of_end.x - of_end.y;
       // e^{L_t} l_t^T A w_t
       const auto A = memories.second();
@@ -224,12 +228,12 @@ struct TrellisReverseReader {
                   at.rows(at.tile), width, 0);
   }
 
-  // The memories of a chunk: a reader waits for each when it comes to it, and gives back all of them.
+  // The memories of a chunk. An output warp waits for each memory at its use, and releases all of them.
   struct Memories {
     const Space& space;
     Turn& turn;
-    int& left;   // to give back
-    bool apart;  // A' and A are two
+    int& left;   // memories to release
+    bool apart;  // A' and A differ
 
     __device__ typename Space::Memory first() const { return here(); }
     __device__ typename Space::Memory second() const {
@@ -258,10 +262,10 @@ struct TrellisReverseReader {
     }
   }
 
-  // A chunk is a tile, whose reader alone gives it and the memories back.
+  // A chunk is one tile. Its output warp releases the tile and the memories.
   __device__ void run_short(int reader) const {
-    // Memories come in the order of their gradients: a second one only with the last of them. There may be
-    // fewer places than readers.
+    // The ring of memories and the ring of gradients advance together: only the last chunk to be processed
+    // may have a second memory. There may be fewer stages than output warps.
     Turn stage, place;
     const auto skip = [&](int chunks) {
       stage.skip(chunks, Space::kStages);
@@ -272,10 +276,9 @@ struct TrellisReverseReader {
     for (int64_t i = part.of.chunks - 1 - reader; i >= 0; i -= Space::kReaders) {
       const bool apart = is_resumed(p.first[part.memory], i);
       int left = apart ? 2 : 1;
-      wait(space.written() + stage.place, stage.parity);  // G has been left before
+      wait(space.written() + stage.place, stage.parity);  // implies that G is stored
       Turn memory = place;
-      // Kept from the compiler, which would begin more of what it knows to be done once than it has registers
-      // for.
+      // Hides the constants from the compiler, which otherwise unrolls into more registers than there are.
       int tile = 0, tiles = 1;
       asm volatile("" : "+r"(tile), "+r"(tiles));
       const Memories memories{space, memory, left, apart};
@@ -290,7 +293,7 @@ struct TrellisReverseReader {
 
   __device__ void run_long(int reader) const {
     Turn stage, place, memory;
-    unsigned begun = 0;  // tiles of the chunks before
+    unsigned begun = 0;  // tiles of the chunks processed earlier
     for (int64_t i = part.of.chunks - 1; i >= 0; --i) {
       const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
       const int tiles = tiles_in(chunk), mine = static_cast<int>((reader - begun) % Space::kReaders);
@@ -300,7 +303,7 @@ struct TrellisReverseReader {
       const Memories memories{space, memory, left, apart};
       if (mine < tiles) {
         const Own at(chunk, stage, tiles - 1 - mine, tiles);
-        // Tiles are written in order.
+        // The state warps store the tiles in order: the later wait implies the earlier ones.
         wait(space.written() + at.own.place, at.own.parity);
         read(at, space.gradient(place.place), memories);
       }

@@ -1,9 +1,10 @@
-// What the reverse pass's warps share. A block has one sequence, head and memory.
+// Shared memory of the reverse scan. A block has one sequence, head and memory.
 //
-// Tokens go through a ring of stages, 16 a stage, from the last one on: `full` once a loader has brought
-// them, `written` once the chain has left dz and -J du, `empty` once the readers have taken them. The memory
-// before every chunk comes through places of its own, and G after it goes through others from the chain to
-// the readers.
+// The tokens pass through a ring of stages with 16 tokens a stage, from the last tile on. Barriers of a
+// stage: `full` (producer warps have loaded the tokens), `written` (the state warps have stored dz and -J
+// du), `empty` (the output warps have released the stage). A second ring passes the memory before every chunk
+// from a warp that loads memories to the output warps. A third ring passes G after every chunk from the state
+// warps to the output warps.
 #pragma once
 
 #include "trellis/reads.cuh"
@@ -14,21 +15,22 @@ template <typename T, int Tile>
 struct TrellisReverseSpace {
   using Token = SharedTile<T, kTile, Tile>;
   using Memory = SharedTile<T, Tile, Tile>;
-  // Warps: the chain's, a chunk's readers, those that load tokens, and one that loads memories.
+  // Warps of each role. A chunk has at most kReaders tiles; one more warp loads memories.
   static constexpr int kChain = 8, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 8 : 4, kPlaces = Tile == 64 ? 5 : 1;
-  // The chain takes the next tile before it leaves one: there are stages for a whole chunk and that tile.
+  // The state warps load the next tile before they store the current one: the ring holds a whole chunk and
+  // that tile.
   static constexpr bool kAhead = Tile == 64;
   static_assert(!kAhead || kStages > kReaders);
-  // x, w, l and u; l times e^{L_t}; what du is of the chunk's own reads; z and a, in whose places the chain
-  // leaves dz and -J du.
+  // Tiles of a stage: x, w, l and u; l scaled by e^{L_t}; the terms of du from reads in the chunk; z and a,
+  // which dz and -J du replace.
   enum TokenTile : int { kX, kW, kL, kU, kWeighed, kDirect, kZ, kA, kTokenTiles };
-  // Where a tile is: the last of its chunk and so the first that is taken, the first of its chunk, of a chunk
-  // that goes on in one begun before (is_resumed), the sequence's first.
+  // Position of a tile: the last of its chunk, which is processed before the others; tile 0 of its chunk; in
+  // a chunk that began in an earlier call (is_resumed); tile 0 of the sequence.
   enum Mark : int { kEnters = 1, kLeaves = 2, kResumed = 4, kEnds = 8 };
-  // Of a stage, for each token: its Fit and gates, and how much of G x is in du. The chunk's decay. What the
-  // tile's reader has of dL, of the tile itself and those after it.
+  // Scalars of a stage: Fit, gates and the factor -gamma e^{L_C - L} of each token; the decay e^{L_C}; dL
+  // from the tile's output warp, for this tile and the later tiles of the chunk.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];
@@ -36,14 +38,14 @@ struct TrellisReverseSpace {
     int marks, unused[2];
     float dL[kReaders][kTile];
   };
-  static constexpr int kSources = 6;  // of a tile's tokens
+  static constexpr int kSources = 6;  // x, w, l, u, z and a
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes,
                        kMemories = 2 * kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(float4));
   static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + (3 * kStages + 4 * kPlaces) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
-  // With a weight of phi each token's WeightFit, in 16 bytes.
+  // With a weight of phi: the WeightFit of each token, in 16 bytes.
   static constexpr int kWeighted = (kBytes + 15) / 16 * 16,
                        kWeightedBytes = kWeighted + kStages * kTile * static_cast<int>(sizeof(float4));
 
@@ -52,7 +54,7 @@ struct TrellisReverseSpace {
   __device__ Token token(int stage, TokenTile which) const {
     return {reinterpret_cast<T*>(base + (stage * kTokenTiles + which) * Token::kBytes)};
   }
-  // A before a chunk, and G after it.
+  // Ring of A before a chunk, and ring of G after it.
   __device__ Memory memory(int place) const {
     return {reinterpret_cast<T*>(base + kTiles + 2 * place * Memory::kBytes)};
   }
@@ -65,7 +67,7 @@ struct TrellisReverseSpace {
   __device__ float4* weight_fits(int stage) const {
     return reinterpret_cast<float4*>(base + kWeighted) + stage * kTile;
   }
-  // Sums of a row by every warp, [warp][row], of this tile and the one before.
+  // Sums of a row for every warp, [warp][row]; two buffers alternate by tile.
   __device__ float4* table(unsigned tiles) const {
     return reinterpret_cast<float4*>(base + kTiles + kMemories + kNumbers) + (tiles & 1) * kTile * kChain;
   }
@@ -74,14 +76,14 @@ struct TrellisReverseSpace {
   }
   __device__ uint64_t* written() const { return full() + kStages; }
   __device__ uint64_t* empty() const { return written() + kStages; }
-  __device__ uint64_t* brought() const { return empty() + kStages; }  // a memory
-  __device__ uint64_t* read() const { return brought() + kPlaces; }   // and it may go
-  __device__ uint64_t* left() const { return read() + kPlaces; }      // G
-  __device__ uint64_t* taken() const { return left() + kPlaces; }     // and it may go
+  __device__ uint64_t* brought() const { return empty() + kStages; }  // memory A
+  __device__ uint64_t* read() const { return brought() + kPlaces; }   // memory A
+  __device__ uint64_t* left() const { return read() + kPlaces; }      // gradient G
+  __device__ uint64_t* taken() const { return left() + kPlaces; }     // gradient G
 
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
-  // By one thread. So many readers give a tile and memories back.
+  // Called by one thread. `readers` warps release a tile, a memory and a gradient.
   __device__ void init(const TrellisReverse& p, const TrellisPart& part, int readers) const {
     const int memory = part.memory, width = p.shape.width(memory), M = p.shape.M;
     RowSource<T>* const source = sources();
@@ -110,7 +112,7 @@ __device__ inline int rows_in(const Chunk& chunk, int tile) {
   return min(chunk.length - tile * kTile, kTile);
 }
 
-// The chunk goes on in one that was begun before: what z was made with, A', is not A.
+// The chunk began in an earlier call: A', which z was computed from, is not A.
 __device__ inline bool is_resumed(const In<4>& first, int64_t chunk) {
   return first.data != nullptr && chunk == 0;
 }

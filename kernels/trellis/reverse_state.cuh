@@ -1,27 +1,27 @@
-// The gradient of a memory [M, X] in the registers of the reverse pass's chain, and its slots of a tile of
-// tokens.
+// The gradient G of a memory [M, X] in the registers of the state warps of the reverse scan, and the warp's
+// slots of a tile of tokens.
 //
-// A warp has 8 S slots, from `slot` on, of all columns. Eight warps with few slots each, where the scan has
-// four of 16 for narrow memories: the chain has twice the scan's instructions, and what one warp waits for is
-// the other's time.
+// A warp has 8 S slots, from `slot` on, of all columns. There are eight warps, where the scan has four warps
+// of 16 slots for a tile of 64: these warps have twice the instructions, and more warps hide each other's
+// latency.
 #pragma once
 
 #include "trellis/memory.cuh"
 
 namespace girih::kernels {
 
-// Transposed, in fp32, what steps are added to: at[k] is columns 16 k to 16 k + 15 by the warp's slots.
+// Accumulators of G^T in fp32: at[k] has columns 16 k to 16 k + 15 by the warp's slots.
 template <int K, int S>
 struct Held {
   Sums<S> at[K];
 };
-// The same rounded, as the right factor of the products with its transpose.
+// G rounded, as the B fragment of products with G^T.
 template <int K, int S>
 struct Right {
   uint32_t at[K][S][2];
 };
-// The warp's slots of 16 tokens, as they lie in a tile: at[n] and at[n + 1] are tokens 0 to 7 and 8 to 15 of
-// slots 4 n to 4 n + 7.
+// The warp's slots of 16 tokens, in the layout of a tile: at[n] and at[n + 1] have tokens 0 to 7 and 8 to 15
+// of slots 4 n to 4 n + 7.
 template <int S>
 struct Slice {
   uint32_t at[2 * S];
@@ -67,7 +67,7 @@ __device__ inline void round_to(Right<K, S>& right, const Held<K, S>& A) {
     }
   }
 }
-// To a tile [M, X], the warp's rows.
+// Stores the warp's rows to a tile [M, X].
 template <class Tile, int K, int S>
 __device__ inline void store_right(const Tile& tile, int slot, const Right<K, S>& right) {
 #pragma unroll
@@ -88,8 +88,8 @@ __device__ inline void store_right(const Tile& tile, int slot, const Right<K, S>
   }
 }
 
-// z = x A^T, of a tile's 16 tokens. Even and odd blocks add up apart: products that wait for each other are
-// half as many.
+// z = x G^T for 16 tokens. Even and odd blocks have their own accumulators, which halves the chain of
+// dependent products.
 template <typename T, class Tile, int K, int S>
 __device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>& right) {
   Sums<S> odd;
@@ -109,8 +109,7 @@ __device__ inline void product_with(Sums<S>& z, const Tile& x, const Right<K, S>
   add(z, odd);
 }
 
-// Columns `col` to col + 15 of A += y^T x, of 16 tokens' x, a tile, and y, the warp's slots, as a right
-// factor.
+// Columns `col` to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
 template <typename T, class Tile, int S>
 __device__ inline void add_columns(Sums<S>& A, const Tile& x, int col, const Slice<S>& y) {
   uint32_t left[4];
@@ -133,7 +132,7 @@ __device__ inline void load_slice(Slice<S>& x, const Tile& tile, int slot) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
 }
-// As a right factor.
+// Loads a slice as a B fragment.
 template <class Tile, int S>
 __device__ inline void load_right_slice(Slice<S>& x, const Tile& tile, int slot) {
   uint32_t four[4];
@@ -164,13 +163,13 @@ __device__ inline void round_to(Slice<S>& x, const Sums<S>& sums) {
     x.at[i] = pair_of<T>(sums.at[i / 2][2 * (i % 2)], sums.at[i / 2][2 * (i % 2) + 1]);
   }
 }
-// Zero where there is no slot.
+// Sets padding slots to zero.
 template <int S>
 __device__ inline void clear_missing(Slice<S>& x, const uint32_t (&bits)[S]) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] &= bits[i / 2];
 }
-// A slice as a right factor.
+// Converts a slice to a B fragment.
 template <int S>
 __device__ inline Slice<S> right_factor(const Slice<S>& x) {
   Slice<S> right;

@@ -1,7 +1,7 @@
-// What a chunk's tokens need of backward that no later chunk has a part in.
+// Per-token results of backward that do not depend on later chunks, for all chunks in parallel:
 //
-//     r_t = f(A_t q_t) of keys, again        dr_t = A_t do_t of values, or, of one memory, do_t
-//     dy = J_f^T dr                          dq_t = A_t^T dy_t of keys
+//     r_t = f(A_t q_t), keys, recomputed      dr_t = A_t do_t, values; with one memory dr_t = do_t
+//     dy_t = J_f^T dr_t                       dq_t = A_t^T dy_t, keys
 #pragma once
 
 #include "trellis/chunk.cuh"
@@ -9,8 +9,8 @@
 
 namespace girih::kernels {
 
-// Tokens' vectors; one memory has the first of them. Those of q and do, which are the warp's own, make way
-// for r and dy.
+// Tiles of the block's tokens; with one memory only those before kRowV. A warp replaces its own tiles of q
+// and do by r and dy.
 enum RowTile : int { kRowQ, kRowK, kRowDo, kRowUk, kRowV, kRowUv, kRowTiles };
 __host__ __device__ constexpr int row_tiles(int memories) { return memories == 1 ? kRowV : kRowTiles; }
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(128) trellis_rows_kernel(const __grid_constant
   if constexpr (Memories == 2) reader.put_rows(p.l[1], shape.M, kRowQ);
   reader.put_rows(p.l[0], shape.M, kRowDo);
 
-  // dQ. The tile of the values' u has been read by all, that of q by the warp, whose own it is.
+  // dQ. All warps have finished with the tile kRowUv; the tile kRowQ is the warp's own.
   round_to<T>(w, dr);
   reader.read_transposed(y, w, kRowUk, kRowK);
   reader.store_out(p.dq, shape.D, y, Memories == 2 ? kRowUv : kRowQ);

@@ -1,5 +1,6 @@
-// The memories from chunk to chunk, and what tokens read of them: one block a sequence, head and memory, and
-// where there are clusters the two memories' blocks beside each other. One memory reads by itself.
+// Forward scan: updates the memories chunk by chunk and computes r and o. The grid has one block for each
+// sequence, head and memory. With clusters, the blocks of the two memories of a head are a cluster and
+// compute o together. A single memory needs no cluster.
 #pragma once
 
 #include "pipe/clusters.h"
@@ -11,7 +12,7 @@
 
 namespace girih::kernels {
 
-// Short: no chunk has more than a tile.
+// Short: a chunk has at most one tile of 16 tokens.
 template <typename T, int Tile, class Phi, bool Short>
 __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
   }
   __syncthreads();
   if (paired) cluster_wait();
-  // Wide memories need the registers that those who load and store do without.
+  // With a tile of 128 the state warps and output warps need the registers that producer warps and the store
+  // warp do not use.
   constexpr bool kWide = Tile > 64;
   if (warp < Space::kChain) {
     if (kWide) take_registers<168>();
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(TrellisScanSpace<T, Tile>::kThreads, 1)
       store_scan(p, part, space);
     }
   }
-  // Either block's shared memory is there until the other is through with it.
+  // The block's shared memory must stay valid until the other block of the cluster has finished its accesses.
   if (paired) cluster_wait();
 }
 

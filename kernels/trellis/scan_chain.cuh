@@ -1,7 +1,7 @@
-// The scan's chain: a memory from chunk to chunk.
+// State warps of the scan: update one memory chunk by chunk.
 //
-// M / 16 warps have the memory. A row of z is spread over all of them; what its norm takes of it goes once
-// through shared memory.
+// M / 16 warps hold the memory; a warp has 16 slots. A row of z is distributed over all of these warps, so
+// the sums of its norm are exchanged once through shared memory.
 #pragma once
 
 #include "trellis/scan_space.cuh"
@@ -15,8 +15,8 @@ class TrellisScanChain {
   using Token = typename Space::Token;
   static constexpr int N = Tile / 8, K = Tile / 16, kWarps = Space::kChain;
   static constexpr bool kWeighted = Map::weighted;
-  // Where registers allow it a tile's tokens are fetched while the one before comes to its sums: a stage more
-  // is full before a chunk's readers give one back.
+  // If registers allow, the tokens of a tile are loaded to registers while the tile before waits for its
+  // sums. This needs another full stage before the output warps release a chunk.
   static constexpr bool kAhead = Tile == 64;
   static_assert(!kAhead || Space::kStages > Space::kLoaders + Space::kReaders);
 
@@ -25,16 +25,16 @@ class TrellisScanChain {
   const Space& space;
   const Map phi;
   const int warp, slot;
-  int row, moment_of_lane;  // of the lane: its first row, and which moment it leaves
+  int row, moment_of_lane;  // of the lane: its upper row, and the moment that it stores
   const Columns columns;
   const std::conditional_t<kWeighted, Weights<2>, NoWeights> weights;
   const bool keeps_fits;
-  uint32_t lane_place, bits[2];  // see PlacedTile; which columns exist
+  uint32_t lane_place, bits[2];  // lane offset of PlacedTile; masks of the slots that exist
   Sums<N> A;
-  Operand<K> first;  // A', rounded
+  Operand<K> first;  // A', rounded, as a B fragment
   Turn turn, place;
   unsigned tiles = 0;
-  // Of the tile whose turn it is; X, and the warp's columns of a.
+  // Inputs of the current tile: X, and the warp's slots of a.
   struct {
     Operand<K> x;
     uint32_t a[4];
@@ -57,7 +57,7 @@ class TrellisScanChain {
         keeps_fits(p.fit[0].data != nullptr && warp == 0 && (lane() & 3) == 0),
         lane_place(sizeof(T) * Token::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         bits{columns.bits(0), columns.bits(1)} {
-    // Kept, where the compiler would find them anew for every tile.
+    // Keeps these values in registers; otherwise the compiler recomputes them for every tile.
     asm volatile("" : "+r"(lane_place), "+r"(bits[0]), "+r"(bits[1]), "+r"(row), "+r"(moment_of_lane));
   }
 
@@ -71,14 +71,14 @@ class TrellisScanChain {
       if constexpr (!kAhead) fetch();
       if (special()) enter_specially();
 #pragma unroll 1
-      do {  // tiles like most
+      do {  // tiles of ordinary chunks
         open = at.marks & Space::kOpen;
         more = step();
       } while (kAhead && more && !special());
     }
     store_state(p.last[part.memory], A, part, p.shape, slot);
     if (open) return;
-    // A chunk has been completed, or there was no token: then A' is what it was.
+    // The last chunk is complete: A' of the next token is A. Without tokens A' does not change.
     if (part.of.chunks == 0 && given.data != nullptr) load_state(A, given, part, p.shape, slot);
     store_state(p.last_first[part.memory], A, part, p.shape, slot);
   }
@@ -89,7 +89,8 @@ class TrellisScanChain {
     return {tile, shared_address(tile.data), lane_place};
   }
 
-  // Of the tile whose turn it is; if it is not there anything, at no time of its own.
+  // Loads the inputs of the current tile to registers. Without a tile it loads unspecified data and does not
+  // wait.
   __device__ void fetch(bool is_there = true) {
     const int s = turn.place;
     if (is_there) wait(space.full() + s, turn.parity);
@@ -101,7 +102,7 @@ class TrellisScanChain {
     }
   }
 
-  // The memory before a chunk to those who read.
+  // Passes the memory before a chunk to the output warps and to the warp that stores memories.
   __device__ void leave() {
     wait(space.taken() + place.place, place.parity ^ 1);
     store_right_blocks(space.memory(place.place), slot, 0, first);
@@ -113,7 +114,8 @@ class TrellisScanChain {
     if (at.rows.decay != 1.f) scale_rows(A, {at.rows.decay, at.rows.decay});
   }
 
-  // A chunk that goes on where it was begun before, whose A' is not A, or one that is not complete.
+  // The current tile starts a chunk that began in an earlier call (A' is not A), or a chunk that stays
+  // incomplete.
   __device__ bool special() const {
     return (at.marks & Space::kEnters) && (at.marks & (Space::kOpen | Space::kGoesOn));
   }
@@ -134,11 +136,12 @@ class TrellisScanChain {
     at.marks &= ~Space::kEnters;
   }
 
-  // The sums of a row: every warp's, or, of the many that there are with a weight, all warps'.
+  // Moments of a row: one entry for each warp. With a weight, which needs further sums, the total over all
+  // warps.
   struct RowSums {
     Moments parts[kWeighted ? 1 : kWarps], weighed;
   };
-  // Of the warp's columns, and of every warp's for both of the lane's rows.
+  // Stores the moments over the warp's slots for both rows of the lane, for all warps.
   __device__ void leave_moments(const Sums<2>& y, const Sums<2>& a) const {
     Moments own[2];
     moments_of_rows(own, phi, y, a, columns);
@@ -187,15 +190,15 @@ class TrellisScanChain {
     ++tiles;
   }
 
-  // Of z and a: z as it is kept, y and its slope, and a row's sums to the other warps. Backward finds z in 16
-  // bits: all that is made of it is made of that.
+  // From z and a: z rounded to T, y, its slope, and the warp's moments. y is computed from the rounded z,
+  // because backward loads the rounded z.
   __device__ void begin(Sums<2>& u, Sums<2>& slope, const Sums<2>& a, Operand<1>& z) const {
     round_to<T>(z, u);
     unpack<T>(u, z.at[0]);
     activate<T>(phi, u, slope);
     leave_moments(u, a);
   }
-  // What both rows' sums come to.
+  // Fits of both rows of the lane.
   __device__ void fit_rows(Fit (&fits)[2], WeightFit (&of_weight)[2], const RowSums (&sums)[2],
                            const float (&sum_a)[2]) const {
 #pragma unroll
@@ -208,7 +211,7 @@ class TrellisScanChain {
       }
     }
   }
-  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as a left factor.
+  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as an A fragment.
   __device__ void finish(Sums<2>& u, const Sums<2>& slope, const Sums<2>& a, const Fit (&fits)[2],
                          Operand<1>& rounded, uint32_t (&transposed)[4]) const {
 #pragma unroll
@@ -227,7 +230,7 @@ class TrellisScanChain {
       transposed[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
     }
   }
-  // For those who read and who keep: u, z in the place of a, and the fits.
+  // Stores u, z in place of a, and the fits for the output warps.
   __device__ void write(int s, const Operand<1>& u, const Operand<1>& z, const Fit (&fits)[2],
                         const WeightFit (&of_weight)[2]) const {
     store_block(token(s, Space::kU), 0, slot, u.at[0]);
@@ -242,7 +245,7 @@ class TrellisScanChain {
     arrive_once(space.written() + s);
   }
 
-  // A tile, whether there is another.
+  // Processes a tile. Returns whether there is another.
   __device__ bool step() {
     const int s = turn.place;
     const bool enters = at.marks & Space::kEnters, more = !(at.marks & Space::kEnds);
@@ -255,7 +258,7 @@ class TrellisScanChain {
     } else {
       product_with<T>(u, token(s, Space::kX), first);
     }
-    // Beside the product.
+    // Overlaps with the product.
     if (enters) leave(), decay();
     if constexpr (kAhead) {
       unpack<T>(a, at.a);
@@ -270,7 +273,7 @@ class TrellisScanChain {
     barrier_wait(1, 32 * kWarps);
     take_moments(sums);
     turn.next(Space::kStages);
-    // Beside the sums what comes after them.
+    // Overlaps with the sums: the operands of the next products.
     Operand<K> weighed;
     if constexpr (kAhead) {
       load_right(weighed, token(s, Space::kWeighed));

@@ -1,17 +1,17 @@
-// Those who bring the scan its tokens, tile by tile in turn, and the warp that stores its memories.
+// Producer warps of the scan, which take the tiles round-robin, and the warp that stores memories.
 #pragma once
 
 #include "trellis/scan_space.cuh"
 
 namespace girih::kernels {
 
-// Where the loaders are in their sequence: chunks, and tiles of them. Short: a chunk is a tile.
+// Iterates over the chunks of a sequence and their tiles. Short: a chunk is one tile.
 template <bool Short>
 struct TileWalk {
   const TrellisShape& shape;
   const ChunkedSequence& of;
   int64_t chunk_number = 0;
-  int first = 0;  // of the tile in its chunk
+  int first = 0;  // token of the chunk at which the tile starts
   Chunk chunk;
 
   __device__ TileWalk(const TrellisShape& shape, const ChunkedSequence& of) : shape(shape), of(of) {
@@ -47,7 +47,7 @@ struct TileWalk {
   }
 };
 
-// Short: a chunk is a tile, and the chain looks a chunk ahead.
+// Short: a chunk is one tile, and the state warps compute one chunk ahead.
 template <typename T, int Tile, bool Short>
 struct TrellisScanLoader {
   using Space = TrellisScanSpace<T, Tile>;
@@ -72,7 +72,7 @@ struct TrellisScanLoader {
     commit_copies();
   }
 
-  // X X~^T, X~ of the stage before once that is full.
+  // Computes X X~^T. Waits until the stage before, which has X~, is full.
   __device__ void score(const Turn& turn) const {
     const int before = (turn.place == 0 ? Space::kStages : turn.place) - 1;
     Operand<Tile / 16> x;
@@ -87,7 +87,7 @@ struct TrellisScanLoader {
     space.scores(turn.place) = {at[0], at[1], at[2], at[3]};
   }
 
-  // Of a tile whose copies have arrived: x times its weight, and the sums of a.
+  // Transforms a tile whose copies have arrived: scales x, and sums a over the slots.
   __device__ void finish(const Turn& turn, int marks, bool follows) const {
     const int stage = turn.place;
     auto& numbers = space.numbers(stage);
@@ -103,7 +103,7 @@ struct TrellisScanLoader {
       for (int e = 0; e < 8; ++e) pack.at[e] *= weight;
       store<8>(&weighed.at(row, col), pack);
     }
-    // Two lanes a row.
+    // Two lanes have a row.
     float sum = 0.f;
 #pragma unroll 2
     for (int i = 0; i < kPacks / 2; ++i) {
@@ -113,19 +113,19 @@ struct TrellisScanLoader {
     }
     sum += __shfl_xor_sync(~0u, sum, 1);
     if (lane() % 2 == 0) numbers.rows[lane() / 2 % 8].sum_a[lane() / 16] = sum;
-    // L_C, of the first token.
+    // e^{L_C}, from the gate of the tile's token 0.
     if (lane() < 8) numbers.rows[lane()].decay = exp2_fast(numbers.gates[0].through + numbers.gates[0].after);
     if (lane() == 0) numbers.marks = marks;
     if (Short && follows) score(turn);
     arrive_once(space.full() + stage);
   }
 
-  // A tile's copies are under way while the one before, of this warp, is made ready.
+  // The copies of a tile are in flight while the warp transforms its tile before.
   __device__ void run(int loader) const {
     const bool resumed = p.first[part.memory].data != nullptr;
     Turn turn, before;
     int marks = 0;
-    bool waits = false, follows = false;  // a tile of this warp's, one that another is before
+    bool waits = false, follows = false;  // a tile of this warp is in flight; another tile precedes it
     TileWalk<Short> at(p.shape, part.of);
     at.skip(loader), turn.skip(loader, Space::kStages);
     for (; !at.done(); at.skip(Space::kLoaders), turn.skip(Space::kLoaders, Space::kStages)) {

@@ -1,11 +1,11 @@
-// The scan's readers: what tokens read of the memories, and the storing of what they write. A reader has one
-// tile, the next reader the next.
+// Output warps of the scan: compute the reads of the memories and store o, u and z. They take the tiles of a
+// chunk round-robin.
 //
-//     of keys    r_t = f(A_t q_t)       goes to the block that has the memory of values; of one memory it is
-//     o_t of values  o_t = A_t^T r_t
+//     memory of keys      r_t = f(A_t q_t)    sent to the block of values; with one memory r is o
+//     memory of values    o_t = A_t^T r_t
 //
-// A chunk's tiles and memory are given back by all readers, but where no chunk has more than one tile: there
-// its reader alone does so, and the memory before it reads what the tile's tokens write.
+// All output warps release the tiles and the memory of a chunk. If chunks have at most one tile, only the
+// output warp of the chunk releases these, and it multiplies by the memory before it waits for u.
 #pragma once
 
 #include "tile/cluster.h"
@@ -23,7 +23,7 @@ struct TrellisScanReader {
   const TrellisPart& part;
   const Space& space;
 
-  // A reader's tile: its chunk's first stage and the turn of its own.
+  // A tile of an output warp: the stage of the chunk's tile 0, and the stage of its own tile.
   struct Own {
     Turn chunk, own;
     int tile;
@@ -36,7 +36,7 @@ struct TrellisScanReader {
     }
   };
 
-  // The second part of a read, of tiles of two kinds.
+  // Adds the terms of the chunk's tokens to y; xs and ys are the two kinds of tiles.
   __device__ void finish(Sums<N>& y, const Operand<K>& w, const Own& at, typename Space::TokenTile xs,
                          typename Space::TokenTile ys) const {
     finish_read<T>(
@@ -45,7 +45,8 @@ struct TrellisScanReader {
         [&](int j) { return space.numbers(at.stage(j)).gates; });
   }
 
-  // R = f(Q A^T + ..), to the other block's stage or to o. Behind the product with the memory: then().
+  // R = f(Q A^T + ..), stored to the stage of the other block or to o. Calls then() after the product with
+  // the memory.
   template <class Then>
   __device__ void read_keys(const Own& at, const typename Space::Memory& memory, int64_t token, int rows,
                             const Then& then) const {
@@ -66,11 +67,12 @@ struct TrellisScanReader {
       put(tile, p.o, token, rows, p.shape.M);
       return;
     }
-    // The stage is free once the other block has taken r (space.init()): so the place there is too.
+    // The stage is empty here only after the other block has loaded r (space.init()), so the tile of the
+    // other block is free too.
     if (lane() == 0) send(tile.data, Token::kBytes, space.sent() + s, 1);
   }
 
-  // O = R A + .., and then() likewise.
+  // O = R A + .., and then() as above.
   template <class Then>
   __device__ void read_values(const Own& at, const typename Space::Memory& memory, int64_t token, int rows,
                               const Then& then) const {
@@ -84,7 +86,7 @@ struct TrellisScanReader {
     add_product<T>(o, r, memory);
     then();
     finish(o, r, at, Space::kU, Space::kX);
-    // The chain has taken what was in this tile.
+    // The state warps no longer needs this tile: it is ready before u is full.
     const Token tile = space.token(s, Space::kWeighed);
     round_to<T>(r, o);
     store_blocks(tile, 0, 0, r);
@@ -97,7 +99,7 @@ struct TrellisScanReader {
                   0);
   }
 
-  // What the tile's tokens have written, for backward.
+  // Stores u, z and the fits of the tile for backward.
   __device__ void keep(int stage, int64_t token, int rows) const {
     const int64_t batch = part.of.sequence.batch;
     const auto keep = [&](const Out<4>& to, typename Space::TokenTile which) {
@@ -136,14 +138,15 @@ struct TrellisScanReader {
     }
   }
 
-  // A chunk is a tile.
+  // A chunk is one tile.
   __device__ void run_short(int reader) const {
     Turn stage, place;
     stage.skip(reader, Space::kStages), place.skip(reader, Space::kPlaces);
 #pragma unroll 1
     for (int64_t i = reader; i < part.of.chunks; i += Space::kReaders) {
       const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
-      // With the memory the chain leaves word of the tokens that loaders have brought.
+      // The state warps wait for the producer warps before they pass the memory on, so the tokens are loaded
+      // too.
       wait(space.left() + place.place, place.parity);
       read(Own(stage, 0), space.memory(place.place), chunk.start, chunk.length, [&] {
         arrive_once(space.taken() + place.place);
@@ -156,7 +159,7 @@ struct TrellisScanReader {
 
   __device__ void run_long(int reader) const {
     Turn stage, place;
-    unsigned begun = 0;  // tiles of the chunks before
+    unsigned begun = 0;  // tiles of earlier chunks
     for (int64_t i = 0; i < part.of.chunks; ++i) {
       const Chunk chunk = chunk_of(p.shape.grid, part.of, i);
       const int tiles = (chunk.length + kTile - 1) / kTile;
@@ -164,7 +167,7 @@ struct TrellisScanReader {
       wait(space.left() + place.place, place.parity);
       if (tile < tiles) {
         const Own at(stage, tile);
-        // Tiles are written in order.
+        // The state warps store the tiles in order: the later wait implies the earlier ones.
         wait(space.written() + at.own.place, at.own.parity);
         read(at, space.memory(place.place), chunk.start + tile * kTile,
              min(chunk.length - tile * kTile, kTile), [] {});

@@ -1,12 +1,13 @@
-// The scan's chain where no chunk has more than one tile: it looks a chunk ahead.
+// State warps of the scan for chunks of at most one tile: they compute one chunk ahead.
 //
-// The next chunk's z hangs on this one's u by a product with 16 by 16 scores, which loaders have ready:
+// The z of the next chunk depends on the current u only through a product with 16 x 16 scores, which producer
+// warps compute:
 //
 //     A <- e^{L_C} A + U^T X~            X~_t = -gamma_t e^{L_C - L_t} x_t
 //     Z_next = e^{L_C} X_next A^T + (X_next X~^T) U
 //
-// The first term is there before U is: neither the rounding of the next A nor a product with it is between
-// one U and the next.
+// The term with A is computed before U is. So neither the rounding of the next A nor a product with the next
+// A is on the critical path between one U and the next.
 #pragma once
 
 #include "trellis/scan_chain.cuh"
@@ -21,12 +22,13 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
   using typename Chain::Space;
   static_assert(Space::kLooksAhead && Chain::kAhead);
 
-  // Of the chunk whose turn it is y, its slope and z as it is kept; at: its a and numbers, and X of the next.
+  // Of the current chunk: y, its slope and the rounded z. `at` has a and the scalars of the current chunk,
+  // and X of the next chunk.
   Sums<2> y, slope;
   Operand<1> kept;
-  // Which of the lane's slots exist, as rows of U^T. What it takes away is zero already: it makes of U^T's
-  // registers others, for products with it on the left. Of the same ones, which those on the right need in
-  // another order, the compiler makes a copy for every product.
+  // Masks of the lane's slots, as rows of U^T. The masked values are zero already; the mask gives U^T new
+  // registers for the products with U^T as A fragment. Without it the compiler copies the registers for every
+  // product, because U as B fragment needs another register order.
   uint32_t slots[2];
 
  public:
@@ -39,7 +41,8 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
 
   __device__ void run() {
     const int chunks = static_cast<int>(part.of.chunks);
-    const int open = chunks > 0 && !chunk_of(p.shape.grid, part.of, chunks - 1).complete ? 1 : 0;  // chunks
+    // 1: the last chunk is incomplete
+    const int open = chunks > 0 && !chunk_of(p.shape.grid, part.of, chunks - 1).complete ? 1 : 0;
     const bool resumed = p.first[part.memory].data != nullptr;
     load_state(A, p.initial[part.memory], part, p.shape, slot);
     if (chunks > 0) begin_first(chunks, resumed);
@@ -47,24 +50,25 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     for (int left = chunks; left > 0;) {
       if (left == open) leave_first(chunks == 1 && resumed);
 #pragma unroll 1
-      do {  // chunks like most
+      do {  // complete chunks
         step(left);
       } while (--left > open);
     }
     store_state(p.last[part.memory], A, part, p.shape, slot);
-    // A chunk has been completed, or there was no token: then A' is what it was.
+    // The last chunk is complete: A' of the next token is A. Without tokens A' does not change.
     if (open == 0) leave_first(chunks == 0 && resumed);
   }
 
  private:
-  // A' of the chunk that the next token is in: what was given, or A.
+  // Stores A' of the chunk of the next token: the caller's A', or A.
   __device__ void leave_first(bool given) const {
     Sums<N> A = this->A;
     if (given) load_state(A, p.first[part.memory], part, p.shape, slot);
     store_state(p.last_first[part.memory], A, part, p.shape, slot);
   }
 
-  // The first chunk's z. Where the chunk goes on in one that was begun before A' is not A.
+  // Computes z of the chunk in which the sequence starts. If that chunk began in an earlier call, A' is not
+  // A.
   __device__ void begin_first(int chunks, bool resumed) {
     Sums<N> given = A;
     if (resumed) load_state(given, p.first[part.memory], part, p.shape, slot);
@@ -78,7 +82,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     fetch(chunks > 1);
   }
 
-  // z = X A'^T of the X that is there. What comes before it is not waited for: one sum does.
+  // z = X A'^T with X from registers. One accumulator is enough: nothing waits for this product.
   __device__ void multiply(Sums<2>& z) const {
     fill(z, 0.f);
 #pragma unroll
@@ -88,12 +92,12 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     }
   }
 
-  // Of the chunk whose turn it is, which is there.
+  // Loads the inputs of the current chunk, which is full.
   __device__ void take_targets() {
     at.rows = space.numbers(turn.place).rows[this->row];
     load_block(at.a, token(turn.place, Space::kA), 0, slot);
   }
-  // That chunk as far as the other warps' sums.
+  // Computes the current chunk up to the moments of the warp.
   __device__ void begin_next(const Sums<2>& z) {
     Sums<2> a;
     unpack<T>(a, at.a);
@@ -101,7 +105,7 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     y = z;
     this->begin(y, slope, a, kept);
   }
-  // X of the chunk after it, if there is one, else anything.
+  // Loads X of the next chunk; unspecified data if there is none.
   __device__ void fetch(bool has_next) {
     Turn next = turn;
     next.next(Space::kStages);
@@ -109,13 +113,13 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     load_blocks(at.x, token(next.place, Space::kX));
   }
 
-  // The first of so many chunks, from its sums to those of the next. (Behind the last one what is begun is of
-  // no chunk, and nobody waits for it.)
+  // Processes a chunk, with `left` chunks to go, from its moments to the moments of the next chunk. After the
+  // last chunk the results of the next chunk are unspecified and unused.
   __device__ void step(int left) {
     const int s = turn.place;
     const float decay = at.rows.decay;
 
-    // Beside the sums: what the next z has of A, A itself, and what comes after them.
+    // Overlaps with the exchange of moments: the term of A in the next z, and the rounded A.
     Sums<2> z, a;
     round_to_right<T>(first, A);
     multiply(z);
@@ -140,7 +144,8 @@ class TrellisShortChain : TrellisScanChain<T, Tile, Map> {
     const uint32_t factor[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
     for (int j = 0; j < 2; ++j) mma<T>(z.at[j], factor, transposed[j], transposed[2 + j]);
-    // What A's step needs comes behind what the next z does, and before a reader may have the tile for its o.
+    // Loads the operand of A's update after the next z is computed, and before an output warp may overwrite
+    // the tile with o.
     Operand<K> weighed;
     load_right(weighed, token(s, Space::kWeighed));
     this->write(s, rounded, kept, fits, of_weight);

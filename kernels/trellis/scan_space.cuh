@@ -1,8 +1,9 @@
-// What the scan's warps share. A block has one sequence, head and memory.
+// Shared memory of the scan. A block has one sequence, head and memory.
 //
-// Tokens go through a ring of stages, 16 a stage: `full` once a loader has brought them, `written` once the
-// chain has left what they write, `empty` once the readers have taken it. The memory before every chunk goes
-// through places of its own, from the chain to the readers and to the warp that stores it.
+// The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage: `full` (producer
+// warps have loaded the tokens), `written` (the state warps have stored u and z), `empty` (the output warps
+// have released the stage). The memory before every chunk passes through a second ring of kPlaces stages,
+// from the state warps to the output warps and to the warp that stores memories.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,7 @@
 
 namespace girih::kernels {
 
-// Whether the blocks of two memories read together: r goes from one to the other.
+// Whether the blocks of the two memories are a cluster: r goes from the block of keys to the block of values.
 __host__ __device__ inline bool has_pairs(const TrellisScan& p) {
   return p.o.data != nullptr && p.shape.memories == 2;
 }
@@ -20,35 +21,37 @@ template <typename T, int Tile>
 struct TrellisScanSpace {
   using Token = SharedTile<T, kTile, Tile>;
   using Memory = SharedTile<T, Tile, Tile>;
-  // Warps: the chain's, readers as many as a chunk may have tiles, and those that load and store.
+  // Warps of each role. A chunk has at most kReaders tiles; one more warp stores memories.
   static constexpr int kChain = Tile / 16, kReaders = kMostChunk / kTile, kLoaders = 3;
   static constexpr int kThreads = (kChain + kReaders + kLoaders + 1) * 32;
   static constexpr int kStages = Tile == 64 ? 16 : 7, kPlaces = Tile == 64 ? 5 : 2;
-  // Chunks of one tile may be looked ahead of (scan_short_chain.cuh): of bf16, whose range scores keep to.
+  // The state warps may compute a chunk ahead if a chunk has one tile (scan_short_chain.cuh). The scores fit
+  // the range of bf16, not of fp16.
   static constexpr bool kLooksAhead = Tile == 64 && std::is_same<T, __nv_bfloat16>::value;
-  // A loader has two tiles under way, and a whole chunk may be between them.
+  // A producer warp has two tiles in flight, and up to a whole chunk of other tiles lies between these two.
   static_assert(kStages >= kLoaders + kReaders);
-  // x and x times its weight, -gamma_t e^{L_C - L_t}; a, in whose place the chain leaves z; of the memory of
-  // keys q, in whose place a reader leaves r, and of that of values the r that has been sent; u.
+  // Tiles of a stage: x; x scaled by -gamma_t e^{L_C - L_t}; a, which z replaces; in the block of keys q,
+  // which r replaces, and in the block of values the r that it receives; u.
   enum TokenTile : int { kX, kWeighed, kA, kR, kU, kTokenTiles };
-  // Where a tile is: a chunk's first, the sequence's last, in a chunk that is not complete, in one that goes
-  // on where it was begun before.
+  // Position of a tile: it starts a chunk, it ends the sequence, its chunk is incomplete, its chunk started
+  // in an earlier call.
   enum Mark : int { kEnters = 1, kEnds = 2, kOpen = 4, kGoesOn = 8 };
-  // Of tokens r and r + 8 the sums of a, and the chunk's decay: what a lane of the chain needs.
+  // Sums of a over the slots for tokens r and r + 8, and the decay e^{L_C} of the chunk: the scalars of a
+  // lane of the state warps.
   struct alignas(16) RowNumbers {
     float sum_a[2], decay, unused;
   };
-  // Of a stage, for each token: its Fit and its gates. The tile's marks.
+  // Scalars of a stage: Fit and gates of each token, the RowNumbers, and the marks of the tile.
   struct Numbers {
     Fit fits[kTile];
     TokenGate gates[kTile];
     RowNumbers rows[kTile / 2];
     int marks, unused[3];
   };
-  // Of a stage, where the chain looks a chunk ahead: X X~^T, of this chunk's tokens and the weighed ones of
-  // the one before, rounded to T, as a left factor.
+  // Scores X X~^T of a stage, rounded to T, as an A fragment: X of this chunk, X~ the scaled X of the chunk
+  // before (scan_short_chain.cuh).
   using Scores = uint4[32];
-  static constexpr int kSources = 3;  // of a tile's tokens
+  static constexpr int kSources = 3;  // x, a and q
   static constexpr int kTiles = kStages * kTokenTiles * Token::kBytes, kMemories = kPlaces * Memory::kBytes,
                        kNumbers = kStages * static_cast<int>(sizeof(Numbers)),
                        kTable = 2 * kTile * kChain * static_cast<int>(sizeof(Moments)),
@@ -56,7 +59,7 @@ struct TrellisScanSpace {
   static constexpr int kBytes = kTiles + kMemories + kNumbers + kTable + kScores +
                                 (4 * kStages + 2 * kPlaces) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
-  // With a weight of phi there are more sums of a row, and more is kept of a token.
+  // A weight of phi needs more sums of a row, and a WeightFit for each token.
   static constexpr int kWeighted = (kBytes + 15) / 16 * 16,
                        kWeightedBytes =
                            kWeighted + kTable + kStages * kTile * static_cast<int>(sizeof(WeightFit));
@@ -72,20 +75,20 @@ struct TrellisScanSpace {
   __device__ Numbers& numbers(int stage) const {
     return reinterpret_cast<Numbers*>(base + kTiles + kMemories)[stage];
   }
-  // A moment of a row by all warps, of this tile and the one before. Warp w's lies at w ^ which: four lanes
-  // store a row's four, to places of different banks.
+  // A moment of a row for all warps; two buffers alternate by tile. The value of warp w is at index w ^
+  // which: four lanes store the four moments of a row to different banks.
   __device__ float* moments(unsigned tiles, int which, int row) const {
     return reinterpret_cast<float*>(base + kTiles + kMemories + kNumbers) +
            (((tiles & 1) * 4 + which) * kTile + row) * kChain;
   }
-  // The same of weighed_moments_of_rows().
+  // The same for the sums of weighed_moments_of_rows().
   __device__ float* weighed_moments(unsigned tiles, int which, int row) const {
     return reinterpret_cast<float*>(base + kWeighted) + (((tiles & 1) * 4 + which) * kTile + row) * kChain;
   }
   __device__ WeightFit* weight_fits(int stage) const {
     return reinterpret_cast<WeightFit*>(base + kWeighted + kTable) + stage * kTile;
   }
-  __device__ uint4& scores(int stage) const {  // of the lane
+  __device__ uint4& scores(int stage) const {  // of the calling lane
     return reinterpret_cast<Scores*>(base + kTiles + kMemories + kNumbers + kTable)[stage][lane()];
   }
   __device__ uint64_t* full() const {
@@ -93,13 +96,13 @@ struct TrellisScanSpace {
   }
   __device__ uint64_t* written() const { return full() + kStages; }
   __device__ uint64_t* empty() const { return written() + kStages; }
-  __device__ uint64_t* sent() const { return empty() + kStages; }  // r, from the memory of keys
-  __device__ uint64_t* left() const { return sent() + kStages; }   // the memory before a chunk
+  __device__ uint64_t* sent() const { return empty() + kStages; }  // r of the block of keys
+  __device__ uint64_t* left() const { return sent() + kStages; }   // memory before a chunk
   __device__ uint64_t* taken() const { return left() + kPlaces; }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(taken() + kPlaces); }
 
-  // By one thread. So many readers give a tile and a memory back; r of the keys' block is taken by that of
-  // values before its stage is free.
+  // Called by one thread. `readers` warps release a tile and a memory. In the block of keys a stage also
+  // waits until the block of values has loaded r.
   __device__ void init(const TrellisScan& p, const TrellisPart& part, int readers) const {
     const int memory = part.memory;
     const bool reads = p.o.data != nullptr, stores = p.memories[memory] != nullptr;

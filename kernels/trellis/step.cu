@@ -1,5 +1,5 @@
-// One token of the memories: each is read and written once, A' read, and written where the token completes
-// its chunk. One block a sequence and head, whose threads take rows as tile/row_groups.h says.
+// One token of decoding. A is read and written once; A' is read once, and written if the token completes its
+// chunk. A block has a sequence and head; tile/row_groups.h assigns rows to threads.
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
@@ -11,8 +11,7 @@ namespace girih::kernels {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-// Rows of a group whose elements are under way at once, ahead of any that is written: a block waits for
-// memory and nothing else.
+// Rows of a thread whose loads are in flight before the stores. The block is bound by memory latency.
 constexpr int kTogether = 4;
 
 __device__ inline float sum_over_warp(float x) {
@@ -26,7 +25,7 @@ __device__ inline float max_over_warp(float x) {
   return x;
 }
 
-// By one warp: what the sums of y = silu(z) or z [M] with a come to.
+// Statistics of y = silu(z) or z [M] and of a, computed by one warp.
 template <class Map>
 __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, int M) {
   const auto sum_of = [&](const auto& term) {
@@ -51,9 +50,9 @@ __device__ inline Fit fit_row(const Map& map, const float* y, const float* a, in
   }
 }
 
-// u = J_phi(z)^T (w * (w * phi(z) - a)) in the place of y = silu(z) or z, of which `slope` is the slope, by
-// one warp: with e = w * (w * n - a), n = phi(z) and s = n.e / N, slope * (e - its mean - s n) / r, r the
-// root of n's norm; of softmax n * (e - n.e).
+// Replaces y = silu(z) or z, whose slope is `slope`, by u = J_phi(z)^T (w * (w * phi(z) - a)); called by one
+// warp. With n = phi(z), e = w * (w * n - a), s = n.e / N and r the root of n's norm: u = slope * (e -
+// mean(e) - s n) / r; softmax: u = n * (e - n.e).
 template <class Map>
 __device__ inline void to_weighted_residual(const Map& map, float* y, const float* slope, const float* a,
                                             const float* w, int M) {
@@ -78,8 +77,8 @@ __device__ inline void to_weighted_residual(const Map& map, float* y, const floa
   }
 }
 
-// A block's token: its sequence, head and vectors, and what is done with them, in this order. A barrier is
-// between any two of its phases.
+// The token of a block: its sequence, head and vectors in shared memory, and the phases of the update in
+// their order. A barrier separates two phases.
 template <int N, int Memories>
 struct StepBlock {
   using Columns = Pack<N>;
@@ -87,13 +86,13 @@ struct StepBlock {
 
   const TrellisStep& p;
   const int64_t sequence;
-  const int head, group;  // group: queries of the head
+  const int head, group;  // group: query heads of a memory
   const int thread, warp;
-  const bool completes;   // its chunk
-  const Share shares[2];  // of the memories
+  const bool completes;   // whether the token completes its chunk
+  const Share shares[2];  // of each memory
   float gamma, decay;
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
-  float* w;  // phi's weight, of one memory: where two have the second one's z
+  float* w;  // weight of phi; needs one memory, and uses the storage of z[1]
 
   __device__ StepBlock(float* at, const TrellisStep& p)
       : p(p),
@@ -104,7 +103,7 @@ struct StepBlock {
         warp(warp_index()),
         completes(clamp(p.position[sequence], 0, p.chunk - 1) == p.chunk - 1),
         shares{Share(p.D), Share(p.V)} {
-    // Those of packs first: M may be odd.
+    // Arrays that are accessed in packs precede the others, because M may be odd.
     q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
     z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
     w = z[1];
@@ -114,7 +113,7 @@ struct StepBlock {
     return static_cast<float*>(state.data) + offset_of(state, sequence, head, m);
   }
 
-  // f(the first of kTogether rows of the thread), until M are done; every thread comes equally often.
+  // Calls f(m) with the thread's row of every kTogether, until M. All threads make the same number of calls.
   template <int Memory, class F>
   __device__ void for_rows(const F& f) const {
     const Share& share = shares[Memory];
@@ -130,7 +129,7 @@ struct StepBlock {
   __device__ void put(const Out<4>& state, int m, int col, const Columns& x) const {
     store<N>(row(state, m) + col * state.stride[3], x);
   }
-  // Columns of a thread's rows from m on; 0 where there is no row.
+  // Loads columns of the thread's rows from m on; 0 for rows that do not exist.
   template <int Memory>
   __device__ void load_rows(Columns (&to)[kTogether], const Out<4>& state, int m, int col) const {
 #pragma unroll
@@ -139,7 +138,7 @@ struct StepBlock {
       to[j] = at < p.M ? get(state, at, col) : zeros<N>();
     }
   }
-  // A <- e^g A - gamma u x^T of these columns, also in memory.
+  // A <- e^g A - gamma u x^T for these columns, in registers and in global memory.
   template <int Memory>
   __device__ void write_rows(Columns (&now)[kTogether], int m, int col, const Columns& x) const {
 #pragma unroll
@@ -160,12 +159,12 @@ struct StepBlock {
       for (int i = 0; i < N; ++i) sums[j] = fmaf(a[j].at[i], x.at[i], sums[j]);
     }
   }
-  // What is written later is on its way to the L2 cache meanwhile.
+  // Prefetches A, which is accessed later, to the L2 cache.
   template <int Memory>
   __device__ void prefetch_memory() const {
     const Share& share = shares[Memory];
     const bool begins_line = p.memory[Memory].stride[3] == 1 && share.col % 32 == 0;
-    if (!begins_line || p.chunk == 1) return;  // of chunks of a token it is read at once
+    if (!begins_line || p.chunk == 1) return;  // with chunks of one token A is read immediately
     for (int m = share.row; m < p.M; m += share.rows) {
       for (int col = share.col; col < width<Memory>(); col += share.cols)
         prefetch(row(p.memory[Memory], m) + col);
@@ -188,8 +187,7 @@ struct StepBlock {
     decay = p.g.data == nullptr ? 1.f : expf(load_any(p.g, sequence, head));
   }
 
-  // z = A' x, and then silu(z) and its slope. A chunk of one token begins with it, and A' is
-  // the memory.
+  // z = A' x, then y = silu(z) or z and its slope. In a chunk of one token A' is A.
   template <int Memory>
   __device__ void products() const {
     const Share& share = shares[Memory];
@@ -214,7 +212,7 @@ struct StepBlock {
     });
   }
 
-  // u = J_phi(z)^T (phi(z) - a), in the place of z: a warp a memory.
+  // Replaces y by u = J_phi(z)^T (phi(z) - a); one warp for each memory.
   __device__ void residuals() const {
     if (warp >= Memories) return;
     float *of = warp == 0 ? z[0] : z[1], *by = warp == 0 ? slope[0] : slope[1];
@@ -236,7 +234,7 @@ struct StepBlock {
     });
   }
 
-  // A <- e^g A - gamma u k^T, where it `steps`, and y = A q, silu(y) in the place of r.
+  // If `steps`: A <- e^g A - gamma u k^T. Then y = A q, and r = silu(y) or y.
   __device__ void pass_keys(bool steps) const {
     const Share& share = shares[0];
     for_rows<0>([&](int m) {
@@ -256,7 +254,7 @@ struct StepBlock {
     });
   }
 
-  // r = f(y), by one warp.
+  // Replaces y by r = f(y); called by one warp.
   __device__ void map_read() const {
     with_map(p.f, p.M, [&](const auto& f) {
       const Fit found = fit_row(f, r, r, p.M);
@@ -270,10 +268,11 @@ struct StepBlock {
     });
   }
 
-  // A <- e^g A - gamma u v^T, where it `steps`, and o = A^T r, every warp's rows' part.
+  // If `steps`: A <- e^g A - gamma u v^T. Then o = A^T r, as one sum over rows for each warp.
   __device__ void pass_values(bool steps) const {
     const Share& share = shares[1];
-    for (int first = 0; first < p.V; first += share.cols) {  // of every lane of a warp, for they add up
+    // uniform in a warp, because add_up() needs all lanes
+    for (int first = 0; first < p.V; first += share.cols) {
       const int col = first + share.col;
       Columns o = zeros<N>();
       if (col < p.V) {
@@ -302,7 +301,7 @@ struct StepBlock {
     }
   }
 
-  // Of one of the head's queries: the first passes the memories on.
+  // Processes a query head. The first one of a memory updates the memory.
   __device__ void pass(int member) const {
     pass_keys(member == 0);
     __syncthreads();
@@ -339,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_
   }
 }
 
-// Once all heads of a sequence have read where it is.
+// Runs after all heads have read the position.
 __global__ void advance_kernel(int64_t* position, int64_t sequences, int chunk) {
   const int64_t n = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (n < sequences) position[n] = (clamp(position[n], 0, chunk - 1) + 1) % chunk;

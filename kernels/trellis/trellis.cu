@@ -1,4 +1,4 @@
-// Which instance a call takes.
+// Chooses the instance of a call.
 #include <algorithm>
 
 #include "tile/instance.h"
@@ -8,7 +8,7 @@
 namespace girih::kernels {
 namespace {
 
-// launch(an element, columns and slots of a tile): the smallest that holds them.
+// Calls launch(element, tile) with the smallest tile of slots and columns that holds the widths.
 template <class Launch>
 cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
   const int widest = std::max({shape.M, shape.D, shape.V});

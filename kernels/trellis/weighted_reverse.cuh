@@ -1,4 +1,4 @@
-// The reverse pass with a weight of phi.
+// The reverse scan with a weight of phi.
 #pragma once
 
 #include "trellis/reverse.cuh"

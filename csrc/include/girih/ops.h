@@ -1,20 +1,19 @@
-// The operators as C++ functions. They call torch.ops.girih.*, so autograd, autocast and every device work as
-// there.
+// The operators as C++ functions. They call torch.ops.girih.*, so autograd, autocast and all devices work as
+// in Python.
 //
-// Letters: B batch, T tokens, H heads, D key width, V value width, M slots, N sequences (B, or what
-// cu_seqlens says). Gates are logs, at most 0. q may have a multiple HQ of the other tensors' heads. An
-// undefined tensor is an absent one. Data come first; options, state and packing are named fields of one
-// struct:
+// Letters: B batch, T tokens, H heads, D key width, V value width, M slots, N sequences (B, or the number in
+// cu_seqlens). Gates are logs, at most 0. The number of heads of q, HQ, may be a multiple of H. An undefined
+// tensor is absent. Data come first; options, state and packing are named fields of one struct:
 //
 //   auto [o, state] = girih::ops::gsa(q, k, v, {}, g, {.scale = 1.0});
 //   auto [more, last] = girih::ops::gsa(q2, k2, v2, {}, g2, {.scale = 1.0, .state = state});
 //
-// A state is fp32 (fp64 when the inputs are); a default-made one is the start of a sequence. X_step reads one
-// token (T = 1), writes the tensors of its options' state in place and returns the output alone;
-// XState::start makes the state it needs for a first token. cu_seqlens [N + 1] (int32 or int64, on the
-// device) packs N sequences into B = 1; [B, 2] says where in each row its one sequence begins and ends.
-// Tokens outside belong to no sequence: they do nothing and their output is 0. A wrong argument throws
-// c10::ValueError, which names the argument, what it is and what it should be.
+// A state is fp32 (fp64 if the inputs are). A default-constructed state is the start of a sequence. X_step
+// reads one token (T = 1), writes the tensors of options.state in place and returns the output only;
+// XState::start makes the state for a first token. cu_seqlens [N + 1] (int32 or int64, on the device) packs N
+// sequences into B = 1; cu_seqlens [B, 2] has the begin and the end of the sequence of each row. Tokens
+// outside of the sequences change no state and have the output 0. A wrong argument throws c10::ValueError,
+// whose message names the argument, its value and the expected value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +30,7 @@ using at::Tensor;
 
 // ---- gated slot attention ----------------------------------------------------------------------
 
-// Memories of gsa: k [N, H, D, M], v [N, H, M, V] and, for ABC alone, z [N, H, M].
+// The memories of gsa: k [N, H, D, M], v [N, H, M, V] and, for ABC only, z [N, H, M].
 struct GSAState {
   Tensor k = {}, v = {}, z = {};
 
@@ -47,11 +46,11 @@ struct GSAOptions {
   Tensor cu_seqlens = {};
 };
 
-// Gated slot attention (Zhang et al. 2024), and without g its ungated form ABC (Peng et al. 2021).
+// Gated slot attention (Zhang et al. 2024); without g its ungated form ABC (Peng et al. 2021).
 //   Hk_t = Hk_{t-1} Diag(e^{g_t}) + k_t s_t^T        p_t = feature(scale * Hk_t^T q_t)
 //   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        o_t = Hv_t^T p_t
 // q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], s and g [B, T, H, M] -> o [B, T, HQ, V].
-// Without s it is 1 - e^g. Without g, s are logits, normalised over all tokens so far; -inf masks a token.
+// Without s, s = 1 - e^g. Without g, s are logits, normalised over all tokens so far; -inf masks a token.
 std::pair<Tensor, GSAState> gsa(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s,
                                 const Tensor& g, const GSAOptions& options = {});
 Tensor gsa_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, const Tensor& g,
@@ -59,7 +58,7 @@ Tensor gsa_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 
 // ---- linear attention --------------------------------------------------------------------------
 
-// Memory of gla: s [N, H, D, V].
+// The memory of gla: s [N, H, D, V].
 struct GLAState {
   Tensor s = {};
 
@@ -74,11 +73,11 @@ struct GLAOptions {
   Tensor cu_seqlens = {};
 };
 
-// Gated linear attention (Yang et al. 2024): plain without g, with one gate a head, or with one a key
+// Gated linear attention (Yang et al. 2024), without gates, with one gate per head, or with one gate per key
 // channel.
 //   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 // q [B, T, HQ, D], k [B, T, HK, D], v [B, T, H, V], g [B, T, H] or [B, T, H, D] -> o [B, T, max(HQ, H), V].
-// HK divides H, HQ too or is a multiple: memory h has key head h / (H / HK).
+// HK divides H. HQ divides H or is a multiple of H. Memory h reads key head h / (H / HK).
 std::pair<Tensor, GLAState> gla(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g = {},
                                 const GLAOptions& options = {});
 Tensor gla_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -86,8 +85,8 @@ Tensor gla_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 
 // ---- DeltaProduct ------------------------------------------------------------------------------
 
-// Memory of delta_product: s [N, H, D, V] and, with between_chunks alone, position [N] int64: how many tokens
-// of the current chunk have been read.
+// The memory of delta_product: s [N, H, D, V] and, with between_chunks only, position [N] int64, the number
+// of tokens of the current chunk that have been read.
 struct DeltaProductState {
   Tensor s = {}, position = {};
 
@@ -97,22 +96,22 @@ struct DeltaProductState {
 };
 
 struct DeltaProductOptions {
-  std::optional<int64_t> n = {};                   // from the rows of k
+  std::optional<int64_t> n = {};                   // default: rows of k / T
   std::optional<double> scale = {};                // D^-1/2
   bool l2norm_qk = false;                          // divide q and k by their length
-  std::optional<int64_t> chunk = {};               // 1 to 64, with between_chunks alone
+  std::optional<int64_t> chunk = {};               // 1 to 64, with between_chunks only
   std::optional<std::string> between_chunks = {};  // gelu, tanh
   DeltaProductState state = {};
   Tensor cu_seqlens = {};
 };
 
-// DeltaProduct (Siems et al. 2025): n delta-rule steps a token. n = 1 is DeltaNet, with g Gated DeltaNet.
-//   S <- e^{g_t} S                                    once a token
+// DeltaProduct (Siems et al. 2025): n delta-rule steps per token. n = 1 is DeltaNet, with g Gated DeltaNet.
+//   S <- e^{g_t} S                                    once per token
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t
 // q [B, T, HQ, D], k [B, T * n, HK, D], v [B, T * n, H, V], beta [B, T * n, H] or, with D = V, [B, T * n, H,
-// D], rows token by token, g [B, T, H] -> o [B, T, max(HQ, H), V], heads as in gla. between_chunks is applied
-// to S after every `chunk` tokens of a sequence.
+// D], g [B, T, H] -> o [B, T, max(HQ, H), V]. The n rows of a token are consecutive. Heads are as in gla.
+// between_chunks is applied to S after every `chunk` tokens of a sequence.
 std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& beta, const Tensor& g = {},
                                                    const DeltaProductOptions& options = {});
@@ -121,29 +120,29 @@ Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 // ---- Trellis -----------------------------------------------------------------------------------
 
-// Memories of trellis: k [N, H, M, D], v [N, H, M, V]; first_k and first_v are what they were when the
-// current chunk began; position [N] int64. With k and v alone ([H, M, D] and [H, M, V], or with N in front)
-// it is the start of a sequence from these memories; there is no start without them.
+// The memories of trellis: k [N, H, M, D], v [N, H, M, V]; first_k and first_v, the memories at the start of
+// the current chunk; position [N] int64. A state with only k and v ([H, M, D] and [H, M, V], or with a
+// leading N) starts sequences from these memories. A sequence cannot start without them.
 struct TrellisState {
   Tensor first_k = {}, k = {}, first_v = {}, v = {}, position = {};
 
-  // From first memories (with N in front or not), in tensors of its own.
+  // Copies the first memories, with or without a leading N.
   static TrellisState start(int64_t batch, const Tensor& k, const Tensor& v);
   auto tensors() { return std::tie(first_k, k, first_v, v, position); }
 };
 
 struct TrellisOptions {
-  int64_t chunk = 0;            // 1 to 64, part of the model: to be given
+  int64_t chunk = 0;            // required, 1 to 64, part of the model
   std::string phi = "ln_silu";  // identity, silu, l2norm, layer_norm, l2_silu, ln_silu, softmax
   std::string f = "ln_silu";    // the same
   TrellisState state = {};
   Tensor cu_seqlens = {};
 };
 
-// Trellis (eq. 8-14): two memories A learn to map keys and values onto the targets a. A' is A when the chunk
-// began.
+// Trellis (eq. 8-14): two memories A learn to map keys and values to the targets a. A' is A at the start of
+// the chunk.
 //   u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
-//   for Ak with x = k and for Av with x = v;         o_t = Av_t^T f(Ak_t q_t)
+//   Ak has x = k, Av has x = v;                      o_t = Av_t^T f(Ak_t q_t)
 // q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, V].
 std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                                         const Tensor& gamma, const Tensor& g, const TrellisOptions& options);
@@ -152,28 +151,28 @@ Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 
 // ---- TTT ---------------------------------------------------------------------------------------
 
-// Memory of ttt: k [N, H, M, D]; first_k is what it was when the current chunk began; position [N] int64.
-// With k alone ([H, M, D], or with N in front) it is the start of a sequence from this memory; there is no
-// start without it.
+// The memory of ttt: k [N, H, M, D]; first_k, the memory at the start of the current chunk; position [N]
+// int64. A state with only k ([H, M, D], or with a leading N) starts sequences from this memory. A sequence
+// cannot start without it.
 struct TTTState {
   Tensor first_k = {}, k = {}, position = {};
 
-  // From a first memory (with N in front or not), in tensors of its own.
+  // Copies the first memory, with or without a leading N.
   static TTTState start(int64_t batch, const Tensor& k);
   auto tensors() { return std::tie(first_k, k, position); }
 };
 
 struct TTTOptions {
-  Tensor phi_weight = {};          // w [H, M]; ones
-  int64_t chunk = 0;               // 1 to 64, part of the model: to be given
-  std::string phi = "layer_norm";  // as of trellis
+  Tensor phi_weight = {};          // w [H, M]; default: ones
+  int64_t chunk = 0;               // required, 1 to 64, part of the model
+  std::string phi = "layer_norm";  // as in trellis
   std::string f = "identity";      // the same
   TTTState state = {};
   Tensor cu_seqlens = {};
 };
 
-// TTT (Sun et al. 2024, TTT-Linear): a memory A learns to map keys onto the targets a, as the first pass of
-// Trellis, whose read is the output. A' is A when the chunk began.
+// TTT (Sun et al. 2024, TTT-Linear): a memory A learns to map keys to the targets a, as in the first pass of
+// Trellis; its read is the output. A' is A at the start of the chunk.
 //   u_t = J_phi(A' k_t)^T (w * (w * phi(A' k_t) - a_t))        A_t = e^{g_t} A_{t-1} - gamma_t u_t k_t^T
 //   o_t = f(A_t q_t)
 // q [B, T, HQ, D], k [B, T, H, D], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, M].
@@ -184,27 +183,29 @@ Tensor ttt_step(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
 
 // ---- Lattice -----------------------------------------------------------------------------------
 
-// Memory of lattice: first [N, H, D, M], unit columns, when the current chunk began; step [N, H, D, M], what
-// the chunk has added; decay [N, H], its summed g, with g only; position [N] int64. With `first` alone ([H,
-// D, M], or with N in front) it is the start of a sequence from this memory; there is no start without it.
+// The memory of lattice: first [N, H, D, M], unit columns, the memory at the start of the current chunk; step
+// [N, H, D, M], the sum of the steps of the chunk; decay [N, H], the sum of its gates, with g only; position
+// [N] int64. A state with only `first` ([H, D, M], or with a leading N) starts sequences from this memory. A
+// sequence cannot start without it.
 struct LatticeState {
   Tensor first = {}, step = {}, decay = {}, position = {};
 
-  // From a first memory (with N in front or not), in tensors of its own; `gated`: for calls with g.
+  // Copies the first memory, with or without a leading N. `gated`: for calls with g.
   static LatticeState start(int64_t batch, const Tensor& first, bool gated = false);
   auto tensors() { return std::tie(first, step, decay, position); }
 };
 
 struct LatticeOptions {
-  int64_t chunk = 0;                 // 1 to 64, part of the model: to be given
+  int64_t chunk = 0;                 // required, 1 to 64, part of the model
   std::string objective = "decode";  // decode, encode, similarity
-  bool normalize = true;             // false: chunk = 1 only
-  double shrinkage = 0.0;            // others: chunk = 1 only
+  bool normalize = true;             // false requires chunk = 1
+  double shrinkage = 0.0;            // other values require chunk = 1
   LatticeState state = {};
   Tensor cu_seqlens = {};
 };
 
-// Lattice (eq. 10, 11, 15): M slots on the unit sphere, each moved only along what it does not hold yet.
+// Lattice (eq. 10, 11, 15): M slots on the unit sphere; a slot moves only along directions that it does not
+// store yet.
 //   d_i = -gamma c_i (h - s_i (s_i . h))        s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|        o = S q
 // q [B, T, HQ, M], k [B, T, H, M], v [B, T, H, D], gamma and g [B, T, H] -> o [B, T, HQ, D].
 std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -214,7 +215,7 @@ Tensor lattice_step(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 
 // ---- short convolution -------------------------------------------------------------------------
 
-// What short_conv still needs of the past: x [N, W - 1, channels], the last inputs, in x's dtype.
+// The state of short_conv: x [N, W - 1, channels], the last inputs, in the dtype of x.
 struct ShortConvState {
   Tensor x = {};
 
@@ -229,7 +230,7 @@ struct ShortConvOptions {
   Tensor cu_seqlens = {};
 };
 
-// Causal convolution over time, one filter a channel.
+// Causal convolution over time, one filter per channel.
 //   y_t = activation(bias + sum_j weight_j x_{t - (W - 1) + j})
 // x [B, T, channels], weight [channels, W] with W from 1 to 4, bias [channels] -> y [B, T, channels].
 std::pair<Tensor, ShortConvState> short_conv(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
@@ -240,28 +241,28 @@ Tensor short_conv_step(const Tensor& x, const Tensor& weight, const Tensor& bias
 // ---- gated RMS norm ----------------------------------------------------------------------------
 
 struct GatedRMSNormOptions {
-  std::string activation = "silu";  // silu, gelu (exact), sigmoid; used with a gate alone
+  std::string activation = "silu";  // silu, gelu (without the tanh approximation), sigmoid; of the gate
   double eps = 1e-6;
 };
 
-// RMS norm over the last dimension and the gate of a mixer's output, in one pass.
+// RMS norm over the last dimension and the gate of the output of a mixer, in one pass.
 //   y = x / sqrt(mean(x^2) + eps) * weight * activation(gate)
-// x and gate [..., dim], weight [dim] -> y [..., dim], in x's dtype. Without gate the last factor is absent.
-// There is no state.
+// x and gate [..., dim], weight [dim] -> y [..., dim], in the dtype of x. Without a gate the last factor is
+// absent. There is no state.
 Tensor gated_rms_norm(const Tensor& x, const Tensor& weight, const Tensor& gate = {},
                       const GatedRMSNormOptions& options = {});
 
 // ---- CAT ---------------------------------------------------------------------------------------
 
 struct CatAttentionOptions {
-  int64_t chunk = 0;                 // rows of a chunk with its header, 2 to 256: to be given
+  int64_t chunk = 0;                 // required, 2 to 256: rows of a chunk, its header included
   std::optional<double> scale = {};  // D^-1/2
-  Tensor cu_chunks = {};             // [N + 1], packs sequences of whole chunks into B = 1 and counts chunks
+  Tensor cu_chunks = {};             // [N + 1], in chunks: packs sequences of whole chunks into B = 1
 };
 
-// Attention of CAT: row 0 of every chunk is its header; a row sees the headers of its own and of all earlier
-// chunks, and its own chunk up to itself. q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V] -> o [B, T, HQ, V].
-// There is no state.
+// Attention of CAT: row 0 of every chunk is its header. A row attends to the headers of its own and of all
+// earlier chunks, and to the rows of its own chunk up to itself. q [B, T, HQ, D], k [B, T, H, D], v [B, T, H,
+// V] -> o [B, T, HQ, V]. There is no state.
 Tensor cat_attention(const Tensor& q, const Tensor& k, const Tensor& v, const CatAttentionOptions& options);
 
 }  // namespace girih::ops

@@ -1,4 +1,4 @@
-// CUDA graphs of decoding.
+// Capture of decoding steps as CUDA graphs. The Python twin is girih/models/graph.py.
 #include <ATen/autocast_mode.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -14,16 +14,17 @@ namespace {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-// What the graphs have in common that run on one stream, one after the other. Nothing that one of them leaves
-// in the pool is read once it has run.
+// The capture stream and the memory pool of graphs that run one after the other on one stream. No data in the
+// pool is read after the graph that wrote it has run.
 struct Shared {
-  c10::cuda::CUDAStream stream;                   // they are recorded on it, and nothing else runs there
-  at::MempoolId_t pool;                           // what all of them allocate from
-  std::shared_ptr<at::cuda::CUDAGraph> keeper{};  // a graph, that the pool stays
+  c10::cuda::CUDAStream stream;  // graphs are captured on this stream; nothing else runs on it
+  at::MempoolId_t pool;          // memory of all graphs
+  std::shared_ptr<at::cuda::CUDAGraph> keeper{};  // a graph that keeps the pool alive
 };
 
-// The device's generator gives nobody else numbers while it is recorded, nor ever after if that fails. A step
-// takes none: a copy is recorded in its place. Who draws numbers holds the lock.
+// Begins a capture. A generator under capture serves no other stream, and no stream at all if the capture
+// fails. A step draws no random values, so a copy of the device's generator is captured instead. The lock
+// excludes threads that draw random values.
 void begin(at::cuda::CUDAGraph& graph, const Shared& shared) {
   auto numbers = at::cuda::detail::getDefaultCUDAGenerator(shared.stream.device_index());
   const std::lock_guard<std::mutex> lock(numbers.mutex());
@@ -56,7 +57,7 @@ void record(at::cuda::CUDAGraph& graph, const std::function<void()>& work, const
       const auto device = shared.stream.device_index();
       allocator::endAllocateToPool(device, shared.pool);
       allocator::releasePool(device, shared.pool);
-    } catch (const c10::Error&) {  // not even begun
+    } catch (const c10::Error&) {  // the capture has not begun
     }
   }
   if (failed) std::rethrow_exception(failed);
@@ -68,8 +69,8 @@ std::shared_ptr<at::cuda::CUDAGraph> graph_of(const std::function<void()>& work,
   return graph;
 }
 
-// device: the current one. Memory of its own would stay with each graph until all of PyTorch's free memory is
-// given back.
+// device: the current device. One pool for all graphs, because a graph's own pool would hold its memory until
+// PyTorch releases all free memory.
 Shared make_shared(c10::DeviceIndex device) {
   cudaStream_t own{};
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
@@ -81,18 +82,18 @@ Shared make_shared(c10::DeviceIndex device) {
 class Graphs final : public Recorder {
  public:
   std::function<void()> record(const std::function<void()>& work) override {
-    // Never destroyed, as the driver may be gone by then.
+    // Never destroyed: at exit the driver may already be unloaded.
     static auto& mutex = *new std::mutex;
     static auto& all = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Shared>;
     const c10::cuda::CUDAGuard guard(device_);
-    const std::pair key(device_, c10::cuda::getCurrentCUDAStream().id());  // where they run
-    const std::lock_guard<std::mutex> lock(mutex);                         // one at a time
+    const std::pair key(device_, c10::cuda::getCurrentCUDAStream().id());  // graphs replay on this stream
+    const std::lock_guard<std::mutex> lock(mutex);                         // one capture at a time
     auto found = all.find(key);
     if (found == all.end()) found = all.emplace(key, make_shared(device_)).first;
     try {
       return [graph = graph_of(work, found->second)] { graph->replay(); };
     } catch (...) {
-      all.erase(found);  // the next has other memory
+      all.erase(found);  // the next capture allocates a new pool
       throw;
     }
   }
@@ -106,7 +107,7 @@ class Graphs final : public Recorder {
 }  // namespace
 
 std::unique_ptr<Recorder> recorder_for(const Tensor& ids) {
-  // Autocast makes weights anew for each token.
+  // Autocast casts weights again for each token, into new tensors.
   if (!ids.is_cuda() || ids.numel() == 0 || at::autocast::is_autocast_enabled(at::kCUDA)) return nullptr;
   const c10::cuda::CUDAGuard guard(ids.device());
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return nullptr;

@@ -1,4 +1,4 @@
-// Wrong arguments are refused before anything runs, in the same words on CPU, CUDA and Meta.
+// Checks of arguments before anything runs, with the same messages on CPU, CUDA and Meta.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 #include "../registration/operator.h"
 
-// ValueError in Python; the message names the argument, what it is and what it should be.
+// ValueError in Python. The message names the argument, its value and the expected value.
 #define GIRIH_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, "girih.", __VA_ARGS__)
 
 namespace girih {
@@ -19,11 +19,10 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// One argument of a call, whatever its type: a tensor, or the value of an option. It refers to what it is
-// made of.
+// One argument of a call: a tensor or the value of an option. Refers to the argument, which must outlive it.
 class Argument {
  public:
-  // NOLINTBEGIN(google-explicit-constructor): a call's arguments are listed as they are
+  // NOLINTBEGIN(google-explicit-constructor): arguments convert implicitly in the list of a call
   Argument(const Tensor& tensor) : tensor_(&tensor) {}
   Argument(const OptionalTensor& tensor) : tensor_(tensor ? &*tensor : nullptr) {}
   Argument(bool) {}
@@ -48,8 +47,8 @@ class Argument {
   std::optional<std::string_view> word_;
 };
 
-// The sizes of one call, by the letters of the operator's shapes. A letter that only absent tensors have has
-// none.
+// The sizes of one call, by the letters of the shapes of the operator. A letter that occurs in absent tensors
+// only has no size.
 class Sizes {
  public:
   explicit Sizes(const Operator& op) : op_(&op), sizes_(op.letters.size()) {}
@@ -63,16 +62,16 @@ class Sizes {
   c10::SmallVector<std::optional<c10::SymInt>, 12> sizes_;
 };
 
-// Checks a call's arguments, in the order of X's schema, against all that the description says: devices,
-// dtypes, shapes, heads, packing, words and ranges; on the CPU what integers hold too. What an operator asks
-// beyond that is in its problem.h.
+// Checks the arguments of a call, in the order of the schema of X, against the declaration of the operator:
+// devices, dtypes, shapes, heads, packing, strings and ranges, and on the CPU the values of integer tensors.
+// The problem.h of an operator has its other conditions.
 Sizes check(const Operator& op, std::initializer_list<Argument> arguments);
 
-// What X_step asks beyond X: one token, and a state whose tensors can be written, each in memory of its own.
-// To be called before anything is written; `states` in the order of the description.
+// Additional conditions of X_step: one token, and state tensors that can be written and do not overlap. Call
+// it before anything is written; `states` is in the order of the declaration.
 void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states);
 
-// The dtype of states and of what is summed: fp32, fp64 for fp64.
+// The dtype of states and sums: fp64 for fp64 inputs, else fp32.
 inline at::ScalarType accumulate_type(const Tensor& like) {
   return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

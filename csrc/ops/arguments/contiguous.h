@@ -1,14 +1,14 @@
-// Tensors for kernels that read whole packs of a row.
+// Arguments of kernels that read contiguous tensors in vectors of 8 elements.
 #pragma once
 
 #include "kernel_arguments.h"
 
 namespace girih {
 
-constexpr uintptr_t kPackAlignment = 32;  // bytes: a pack of 8 elements of fp32
+constexpr uintptr_t kPackAlignment = 32;  // bytes: 8 elements of fp32
 
-// As such kernels of `op` read a tensor of these sizes and this type, on x's device: dense, and where packs
-// begin.
+// Checks the sizes, the dtype and the device (that of x) of an argument of `op`, and returns it contiguous
+// and aligned to kPackAlignment.
 inline Tensor dense(const char* op, const Tensor& tensor, const char* name, at::IntArrayRef sizes,
                     at::ScalarType type, const Tensor& x) {
   TORCH_CHECK(tensor.sizes() == sizes, "girih: ", op, ": ", name, " has shape ", tensor.sizes(),
@@ -28,7 +28,7 @@ inline const void* data_of(const OptionalTensor& tensor) {
   return given(tensor) ? tensor->const_data_ptr() : nullptr;
 }
 
-// What such kernels take.
+// Whether the kernels support this dtype.
 inline bool is_of_kernels(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
 }

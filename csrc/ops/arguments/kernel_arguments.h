@@ -1,4 +1,4 @@
-// Tensors handed to the kernels, and their errors handed back.
+// Conversion of tensors to the arguments of kernels, and errors of launches.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -29,12 +29,12 @@ inline kernels::DType kernel_dtype(const Tensor& tensor) {
   }
 }
 
-// 0 for a dimension of one element, whose stride may be anything.
+// 0 for a dimension of one element, whose stride is arbitrary.
 inline int64_t stride_of(const Tensor& tensor, int64_t d) {
   return tensor.size(d) == 1 ? 0 : tensor.stride(d);
 }
 
-// An undefined tensor is an absent array.
+// An undefined tensor becomes an array without data.
 template <int Rank>
 kernels::In<Rank> input(const Tensor& tensor) {
   kernels::In<Rank> array;
@@ -72,7 +72,8 @@ inline kernels::Tokens kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) 
           rows};
 }
 
-// [B, rows, heads, width] for the kernels to write. Rows that no sequence owns stay zero.
+// Allocates [B, rows, heads, width] for the kernels to write. With cu_seqlens it is zeroed, since tokens
+// outside of the sequences are not written.
 inline Tensor rows_for(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, int64_t heads, int64_t width,
                        at::ScalarType type) {
   const auto options = q.options().dtype(type);
@@ -80,14 +81,15 @@ inline Tensor rows_for(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, 
                               : at::empty({q.size(0), rows, heads, width}, options);
 }
 
-// What the query heads of one memory gave, added, without padding.
+// Sums the heads of each group of `parts` [B, T, heads * group, padded width] to [B, T, heads, width], in the
+// dtype of `like`.
 inline Tensor gathered(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
   const auto group = parts.size(2) / heads;
   const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
   return without_packs(all, width).to(like.scalar_type()).contiguous();
 }
 
-// A state as kernels take it, [N, H, rows, cols] in packs; transposed: given as [N, H, cols, rows].
+// A state zero-padded to [N, H, rows, cols]; `transposed`: `state` is [N, H, cols, rows].
 inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t rows, int64_t cols) {
   if (!given(state)) return Tensor();
   const auto x = transposed ? state->mT() : *state;
@@ -95,12 +97,12 @@ inline Tensor padded_state(const OptionalTensor& state, bool transposed, int64_t
   return at::constant_pad_nd(x, {0, cols - x.size(3), 0, rows - x.size(2)});
 }
 
-// A state [N, H, rows, cols] without padding.
+// Removes the padding: [N, H, rows, cols], contiguous.
 inline Tensor cut(const Tensor& padded, int64_t rows, int64_t cols) {
   return padded.narrow(-2, 0, rows).narrow(-1, 0, cols).contiguous();
 }
 
-// gradient(), for an input that was given.
+// gradient() if the input is a tensor, else nullopt.
 template <class Gradient>
 OptionalTensor if_given(const OptionalTensor& input, const Gradient& gradient) {
   return given(input) ? OptionalTensor(gradient()) : std::nullopt;

@@ -1,4 +1,4 @@
-// cat_attention for any device, dtype and size.
+// The ATen implementation of cat_attention, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
@@ -10,7 +10,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
                                    const OptionalTensor& cu_chunks, int64_t chunk,
                                    std::optional<double> scale, bool save);
 
-// of q, k, v, cu_chunks
+// gradients of q, k, v, cu_chunks
 using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>;
 
 Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,

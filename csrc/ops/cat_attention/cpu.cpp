@@ -1,9 +1,8 @@
-// CAT's attention. Row 0 of every chunk of C rows is its header. A row of chunk c
-// attends to the headers of the chunks before c and to the rows of its own chunk up to itself, its own header
-// among them:
+// Attention of CAT. Row 0 of every chunk of C rows is its header. A row of chunk c attends to the headers of
+// the chunks before c, and to the rows of chunk c up to itself, the header of chunk c included:
 //   a_j = scale q . k_j        o = sum_j e^{a_j - lse} v_j        lse = log sum_j e^{a_j}
-// The chunks are taken a few at a time against the headers up to them, so about T (K + C) / 2 scores are
-// formed and those of a few chunks are held. Backward forms them again from lse:
+// A block of a few chunks is computed against all headers up to it: about T (K + C) / 2 scores are computed,
+// and those of one block exist at a time. Backward computes the scores again and p from lse:
 //   p_j = e^{a_j - lse}        da_j = p_j (do . v_j - sum_i p_i do . v_i)
 //   dq = scale sum_j da_j k_j        dk_j = scale sum da_j q        dv_j = sum p_j do
 #include "../registration/dispatch.h"
@@ -13,18 +12,18 @@
 namespace girih::cat_attention {
 namespace {
 
-// Rows taken at once. Fewer make more and smaller products, more spend scores on headers that are masked: on
-// 2 CPU cores 256 to 512 were the fastest from T = 512 to 8192.
+// Rows of a block. Fewer rows mean smaller products, more rows mean more scores of masked headers: on 2 CPU
+// cores 256 to 512 were fastest from T = 512 to T = 8192.
 constexpr int64_t kRows = 512;
 
-// Scores of some chunks' rows: with the rows of their own chunk, and with headers.
+// Scores of the rows of n chunks with the rows of their own chunk, and with headers.
 struct Scores {
   Tensor own;      // [B, H, n, G C, C]
   Tensor headers;  // [B, H, n, G C, headers]
 };
 
-// Heads first, cut into chunks, the last one filled up with zeros; the G query heads that read one head of k
-// and v are rows of one matrix.
+// q, k and v with heads first, in chunks, the last chunk zero-padded. The rows of the G query heads that
+// share a head of k and v form one matrix.
 class Attention {
  public:
   Attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks, int64_t chunk,
@@ -70,14 +69,14 @@ class Attention {
         .contiguous();
   }
 
-  // Calls with the first chunk and the number of chunks.
+  // Calls body(c, n) for each block: its first chunk and its number of chunks.
   template <typename Body>
   void for_blocks(Body body) const {
     const auto block = std::max<int64_t>(1, kRows / C);
     for (int64_t c = 0; c < K; c += block) body(c, std::min(block, K - c));
   }
 
-  // The n chunks from c on of [B, H, K, ...].
+  // Chunks c to c + n - 1 of [B, H, K, ...].
   static Tensor take(const Tensor& x, int64_t c, int64_t n) { return x.narrow(2, c, n); }
 
   // [B, H, n, G C, X] with [B, H, headers, Y] -> [B, H, n, G C, ...]: x y^T, or x y with `transposed` false.
@@ -87,13 +86,13 @@ class Attention {
     return x.flatten(2, 3).matmul(transposed ? y.mT() : y).view(sizes);
   }
 
-  // Masked scores of the n chunks from c on; -inf where a row does not attend.
+  // Scores of chunks c to c + n - 1; -inf at masked positions.
   Scores scores(int64_t c, int64_t n) const {
     const double never = -std::numeric_limits<double>::infinity();
     const auto rows = take(q, c, n), all = take(header_k, 0, c + n);
     Scores s{rows.matmul(take(k, c, n).mT()), with_headers(rows, all, true)};
     s.own.view({B, H, n, G, C, C}).masked_fill_(later_, never);
-    // Headers before c are hidden only from other sequences.
+    // Headers before c are masked only if they belong to another sequence.
     const auto from = first_.defined() ? 0 : c;
     const auto index = q.options().dtype(at::kLong);
     const auto header = at::arange(from, c + n, index);
@@ -108,11 +107,11 @@ class Attention {
   at::ScalarType type;
   Tensor q, k, v;             // [B, H, K, G C | C, D | V], q times scale
   Tensor header_k, header_v;  // [B, H, K, D | V]
-  Tensor outside;             // [K]: no sequence owns the chunk; only when packed
+  Tensor outside;             // [K]: the chunk belongs to no sequence; defined if packed
 
  private:
-  Tensor later_;  // [C, C]: the column's row comes after the row
-  Tensor first_;  // [K]: the first chunk of the chunk's sequence; only when packed
+  Tensor later_;  // [C, C]: the key follows the query
+  Tensor first_;  // [K]: the first chunk of the sequence of the chunk; defined if packed
 };
 
 }  // namespace

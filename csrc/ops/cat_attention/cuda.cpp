@@ -1,4 +1,4 @@
-// cat_attention by its kernels. The ATen form serves what is wider, and fp64.
+// CUDA implementation of cat_attention. float64 and wider heads: the ATen form.
 #include "../arguments/kernel_arguments.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
@@ -10,7 +10,7 @@ namespace {
 
 static_assert(kWidest == kernels::kCatWidest && kWidestFloat == kernels::kCatWidestFloat);
 
-// The problem's path, as far as this card goes.
+// The path of the problem, restricted by the shared memory of the device.
 Path path_of(const Problem& problem, const Tensor& q) {
   const auto path = problem.path(q);
   if (path != Path::Code::tensor_cores) return path;
@@ -21,7 +21,7 @@ Path path_of(const Problem& problem, const Tensor& q) {
   return fits ? path : aten(kSmallCard);
 }
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes.
+// The tensors of one call as the kernels read them: rows aligned to 16 bytes.
 struct Arguments {
   Tensor q, k, v, cu_chunks;
   kernels::CatShape shape;
@@ -39,7 +39,7 @@ struct Arguments {
     shape.dtype = kernel_dtype(q);
   }
 
-  // [B, T, heads, width] for the kernels to write.
+  // Allocates [B, T, heads, width] for the kernels to write.
   Tensor rows_of(const Tensor& x) const { return at::empty(x.sizes(), x.options()); }
 
   template <class Problem>

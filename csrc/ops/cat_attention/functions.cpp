@@ -1,3 +1,4 @@
+// girih::ops::cat_attention.
 #include "../registration/functions.h"
 
 namespace girih::ops {

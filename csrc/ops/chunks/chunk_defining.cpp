@@ -3,8 +3,9 @@
 namespace girih {
 namespace {
 
-// From this chunk length on, one state a chunk is no more than the tokens' own size. Below it a block is a
-// stretch of tokens of its own, which backward runs again: it holds a state per block.
+// For chunks of kStateEach tokens or more, the states of all chunks need no more memory than the tokens, and
+// a block is one chunk. Shorter chunks are grouped into blocks of up to kStretch tokens; backward runs a
+// block again, so one state per block is saved.
 constexpr int64_t kStateEach = 16;
 constexpr int64_t kStretch = 64;
 
@@ -25,9 +26,10 @@ Tensor where_row(const Tensor& flag, const Tensor& state, const Tensor& otherwis
 DefiningChunks::DefiningChunks(const Tensor& like, int64_t B, int64_t T, int64_t C,
                                const OptionalTensor& cu_seqlens, const OptionalTensor& position)
     : C_(C),
-      // In chunks of one token no state stands within a chunk.
+      // With chunks of one token every token begins a chunk, so the position has no effect.
       n_(chunks_in_block(T, C, C > 1 && given(position))),
-      // A position lies in a chunk, not in a block: clamped here to what the block would let pass.
+      // Chunks would clamp the position to the length of a block; the position must be clamped to the length
+      // of a chunk.
       chunks_(like, B, T, C * n_, cu_seqlens,
               C > 1 && given(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
               Chunks::Cut::at_start) {
@@ -39,11 +41,12 @@ DefiningChunks::Run DefiningChunks::run(const Tensors& inputs, const Chunks::Sta
   const auto type = initial[0].scalar_type();
   if (chunks_.count() == 0) return {Tensor(), chunks_.scan(initial, nullptr).finals};
 
-  // [B, blocks, C n, ...] -> the last row of each chunk, [B, blocks, n]
+  // [B, blocks, C n] -> the last row of each chunk, [B, blocks, n]
   const auto complete =
       whole_ ? Tensor() : chunks_.valid().unflatten(2, {n_, C_}).select(3, C_ - 1).contiguous();
   if (C_ >= kStateEach) {
-    // A block is one chunk, but its rule needs no more of the others than their states: all reads at once.
+    // A block is one chunk. A read depends on other chunks only through their states, so all chunks are read
+    // at once after the scan.
     Tensors cut;
     for (const auto& x : inputs) cut.push_back(x.defined() ? chunks_.split(x, type) : x);
     const auto block = make(cut, whole_ ? complete : complete.squeeze(2));
@@ -54,7 +57,7 @@ DefiningChunks::Run DefiningChunks::run(const Tensors& inputs, const Chunks::Sta
     return {chunks_.join(block->read(starts), dtype), scan.finals};
   }
 
-  // blocks of [B, n, H, C, ...]
+  // Per block: [B, n, H, C, ...].
   std::vector<Tensors> cut;
   for (const auto& x : inputs) {
     cut.push_back(x.defined() ? chunks_.split(x, type).unflatten(3, {n_, C_}).transpose(2, 3).unbind(1)

@@ -1,5 +1,5 @@
-// Operators whose chunk is part of the model: the memory that a token's update reads is the one that its
-// chunk began with. Two nested loops in one interface, and what backward holds of them.
+// Operators whose chunk is part of the model: the update of a token reads the memory at the start of its
+// chunk. A scan over blocks of chunks contains a loop over the chunks of a block.
 #pragma once
 
 #include <memory>
@@ -9,17 +9,18 @@
 
 namespace girih {
 
-// One operator's rule on n neighbouring chunks, made from its inputs [B, n, H, C, ...].
+// The rule of one operator on n consecutive chunks, built from its inputs [B, n, H, C, ...].
 struct Block {
   virtual ~Block() = default;
-  // The states after chunk c = 0..n-1, in turn; keeps what `read` needs of it.
+  // Returns the states after chunk c; called for c = 0..n-1 in order. Stores what `read` needs of the chunk.
   virtual Chunks::States step(int64_t c, const Chunks::States& states) = 0;
-  // Every output of the n chunks at once, [B, n, HQ, C, ...]; `starts` are the states before each chunk, [B,
+  // Returns the outputs of the n chunks, [B, n, HQ, C, ...]; `starts` are the states before each chunk, [B,
   // n, ...].
   virtual Tensor read(const Tensors& starts) = 0;
 };
 
-// complete: [B, n], the chunk's last token is read in it; undefined where that holds for all.
+// complete [B, n]: the last token of the chunk is one of these tokens; undefined if that holds for all
+// chunks.
 using MakeBlock = std::function<std::unique_ptr<Block>(const Tensors& inputs, const Tensor& complete)>;
 
 class DefiningChunks {
@@ -27,14 +28,14 @@ class DefiningChunks {
   DefiningChunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
                  const OptionalTensor& position);
 
-  // Every chunk begins and ends among these tokens, so that no state stands within one.
+  // All chunks begin and end within these tokens, so that no state is inside a chunk.
   bool whole() const { return whole_; }
 
   struct Run {
-    Tensor o;  // [B, T, HQ, ...] in `dtype`; undefined when there is no token
+    Tensor o;  // [B, T, HQ, ...] in `dtype`; undefined without tokens
     Chunks::States finals;
   };
-  // inputs [B, T, H, ...]; undefined ones stay so.
+  // inputs [B, T, H, ...]; an undefined input is passed to the blocks as undefined.
   Run run(const Tensors& inputs, const Chunks::States& initial, const MakeBlock& make,
           at::ScalarType dtype) const;
 
@@ -42,15 +43,15 @@ class DefiningChunks {
   Tensor next_position() const { return chunks_.next_position().remainder(C_); }
 
  private:
-  int64_t C_, n_;  // a block is n chunks
+  int64_t C_, n_;  // tokens of a chunk, chunks of a block
   bool whole_;
   Chunks chunks_;
 };
 
-// [B, n, ...] -> n times [B, ...], each contiguous.
+// [B, n, ...] -> n tensors [B, ...], each contiguous.
 inline Tensors per_chunk(const Tensor& x) { return x.transpose(0, 1).contiguous().unbind(0); }
 
-// A flag [B] for each row, against its state [B, ...].
+// Selects by the flag [B] between rows of two tensors [B, ...].
 Tensor where_row(const Tensor& flag, const Tensor& state, const Tensor& otherwise);
 
 }  // namespace girih

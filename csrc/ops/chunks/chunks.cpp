@@ -1,9 +1,10 @@
+// The index tables of chunks, and the scan over them.
 #include "chunks.h"
 
 namespace girih {
 namespace {
 
-// A flag for each row or sequence, broadcast against its state.
+// Reshapes a flag [B] or [N] for broadcasting with its state.
 Tensor against(const Tensor& flag, const Tensor& state) {
   std::vector<int64_t> sizes(state.dim(), 1);
   sizes[0] = flag.size(0);
@@ -20,8 +21,8 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
   const auto options = like.options().dtype(at::kLong).requires_grad(false);
   const auto rows = at::arange(C, options);
 
-  // lo, hi [B, n]: the tokens of each row's sequences. Contents that do not increase are clamped: a wrong
-  // cu_seqlens gives wrong numbers, never a read outside.
+  // lo, hi [B, n]: begin and end of the sequences of each row. Bounds are clamped: a wrong cu_seqlens gives
+  // wrong numbers but no access out of bounds.
   Tensor lo, hi;
   if (bounds) {
     const auto within = cu_seqlens->to(at::kLong).clamp(0, T);
@@ -75,8 +76,8 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
   const auto row = at::arange(B, options) * T;
   token_ = (token.clamp(0, T - 1) + row.view({B, 1, 1})).view({-1});
 
-  // The way back: token t of sequence s lies at position p + t - lo from the start of the sequence's first
-  // chunk.
+  // Inverse map: token t of sequence s is row p + t - lo, counted from the start of the first chunk of the
+  // sequence.
   const auto t = at::arange(T, options).expand({B, T}).contiguous();
   const auto owner = at::searchsorted(hi, t, false, true).clamp_max(n - 1);
   const auto from = t - lo.gather(1, owner);
@@ -152,8 +153,8 @@ Chunks::Scan Chunks::scan(const States& initial,
     for (auto& state : result.finals) state = state.clone();
     return result;
   }
-  // The initial state of every chunk's sequence, gathered once: a select inside the loop would cost all N
-  // states in each chunk's backward.
+  // Gathers the initial state of the sequence of every chunk once. A select inside the loop would cost a
+  // gradient of all N states in the backward of each chunk.
   std::vector<States> entering, after(initial.size());
   States first, state = initial;
   if (packed_) {

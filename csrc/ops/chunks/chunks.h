@@ -1,5 +1,5 @@
-// Tokens cut into chunks, on the device and without a wait: one layout for batches, packed sequences and
-// sequences that go on in the middle of a chunk.
+// Tokens in chunks, computed on the device without a synchronisation. One layout covers batches, packed
+// sequences and sequences that continue in the middle of a chunk.
 #pragma once
 
 #include <functional>
@@ -12,33 +12,36 @@ class Chunks {
  public:
   using States = std::vector<Tensor>;
 
-  // B rows of T tokens in chunks of C. cu_seqlens [N + 1]: the one row holds N sequences; [B, 2]: where each
-  // row's one sequence begins and ends. Other tokens belong to none. position [N]: where in its chunk each
-  // sequence's first token falls (0 when absent); with it, chunk boundaries keep their place. Where the
-  // chunk length cannot change the result, rows may be cut anywhere: then bounds move no token.
+  // B rows of T tokens in chunks of C. cu_seqlens [N + 1] packs N sequences into one row; cu_seqlens [B, 2]
+  // has the begin and the end of the sequence of each row. Other tokens belong to no sequence. position [N]
+  // (default 0): the place of the first token of each sequence in its chunk. Cut::at_start: chunks begin at
+  // the start of each sequence. Cut::anywhere is for operators whose result does not depend on the chunk
+  // length: with bounds [B, 2] no token moves.
   enum class Cut { anywhere, at_start };
   Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
          const OptionalTensor& position = std::nullopt, Cut cut = Cut::anywhere);
 
-  int64_t count() const { return count_; }    // chunks in a row (a bound when packed: the rest is empty)
+  int64_t count() const {
+    return count_;
+  }  // chunks of a row; an upper bound if packed: the remaining chunks are empty
   int64_t length() const { return length_; }  // C
   int64_t sequences() const { return N_; }
 
-  // [B, T * rows, H, ...] -> [B, count, H, C * rows, ...] in `dtype`; zero where there is no token.
+  // [B, T * rows, H, ...] -> [B, count, H, C * rows, ...] in `dtype`, zero in rows without a token.
   Tensor split(const Tensor& x, at::ScalarType dtype, int64_t rows = 1) const;
   // [B, count, H, C, ...] -> [B, T, H, ...], contiguous, in `dtype`.
   Tensor join(const Tensor& x, at::ScalarType dtype) const;
 
-  // [B, count, C]: a token stands there.
+  // [B, count, C]: the row has a token.
   const Tensor& valid() const { return valid_; }
-  // [B, count]: the chunk's last token has been read.
+  // [B, count]: the last token of the chunk is one of these tokens.
   Tensor complete() const;
   // [N]: the position after the last token, 0..C-1.
   Tensor next_position() const;
 
   // Runs step(c, states) -> states over the chunks in order. States are [B, ...] inside and [N, ...] outside;
-  // each sequence begins with its own initial state. `before[i]` holds state i before every chunk,
-  // `finals[i]` [N, ...] after each sequence's last token.
+  // each sequence starts from its initial state. `before[i]` has state i before every chunk, `finals[i]` [N,
+  // ...] the state after the last token of each sequence.
   struct Scan {
     std::vector<States> before;
     States finals;
@@ -51,13 +54,14 @@ class Chunks {
   int64_t B_, T_, N_, length_, count_;
   bool table_ = false, packed_ = false;
   Tensor valid_;
-  Tensor covered_;  // [B, T]  the token belongs to a sequence; undefined where all do
-  // Only with a table:
-  Tensor token_;             // [B * count * C]   which of the B * T tokens stands there
-  Tensor place_;             // [B * T]           where in [B * count * C] a token went
-  Tensor sequence_, first_;  // [B, count]        whose chunk it is; it is that sequence's first
-  Tensor end_, held_;        // [N]               chunks up to and including the sequence; it has at least one
-  Tensor position_, size_;   // [N]               first position; tokens
+  Tensor covered_;  // [B, T]: the token belongs to a sequence; undefined if all tokens do
+  // Defined if table_ is true:
+  Tensor token_;  // [B * count * C]: index of the token, in B * T
+  Tensor place_;  // [B * T]: index of the row, in B * count * C
+  Tensor sequence_,
+      first_;          // [B, count]: sequence of the chunk; whether it is the first chunk of the sequence
+  Tensor end_, held_;  // [N]: chunks up to and including the sequence; whether the sequence has tokens
+  Tensor position_, size_;  // [N]: position of the first token; number of tokens
 };
 
 }  // namespace girih

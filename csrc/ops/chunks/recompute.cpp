@@ -1,3 +1,4 @@
+// Checkpointing by a custom autograd function.
 #include "recompute.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -13,7 +14,7 @@ struct Body : torch::CustomClassHolder {
   std::function<Tensors(const Tensors&)> f;
   std::vector<bool> present;
 
-  // `defined` with the undefined inputs back in their places
+  // Calls f with the undefined inputs restored at their places.
   Tensors run(const Tensors& defined) const {
     Tensors inputs;
     auto next = defined.begin();

@@ -1,4 +1,4 @@
-// Time for memory under autograd.
+// Recomputes in backward to save memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,8 +10,8 @@ namespace girih {
 
 using Tensors = std::vector<at::Tensor>;
 
-// f(inputs), differentiable, holding for backward no more than the inputs: backward runs f again. Undefined
-// inputs are handed on as they are; every output is defined.
+// f(inputs) under autograd. Saves the inputs only; backward runs f again. Undefined inputs are passed to f as
+// undefined. All outputs are defined.
 Tensors recompute(const std::function<Tensors(const Tensors&)>& f, const Tensors& inputs);
 
 }  // namespace girih

@@ -1,11 +1,12 @@
-// What forward keeps of operators whose chunks are part of the model: the memory before every chunk.
+// Saved tensors of operators whose chunk is part of the model: the memory before every chunk.
 #pragma once
 
 #include "saved_states.h"
 
 namespace girih {
 
-// Room for as many chunks as sequences can touch, which may begin within one where they have a position.
+// The largest number of chunks that the sequences can touch. With a position a sequence may begin inside a
+// chunk.
 inline c10::SymInt kept_within(const Tensor& q, const c10::SymInt& sequences, const OptionalTensor& position,
                                const OptionalTensor& cu_seqlens, int64_t chunk) {
   const auto B = q.sym_size(0), T = q.sym_size(1);

@@ -1,4 +1,4 @@
-// A call of delta_product as the kernels on the tensor cores take it.
+// Arguments of the tensor-core kernels of delta_product.
 #pragma once
 
 #include "../arguments/aligned_rows.h"
@@ -8,11 +8,11 @@
 
 namespace girih::delta_product {
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes.
+// The tensors of one call as the kernels read them: rows aligned to 16 bytes.
 struct Arguments {
   Tensor q, k, v, beta, g, cu_seqlens;
   kernels::DeltaShape shape;
-  int64_t D, V;  // without padding
+  int64_t D, V;  // widths without padding
 
   Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
             const OptionalTensor& g_, const OptionalTensor& cu, int64_t n, const std::optional<double>& scale,

@@ -1,14 +1,14 @@
-// delta_product for any device, dtype and size.
+// The ATen implementation of delta_product, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
 
 namespace girih::delta_product {
 
-// o, the final state (s, position), what is kept for backward
+// o, the final state (s, position), the saved tensors (states, prepared, transitions)
 using Results = std::tuple<Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor>;
 
-// of q, k, v, beta, g, the state (s, position), cu_seqlens
+// gradients of q, k, v, beta, g, the state (s, position), cu_seqlens
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor>;
 

@@ -1,8 +1,9 @@
 // DeltaProduct (Siems et al. 2025) in chunk form.
-//   S <- e^{g_t} S                                    once a token, before its first step
+//   S <- e^{g_t} S                                    once per token, before its first step
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t                           after the last step
-// A chunk of C tokens has R = C n rows, one a step; L_r sums the gates from the chunk's start through row r.
+// A chunk of C tokens has R = C n rows, one per step. L_r is the sum of the gates from the start of the chunk
+// through row r.
 #include "../arguments/shared_heads.h"
 #include "../chunks/chunks.h"
 #include "../chunks/decay.h"
@@ -13,28 +14,29 @@
 namespace girih::delta_product {
 namespace {
 
-// Without between_chunks the length cannot change the result. 64 rows are the fastest at D = 128, near the
-// fastest at D = 32, and keep half the states of 32 rows.
+// The chunk length without between_chunks, which does not change the result. 64 rows are fastest at D = 128,
+// close to the fastest at D = 32, and save half of the states of 32 rows.
 int64_t exact_chunk(int64_t T, int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(T, 64 / n)); }
 
-// x / |x|, eps inside the root: a zero row stays zero and has a gradient. In float64, because an error in |k|
-// is the same at every step that repeats a key: with beta = 2 the steps reflect and it grows with T.
+// x / |x| with eps inside the root, so that a zero row stays zero and has a gradient. Computed in float64:
+// the error of |k| is the same in every step that repeats a key, and with beta = 2 the steps are reflections
+// and the error grows with T.
 Tensor unit(const Tensor& x) {
   const auto y = x.to(at::kDouble);
   return (y * (y.square().sum(-1, true) + 1e-6).rsqrt()).to(x.scalar_type());
 }
 
-// From one gate a token to one a row: it falls before the token's first step.
+// One gate per token -> one gate per row: the gate of the first step of the token, 0 for its other steps.
 Tensor gate_rows(const Tensor& g, int64_t n) {
   return at::constant_pad_nd(g.unsqueeze(-1), {0, n - 1}, 0).flatten(-2);
 }
 
-// Of every n rows the last, where the token is read.
+// The last of every n rows, at which the token is read.
 Tensor read_rows(const Tensor& x, int64_t n) {
   return x.unflatten(-2, {x.size(-2) / n, n}).select(-2, n - 1);
 }
 
-// [B, count, H, ...] -> a [B * H, ...] for each chunk
+// [B, count, H, ...] -> one [B * H, ...] per chunk
 std::vector<Tensor> by_chunk(const Tensor& x) { return x.transpose(0, 1).flatten(1, 2).unbind(0); }
 
 }  // namespace
@@ -56,7 +58,8 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   const auto states = new_kept(kept.states, kept.states_type),
              prepared = new_kept(kept.prepared, kept.prepared_type),
              transitions = new_kept(kept.transitions, at::kFloat);
-  // One token needs no rows of other tokens around it: its position says whether it completes its chunk.
+  // With T = 1 a chunk is one row: the position of the token determines whether it completes the chunk of the
+  // model.
   const bool single = between_chunks && T == 1 && !given(cu_seqlens);
   const Chunks chunks(q_, B, T, single ? 1 : chunk.value_or(exact_chunk(T, n)), cu_seqlens,
                       single ? std::nullopt : state_position,
@@ -88,7 +91,10 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   if (beta.dim() == 4) beta = beta.unsqueeze(-1);
   const auto b = beta * k, w = beta * chunks.split(v_, type, n);
 
-  // e^{L_r - L_r'} for r' <= r; e^{L_r} and e^{L_C - L_r} where there are gates
+  // Decays:
+  //   decay       e^{L_r - L_r'} for r' <= r
+  //   b_in, q_in  with the factor e^{L_r}
+  //   k_out       with the factor e^{L_C - L_r}
   Tensor decay = at::ones({R, R}, q.options()).tril(), b_in = b, q_in = q, k_out = k;
   std::vector<Tensor> keep;
   if (given(g_)) {
@@ -101,15 +107,17 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
     keep = by_chunk(in.narrow(-2, R - 1, 1));
   }
 
-  // T = I + tril((B K^T) * e^{L_r - L_r'}, -1)        T^-1 [W, e^{L} B]; the solver takes the diagonal as 1
+  // T = I + tril((B K^T) * e^{L_r - L_r'}, -1)
+  // solved = T^-1 [W, e^{L} B]; the solver assumes a diagonal of ones
   const auto k_t = k.transpose(-1, -2);
   const auto solved = at::linalg_solve_triangular(b.matmul(k_t) * decay, at::cat({w, b_in}, -1),
                                                   /*upper=*/false, /*left=*/true,
                                                   /*unitriangular=*/true);
   const auto w_solved = by_chunk(solved.narrow(-1, 0, V)), b_solved = by_chunk(solved.narrow(-1, V, D));
 
-  // U = T^-1 (W - e^{L} B S)        S <- e^{L_C} S + (K * e^{L_C - L})^T U        S <- phi(S) when the chunk
-  // is complete
+  // U = T^-1 (W - e^{L} B S)
+  // S <- e^{L_C} S + (K * e^{L_C - L})^T U
+  // S <- phi(S) if the chunk is complete
   const auto k_rows = by_chunk(k_out.transpose(-1, -2));
   const auto closes = between_chunks ? complete.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
   std::vector<Tensor> U;

@@ -1,5 +1,6 @@
-// delta_product by its kernels: on the tensor cores 16-bit elements with one beta a step, or a plain call
-// with one for every channel (vector.h), and nothing between chunks; the exact ones for the rest but fp64.
+// CUDA implementation of delta_product. Tensor cores: 16-bit elements without between_chunks, with one beta
+// per step, or with one beta per channel, no gates and no l2norm_qk (vector.h). fp32 kernels (3xtf32): the
+// other calls. float64 and wide rows: the ATen form.
 #include "../registration/dispatch.h"
 #include "arguments.h"
 #include "aten.h"
@@ -17,8 +18,9 @@ static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kKeptChunk == ke
               kWidestVector == kernels::kDeltaVectorMaxWidth && kStepMost == kernels::kDeltaStepMost &&
               kCard == kernels::kCard);
 
-// The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
-// problem's alone, so that a card too small for the tensor cores' kernels runs none.
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
+// The saved tensors are sized by the problem only, so a device with too little shared memory takes the ATen
+// form.
 Path path_of(const Problem& problem, const Tensor& q, const Tensor& beta, const OptionalTensor& g, int64_t n,
              bool l2norm_qk, const Between& between_chunks) {
   const auto path = problem.path(q, beta, g, n, l2norm_qk, between_chunks);
@@ -67,7 +69,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   const auto path = path_of(problem, q, beta, g, n, l2norm_qk, between_chunks);
   if (path == Path::Code::aten) {
-    // What every device without a kernel runs: autograd of the ATen form.
+    // Autograd of the ATen form, as on devices without a kernel.
     return run_without_kernel<&backward_cuda>(
         "delta_product_backward", grad_o, grad_s, grad_position, q, k, v, beta, g, state_s, state_position,
         cu_seqlens, states, prepared, transitions, n, scale, l2norm_qk, chunk, between_chunks);
@@ -93,13 +95,14 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto T = q.size(1), rows = T * n;
   const int64_t H = shape.heads, HO = shape.query_heads;
   const auto type = q.scalar_type();
-  // Of one output a memory nobody else reads a block's G: dv comes in its place, or is there already.
+  // With one output per memory only delta_gradients reads G (dz). dz and dv then share a tensor; depending on
+  // the call, reverse has already stored dv.
   const bool alone = H == HO;
   const auto dv = a.rows(rows, H, shape.V, type), dz = alone ? dv : at::empty_like(dv);
   const auto reversed = run_reverse(a, {}, grad_o, grad_s, prepared, transitions, dz, alone);
   const auto& reverse = reversed.p;
 
-  // Several outputs of one memory: each gives its part in fp32.
+  // Several outputs of one memory write partial gradients in fp32, which are summed later.
   const auto dq = a.rows(T, HO, shape.D, type), dk = a.rows(rows, HO, shape.D, alone ? type : at::kFloat),
              dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
   const auto dg = a.g.defined() ? a.rows(T, HO, 1, at::kFloat).squeeze(-1) : Tensor();

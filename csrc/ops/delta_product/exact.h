@@ -1,4 +1,4 @@
-// delta_product by the exact kernels.
+// The fp32 kernels of delta_product.
 #pragma once
 
 #include "../arguments/kernel_arguments.h"
@@ -8,7 +8,7 @@
 
 namespace girih::delta_product {
 
-// One call's tensors.
+// One call of the fp32 kernels.
 class ExactCall {
  public:
   ExactCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const OptionalTensor& g,
@@ -41,8 +41,9 @@ class ExactCall {
     auto p = scan(rows, rows.w, initial.value_or(Tensor()), last);
     p.o = output<4>(o);
     if (kept.any) {
-      TORCH_INTERNAL_ASSERT(states.size(0) == kernels::piece_count(shape_.pieces));  // sizes of problem.h
-      if (cu_seqlens_.defined()) u.zero_();  // rows that no sequence owns
+      TORCH_INTERNAL_ASSERT(states.size(0) ==
+                            kernels::piece_count(shape_.pieces));  // as computed by Problem::saved
+      if (cu_seqlens_.defined()) u.zero_();  // rows of tokens outside of the sequences are not written
       p.u = output<4>(u);
       p.published = states.mutable_data_ptr<float>();
     }
@@ -91,7 +92,7 @@ class ExactCall {
                  kernels::delta_exact_gradients(p, c10::cuda::getCurrentCUDAStream()));
 
     const auto like = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
-    const bool same = !unit_ && q_.scalar_type() == at::kFloat && q_.size(3) % 4 == 0;  // dunit_q is dq
+    const bool same = !unit_ && q_.scalar_type() == at::kFloat && q_.size(3) % 4 == 0;  // then dunit_q is dq
     const auto dq = same ? dunit_q : like(q_), dk = like(k_), dv = like(v_), dbeta = like(beta_);
     kernels::DeltaExactRowGradients r;
     r.shape = shape_;
@@ -117,7 +118,7 @@ class ExactCall {
  private:
   at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
 
-  // fp32 rows of x's sizes. Rows that no sequence owns stay zero.
+  // fp32 rows with the sizes of x. Rows of tokens outside of the sequences are zero.
   Tensor rows_like(const Tensor& x) const {
     return rows_for(q_, x.size(1), cu_seqlens_, x.size(2), kernels::in_fours(x.size(3)), at::kFloat);
   }
@@ -127,12 +128,12 @@ class ExactCall {
   Tensor new_state() const {
     return at::empty({shape_.pieces.tokens.sequences, shape_.heads, shape_.D, shape_.V}, in_fp32());
   }
-  // One beta a step is the same for every channel.
+  // beta [.., H] of a step has one value for all channels.
   static kernels::In<4> by_channel(const Tensor& beta) {
     return input<4>(beta.dim() == 4 ? beta : beta.unsqueeze(-1));
   }
 
-  // b and, for the forward, w; q and k of unit length or, in another dtype, in fp32.
+  // b and, in forward, w. q and k are normalised, or converted to fp32.
   struct Rows {
     Tensor q, k, b, w;
   };

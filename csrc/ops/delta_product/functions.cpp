@@ -1,9 +1,10 @@
+// girih::ops::delta_product and girih::ops::delta_product_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {
 namespace {
 
-// n of delta_product, from the rows of k when it is not given; without tokens it is 1.
+// n from the rows of k if it is absent; 1 without tokens.
 int64_t steps_per_token(const Tensor& q, const Tensor& k, Integer n) {
   if (n) return *n;
   const auto tokens = q.dim() > 1 ? q.size(1) : 0, rows = k.dim() > 1 ? k.size(1) : 0;

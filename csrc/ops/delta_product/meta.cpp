@@ -1,3 +1,4 @@
+// delta_product on meta tensors: shapes of the results, and the path without a device.
 #include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"

@@ -1,5 +1,5 @@
-// What a call on the tensor cores has in common whether beta is one a step or one for every channel
-// (vector.h): prepare, scan, and reverse.
+// Shared by the tensor-core kernels with one beta per step and with one beta per channel (vector.h): prepare,
+// scan, reverse.
 #pragma once
 
 #include "arguments.h"
@@ -8,12 +8,13 @@
 
 namespace girih::delta_product {
 
-// The launch's memory beside its arguments, for as long as it needs it.
+// Allocates the workspace of a launch.
 inline Tensor workspace_of(const Arguments& a, int64_t bytes) {
   return at::empty({bytes}, a.q.options().dtype(at::kByte));
 }
 
-// v: that of the call, or w; b: where keys of their own read, these.
+// v: the argument v, or w. b: the keys of the reads, if they differ from k (one beta per channel); else
+// undefined.
 inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b, const OptionalTensor& state,
                            const Problem::Saved& kept) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -55,13 +56,13 @@ inline Results run_forward(const Arguments& a, const Tensor& v, const Tensor& b,
           transitions};
 }
 
-// What backward's kernels leave for the one that follows.
+// The results of delta_reverse, which the gradient kernels read.
 struct Reversed {
   Tensor dout, factors, gradients, first, last;
   kernels::DeltaReverse p;
 };
 
-// dz: where G comes, or dv in its place.
+// dz: the output for G, or for dv if `in_place`.
 inline Reversed run_reverse(const Arguments& a, const Tensor& b, const OptionalTensor& grad_o,
                             const OptionalTensor& grad_s, const Tensor& prepared, const Tensor& transitions,
                             const Tensor& dz, bool in_place) {

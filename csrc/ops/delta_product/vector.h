@@ -1,4 +1,4 @@
-// delta_product with a beta for every channel, on the tensor cores.
+// delta_product with one beta per channel, on the tensor cores.
 #pragma once
 
 #include "delta_product/vector.h"
@@ -6,7 +6,7 @@
 
 namespace girih::delta_product {
 
-// One call's tensors, and b and w of them, which backward makes again.
+// The tensors of one call, and b and w. Backward computes b and w again.
 class VectorCall {
  public:
   VectorCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const OptionalTensor& cu,
@@ -28,7 +28,7 @@ class VectorCall {
     return run_forward(a_, w_, b_, initial, kept);
   }
 
-  // q, k: the inputs, of whose heads the gradients are.
+  // q, k: the inputs, whose heads may be shared.
   Gradients backward(const Tensor& q, const Tensor& k, const OptionalTensor& grad_o,
                      const OptionalTensor& grad_s, const OptionalTensor& state, const Tensor& states,
                      const Tensor& prepared, const Tensor& transitions) const {

@@ -1,3 +1,4 @@
+// Several linear layers of one input: y_i = x W_i^T.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -7,11 +8,12 @@
 namespace girih::fused {
 namespace {
 
-constexpr int64_t kNarrow = 64;  // features of a product whose time is its launches
+constexpr int64_t kNarrow = 64;  // products of up to so many features are bound by launches
 
-using Group = std::vector<size_t>;  // weights, by their places
+using Group = std::vector<size_t>;  // indices of weights
 
-// Which make one product: the narrow ones, which cost their launches, and each other alone.
+// Groups of weights that form one product: all narrow weights, which are bound by launches, and each other
+// weight alone.
 std::vector<Group> grouped(at::TensorList weights) {
   std::vector<Group> groups;
   Group narrow;
@@ -32,7 +34,7 @@ std::vector<int64_t> features(at::TensorList weights, const Group& group) {
   return sizes;
 }
 
-// f(i, what belongs to weight i) of a group's product, or of its gradient by the weights.
+// Calls f(i, part of weight i) for the product of a group or for its weight gradient.
 template <class F>
 void for_parts(const Tensor& of_group, const Group& group, at::TensorList weights, int64_t dim, const F& f) {
   if (group.size() == 1) return f(group[0], of_group);
@@ -47,7 +49,8 @@ Tensor below(at::TensorList weights, const Group& group) {
   return at::cat(of_group);
 }
 
-// Each group's weights in this dtype, one below the other; a single one itself where it has it.
+// The weights of each group in `dtype`, concatenated by rows. A single weight that already has this dtype is
+// not copied.
 Tensors copies(at::TensorList weights, const std::vector<Group>& groups, at::ScalarType dtype) {
   Tensors made;
   if (std::ranges::all_of(weights, [&](const Tensor& w) { return w.scalar_type() == dtype; })) {
@@ -71,7 +74,8 @@ Tensors copies(at::TensorList weights, const std::vector<Group>& groups, at::Sca
   return copy.split_with_sizes(of_groups);
 }
 
-// [..., sum of features], zeros for what is undefined; of nothing but that: undefined.
+// Concatenates the gradients of a group to [..., sum of features]; zeros for undefined ones; undefined if all
+// are.
 Tensor beside(const variable_list& dys, const Group& group, at::TensorList weights) {
   if (group.size() == 1) return dys[group[0]];
   const auto given = std::ranges::find_if(group, [&](size_t i) { return dys[i].defined(); });
@@ -85,8 +89,7 @@ Tensor beside(const variable_list& dys, const Group& group, at::TensorList weigh
   return at::cat(parts, -1);
 }
 
-// A weight as it is, for second derivatives, and how often it has been written in place, by the names under
-// which a node keeps them.
+// Keys under which a node saves each weight (for second derivatives) and the version of the weight.
 std::string weight_at(size_t i) { return "weight " + std::to_string(i); }
 std::string version_at(size_t i) { return "version " + std::to_string(i); }
 int64_t version_of(const Tensor& x) { return x.is_inference() ? -1 : int64_t(x._version()); }
@@ -97,7 +100,7 @@ struct Linears : Function<Linears> {
     auto kept = copies(weights, groups, x.scalar_type());
     const auto rows = in_rows(x);
     variable_list made(weights.size());
-    for (size_t n = 0; n < groups.size(); ++n) {  // autocast has nothing left to do
+    for (size_t n = 0; n < groups.size(); ++n) {  // the dtypes are those of autocast already
       const auto y = at::_unsafe_view_symint(rows.mm(kept[n].t()), sizes_of_width(x, kept[n].size(0)));
       for_parts(y, groups[n], weights, -1, [&](size_t i, const Tensor& part) { made[i] = part; });
     }
@@ -105,7 +108,7 @@ struct Linears : Function<Linears> {
     if (!x.requires_grad()) kept.assign(kept.size(), {});
     kept.push_back(of_weights ? x : Tensor());
     ctx->save_for_backward(std::move(kept));
-    for (size_t i = 0; i < weights.size(); ++i) {  // one by one, as compiled autograd takes them
+    for (size_t i = 0; i < weights.size(); ++i) {  // one entry each: compiled autograd supports no lists
       ctx->saved_data[weight_at(i)] = weights[i];
       ctx->saved_data[version_at(i)] = version_of(weights[i]);
     }
@@ -123,11 +126,11 @@ struct Linears : Function<Linears> {
     }
     const auto groups = grouped(weights);
     const bool of_x = ctx->needs_input_grad(0);
-    // A compiler puts sums into what reads them, and copies what is written in place.
+    // torch.compile fuses sums into their readers, and clones the target of in-place operators.
     const bool is_traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
     TORCH_CHECK(!of_x || !once_more() || !written,
                 "girih: linears: a weight has been modified by an inplace operation since the forward");
-    Tensor dx, like;  // like: of dx's sizes but the last
+    Tensor dx, like;  // like: has the sizes of dx except for the last
     variable_list results(1 + weights.size());
     for (size_t n = 0; n < groups.size(); ++n) {
       const auto& group = groups[n];
@@ -141,7 +144,7 @@ struct Linears : Function<Linears> {
       } else if (of_x && dx.defined() && is_traced) {
         dx = dx + dy.mm(kept[n]);
       } else if (of_x && dx.defined()) {
-        // A backward under autocast has dx in its dtype; nothing casts what is done in place.
+        // Backward under autocast: dx has the dtype of autocast, and in-place operators are not cast.
         dx.addmm_(dy.to(dx.scalar_type()), kept[n].to(dx.scalar_type()));
       } else if (of_x) {
         dx = dy.mm(kept[n]);

@@ -1,3 +1,4 @@
+// The autograd functions of residual_norm and silu_norm.
 #include <torch/library.h>
 
 #include "call.h"
@@ -12,7 +13,7 @@ using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Opt
 using SiluNormBackward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, double,
                                                     bool);
 
-// Of s and of the weight of an RMS norm.
+// ds and dweight of an RMS norm, by PyTorch.
 std::pair<Tensor, Tensor> gradients(const Tensor& dy, const Tensor& s, const Tensor& weight, double eps) {
   const auto wide = s.to(at::kFloat), of_y = dy.to(at::kFloat);
   const auto u = weight.defined() ? of_y * weight.to(at::kFloat) : of_y / std::sqrt(double(s.size(-1)));

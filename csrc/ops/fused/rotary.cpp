@@ -1,3 +1,4 @@
+// Rotary embedding with gradients.
 #include <torch/library.h>
 
 #include "call.h"
@@ -8,7 +9,7 @@ namespace {
 using Turn = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, int64_t, const Tensor&, const Tensor&);
 using TurnBack = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&);
 
-// By PyTorch, the pairs of dx turned back.
+// Rotates the pairs of dx back, by PyTorch.
 Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate) {
   const auto angle = position.unsqueeze(-1) * rate;
   const auto cos = angle.cos().to(dx.scalar_type()).unsqueeze(-2),
@@ -17,7 +18,7 @@ Tensor turned_back(const Tensor& dx, const Tensor& position, const Tensor& rate)
   return at::cat({pair[0] * cos + pair[1] * sin, pair[1] * cos - pair[0] * sin}, -1);
 }
 
-// Of which backward needs nothing but the angles.
+// Saves only the positions and the rates.
 struct Rotary : Function<Rotary> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, int64_t query_heads,
                                const Tensor& position, const Tensor& rate) {

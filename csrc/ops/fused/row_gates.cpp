@@ -1,3 +1,4 @@
+// Gate activations with gradients.
 #include <torch/library.h>
 
 #include "call.h"
@@ -9,7 +10,7 @@ using Gates = Tensor(const Tensor&, std::string_view, const OptionalTensor&, con
 using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, std::string_view,
                                             const OptionalTensor&, const OptionalTensor&, double, bool);
 
-// Of r, bias and rate.
+// The gradients of r, bias and rate, by PyTorch.
 variable_list derivatives(const Tensor& dy, const Tensor& r, const Tensor& bias, const Tensor& rate,
                           std::string_view gate, double scale) {
   const auto z = bias.defined() ? r.to(at::kFloat) + bias : r.to(at::kFloat);
@@ -42,7 +43,7 @@ struct RowGates : Function<RowGates> {
     const auto &dy = grads[0], &r = saved[0], &bias = saved[1], &rate = saved[2];
     const auto gate = ctx->saved_data["gate"].toStringView();
     const double scale = ctx->saved_data["scale"].toDouble();
-    // Edges: those of the tensors that are there.
+    // Edges exist for tensor inputs only: the index of rate depends on bias.
     const bool of_bias = bias.defined() && ctx->needs_input_grad(1);
     const bool of_rate = rate.defined() && ctx->needs_input_grad(bias.defined() ? 2 : 1);
     variable_list found(3);

@@ -1,3 +1,4 @@
+// silu(gate) * up, and its product with a weight, with gradients.
 #include <torch/library.h>
 
 #include "call.h"
@@ -25,7 +26,7 @@ Tensor product_of(const Tensor& gate, const Tensor& up) {
   return run(op, gate, up);
 }
 
-// The product, where it is wanted, behind its derivatives by gate and up.
+// The gradients of gate and up, and the product itself if `of_product`.
 std::tuple<Tensor, Tensor, Tensor> derivatives(const Tensor& dy, const Tensor& gate, const Tensor& up,
                                                bool of_product) {
   if (!once_more() && has_kernel(gate, up)) {

@@ -1,4 +1,4 @@
-// gsa and gla by the exact kernels: their reads on tensors.
+// The fp32 kernels of gsa and gla.
 #pragma once
 
 #include "exact/exact.h"
@@ -6,7 +6,7 @@
 
 namespace girih {
 
-// The reads of one call through the states before, or in reversed time after, its chunks.
+// The reads of one call through the states before its chunks, or, in reversed time, after its chunks.
 class ExactReads {
  public:
   ExactReads(const GatedArguments& arguments, const Tensor& states, bool reverse)
@@ -14,12 +14,12 @@ class ExactReads {
         shape_{a_.shape.tokens, a_.shape.heads, a_.shape.query_heads,           a_.shape.M,
                reverse,         input<4>(a_.g), states.const_data_ptr<float>(), a_.shape.D + a_.shape.V} {}
 
-  // One memory: its rows of the states are from `first_row` on.
+  // One memory; its rows of the states begin at `first_row`.
   struct Term {
     const Tensor &x, &y, &s;
     int first_row;
   };
-  // The sum over the terms, [B, T, readers, M] fp32.
+  // The sum over the terms, [B, T, readers, M] in fp32.
   Tensor value(std::initializer_list<Term> terms) const {
     const auto out = a_.rows(readers(), shape_.M, at::kFloat);
     kernels::ValueRead p;
@@ -33,7 +33,7 @@ class ExactReads {
     return out;
   }
 
-  // [B, T, readers, y's width] in q's dtype.
+  // [B, T, readers, width of y] in the dtype of q.
   Tensor key(const Tensor& p_, const Tensor& s, const Tensor& y, int first_row) const {
     const auto out = a_.rows(readers(), y.size(3), a_.q.scalar_type());
     kernels::KeyRead p;
@@ -53,9 +53,9 @@ class ExactReads {
   kernels::ExactShape shape_;
 };
 
-// The gradient of the gates, [B, T, H, M] fp32. w: the reads times their gradients, s and ds the writes. The
-// states and their gradients are the two scans', `last` what the sequences end in, `start` what reaches their
-// first states.
+// The gradient of the gates, [B, T, H, M] in fp32. w: the reads times their gradients; s, ds: the writes and
+// their gradients. `states` and `gradients` are from the two scans; `last` are the final states, `start` the
+// gradients of the initial states.
 inline Tensor exact_gate_gradient(const GatedArguments& a, const Tensor& w, const Tensor& s, const Tensor& ds,
                                   bool s_of_g, const Tensor& states, const Tensor& gradients,
                                   const FinalStates& last, const FinalStates& start) {

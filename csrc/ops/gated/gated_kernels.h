@@ -1,4 +1,4 @@
-// What the kernels of gsa and gla have in common on torch's side.
+// Arguments and scans shared by the kernels of gsa and gla.
 #pragma once
 
 #include "../arguments/aligned_rows.h"
@@ -8,17 +8,17 @@
 
 namespace girih {
 
-// Which kernels: those of the tensor cores, for 16-bit elements, or those of the plain fp32 cores.
+// The kernels: tensor cores for 16-bit elements, or fp32 on the CUDA cores.
 enum class Kernels { tensor, exact };
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, g in fp32, s and the states between
-// chunks in q's dtype or, for the exact kernels, in fp32.
+// The tensors of one call as the kernels read them: rows aligned to 16 bytes, g in fp32, s and the states of
+// chunks in the dtype of q (fp32 kernels: in fp32).
 struct GatedArguments {
   Tensor q, k, v, s, g, cu_seqlens;
   kernels::GsaShape shape;
-  int64_t D, V, M;  // without padding
+  int64_t D, V, M;  // widths without padding
 
-  // One memory: gla, whose D is g's width and M here.
+  // `one_memory`: gla; M is the width of g, and the D of the shape is 0.
   GatedArguments(Kernels by, const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& s_,
                  const Tensor& g_, const OptionalTensor& cu, const std::optional<double>& scale,
                  kernels::Feature feature, bool one_memory = false)
@@ -62,7 +62,7 @@ struct GatedArguments {
 static_assert(kKeptChunk == kernels::kChunk && kByChannel.columns == kernels::kGsaMaxSlots &&
               kByChannel.rows == kernels::kGsaMaxWidth);
 
-// RowGradients of the kernels.
+// Tensors of kernels::RowGradients.
 struct RowsLeft {
   Tensor factored, w;
 
@@ -75,7 +75,7 @@ struct RowsLeft {
   kernels::RowGradients arrays() const { return {factored.mutable_data_ptr<bool>(), output<4>(w)}; }
 };
 
-// Runs a scan; `first` and the returned states are [N, H, width, M].
+// Runs a scan; `first_k`, `first_v` and the returned states are [N, H, width, M].
 struct FinalStates {
   Tensor k, v;
 };

@@ -1,3 +1,4 @@
+// Linear attention with decays in chunk form, by matrix products over blocks of rows.
 #include "gated_scan.h"
 
 #include "../chunks/decay.h"
@@ -5,21 +6,21 @@
 namespace girih {
 namespace {
 
-// q's heads beside the head of the memory that they read: [B, count, HQ, C, D] -> [B, count, H, HQ / H, C,
-// D].
+// Groups the heads of q by the head of the memory that they read: [B, count, HQ, C, D] -> [B, count, H, HQ /
+// H, C, D].
 Tensor group(const Tensor& q, int64_t H) {
   return q.reshape({q.size(0), q.size(1), H, q.size(2) / H, q.size(3), q.size(4)});
 }
 
-// The rows of a chunk in pairs of neighbouring blocks of h: the lower half (earlier) and the upper half
-// (later).
+// Splits the rows of a chunk into pairs of blocks of h rows: the lower (earlier) and the upper (later)
+// blocks.
 std::pair<Tensor, Tensor> halves(const Tensor& x, int64_t h) {
   const auto C = x.size(-2);
   const auto both = x.unflatten(-2, {C / (2 * h), 2, h}).unbind(-3);
   return {both[0], both[1]};
 }
 
-// o + x in the upper half of every pair of blocks
+// Adds x to the upper block of every pair.
 Tensor add_to_upper(const Tensor& o, const Tensor& x, int64_t h) {
   const auto [low, up] = halves(o, h);
   const auto dim = o.dim() - 2;
@@ -78,7 +79,7 @@ Scanned scan_head_decay(const Chunks& chunks, const Tensor& q_heads, const Tenso
 Scanned scan_key_decay(const Chunks& chunks, const Tensor& q_heads, const Tensor& k, const Tensor& v,
                        const ChannelDecay& decay, const Tensor& S0) {
   const auto q = group(q_heads, k.size(2));
-  auto o = (q * k.unsqueeze(3)).sum(-1, true) * v.unsqueeze(3);  // a row's own token: no decay
+  auto o = (q * k.unsqueeze(3)).sum(-1, true) * v.unsqueeze(3);  // the token of the row itself has no decay
   for (const auto& [h, to_up, after_low] : decay.levels) {
     // O_up += ((Q_up * e^{to_up}) (K_low * e^{after_low})^T) V_low
     const auto q_up = halves(q, h).second * to_up.unsqueeze(3);

@@ -1,18 +1,18 @@
-// Linear attention with decays in chunk form: the single pass under gla and both passes of gsa.
+// Linear attention with decays in chunk form: the pass of gla and both passes of gsa.
 #pragma once
 
 #include "../chunks/chunks.h"
 
 namespace girih {
 
-// Decays per channel within a chunk. They have no common factor for all rows: e^{-L} overflows. Blocks of h
-// rows double from 1 to C / 2 instead, and the reference of a pair of blocks is the row between them: every
-// exponent is a sum of gates, <= 0. Both passes of gsa share one of these.
+// Decays per channel within a chunk. A common factor e^{-L} for all rows overflows. The block size h
+// therefore doubles from 1 to C / 2, and the reference of a pair of blocks is the boundary between them:
+// every exponent is a sum of gates, <= 0. Both passes of gsa share one object.
 struct ChannelDecay {
   struct Level {
     int64_t h;
-    Tensor to_up;      // [..., C / 2h, h, X]   e^{from between the blocks through each row of the upper one}
-    Tensor after_low;  // [..., C / 2h, h, X]   e^{from after each row of the lower one to between the blocks}
+    Tensor to_up;      // [..., C / 2h, h, X]   e^{sum of g from the boundary through each upper row}
+    Tensor after_low;  // [..., C / 2h, h, X]   e^{sum of g after each lower row up to the boundary}
   };
   std::vector<Level> levels;
   Tensor to;     // [..., C, X]   e^{L_t}
@@ -27,7 +27,7 @@ struct Scanned {
   Tensor state;  // [N, H, D, V]
 };
 
-// q [B, count, HQ, C, D], k [B, count, H, C, D], v [B, count, H, C, V] cut into chunks, S0 [N, H, D, V].
+// Shapes of the scans: q [B, count, HQ, C, D], k [B, count, H, C, D], v [B, count, H, C, V], S0 [N, H, D, V].
 
 //   S_t = e^{g_t} S_{t-1} + k_t v_t^T,    o_t = S_t^T q_t
 // g [B, count, H, C], or undefined: no decay.
@@ -42,7 +42,8 @@ Scanned scan_key_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, c
 Scanned scan_value_decay(const Chunks& chunks, const Tensor& q, const Tensor& k, const Tensor& v,
                          const ChannelDecay& decay, const Tensor& S0);
 
-// The chunk length of an exact form: 64, or the power of two that holds T.
+// The chunk length of an operator whose result does not depend on it: 64, or the smallest power of two that
+// is at least T.
 int64_t exact_chunk(int64_t T);
 
 }  // namespace girih

@@ -1,6 +1,6 @@
 // Gated RMS norm over the last dimension:
 //   r = (mean(x^2) + eps)^-1/2        n = r x        y = n weight act(gate)
-// Nothing is saved: r costs backward no more than a pass over x, which it reads anyway.
+// Nothing is saved: backward reads x anyway, and computes r again from it.
 //   u = dy act(gate)        dx = r (u weight - n mean(u weight n))
 //   dweight = sum of u n    dgate = dy n weight act'(gate)
 #include "../registration/dispatch.h"
@@ -19,7 +19,7 @@ Tensor activated(const Tensor& gate, std::string_view activation) {
   return activation == "silu" ? at::silu(gate) : activation == "gelu" ? at::gelu(gate) : gate.sigmoid();
 }
 
-// dgate of dact, the gradient of act(gate)
+// The gradient of the gate from dact, the gradient of act(gate).
 Tensor through_activation(const Tensor& dact, const Tensor& gate, std::string_view activation) {
   return activation == "silu"   ? at::silu_backward(dact, gate)
          : activation == "gelu" ? at::gelu_backward(dact, gate)

@@ -1,5 +1,4 @@
-// gated_rms_norm by its kernels. float64 and wider rows than a block holds have none: the ATen form serves
-// them.
+// CUDA implementation of gated_rms_norm. float64 and rows wider than a block holds: the ATen form.
 #include "../arguments/kernel_arguments.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
@@ -22,7 +21,7 @@ kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate,
           kernel_dtype(x)};
 }
 
-// Undefined where it is absent.
+// Contiguous; undefined if the tensor is absent.
 Tensor dense(const OptionalTensor& tensor) { return given(tensor) ? tensor->contiguous() : Tensor(); }
 const void* data(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
 

@@ -1,3 +1,4 @@
+// girih::ops::gated_rms_norm.
 #include "../registration/functions.h"
 
 namespace girih::ops {

@@ -1,11 +1,11 @@
-// Which kernels take a call of gated_rms_norm.
+// The path of gated_rms_norm.
 #pragma once
 
 #include "../arguments/path.h"
 
 namespace girih::gated_rms_norm {
 
-constexpr int64_t kWidest = 8192;  // of the kernels
+constexpr int64_t kWidest = 8192;  // widest row of the kernels
 
 struct Problem {
   static void check(const Tensor& x, const Tensor& weight, const OptionalTensor& gate,

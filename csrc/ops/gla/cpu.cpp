@@ -1,4 +1,4 @@
-// Gated linear attention in chunk form: the single pass of gated slot attention.
+// Gated linear attention in chunk form.
 //   S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T        [D, V]
 //   o_t = scale * S_t^T q_t
 #include "../arguments/shared_heads.h"

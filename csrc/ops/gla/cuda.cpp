@@ -1,6 +1,6 @@
-// gla by its kernels: those of the tensor cores for 16-bit elements, of one gate a head (or none) with keys
-// of up to 256 channels, of a gate a channel with keys of up to 128; the exact ones for the rest. float64 has
-// none: the ATen form serves it.
+// CUDA implementation of gla. Tensor cores: 16-bit elements, with one gate per head or none and keys of up to
+// 256 channels, or with one gate per channel and keys of up to 128. fp32 kernels: the other calls. float64:
+// the ATen form.
 #include "../arguments/shared_heads.h"
 #include "../gated/gated_exact.h"
 #include "../registration/dispatch.h"
@@ -16,7 +16,7 @@ static_assert(kByHead.columns == kernels::kHeadMaxKeys && kKeptPair == kernels::
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// The problem's path, as far as this card and these sequences go.
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
 Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
   const auto path = problem.path(q, g);
   if (problem.N == 0) return aten(kNoSequence);
@@ -24,14 +24,14 @@ Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
   const auto D = static_cast<int>(q.size(3));
   bool fits = false;
   if (by_channel(g)) {
-    check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // gla's ask for less than gsa's
+    check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // the gla kernels need less than those of gsa
   } else {
     check_launch("head_fits", kernels::head_fits(D, fits));
   }
   return fits ? path : exact(kSmallCard);
 }
 
-// A gate for every channel.
+// One gate per channel: expands gates per head, zeros without gates.
 Tensor channel_gates(const Tensor& k, const OptionalTensor& g) {
   if (!given(g)) return at::zeros(k.sizes(), k.options().dtype(at::kFloat));
   return g->dim() == 4 ? *g : g->unsqueeze(-1).expand(k.sizes());
@@ -40,7 +40,7 @@ Tensor channel_gates(const Tensor& k, const OptionalTensor& g) {
 GatedArguments arguments(Kernels by, const Tensor& q, const Tensor& k, const Tensor& v,
                          const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                          const std::optional<double>& scale) {
-  // These kernels have keys and queries of every head.
+  // These kernels have no shared heads: k has one head per memory, q at least one.
   const auto keys = for_each_head(k, v.size(2));
   return {by,    for_each_head(q, v.size(2)), keys, v, std::nullopt, channel_gates(keys, g), cu_seqlens,
           scale, kernels::Feature::none,      true};
@@ -68,7 +68,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(shape.query_heads, shape.V, type).zero_();
 
-  // The states again: kept, they would be fp32 and the largest tensor of all.
+  // Computes the states again: in fp32 they would be the largest saved tensor.
   const auto states = a.states();
   const auto last =
       gated_scan(a, false, {}, {}, a.v, a.k, {}, padded_state(state_s, true, shape.V, shape.M), states);
@@ -97,7 +97,7 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
           std::nullopt};
 }
 
-// One call's tensors as the kernels of one gate a head read them.
+// The tensors of one call as the kernels with one gate per head read them.
 struct HeadArguments {
   Tensor q, k, v, cu_seqlens;
   kernels::HeadShape shape;
@@ -124,7 +124,7 @@ struct HeadArguments {
   Tensor rows(int64_t width, at::ScalarType type) const {
     return rows_for(q, q.size(1), cu_seqlens, shape.query_heads, width, type);
   }
-  // What outputs give to a memory: parts of a sum where it has several.
+  // The dtype of dk and dv: fp32 if several outputs read one memory and their gradients are summed.
   at::ScalarType part() const {
     return shape.query_heads == shape.heads ? q.scalar_type() : at::ScalarType(at::kFloat);
   }
@@ -134,7 +134,7 @@ struct HeadArguments {
   }
 };
 
-// Runs a read; `first` and the returned state are [N, heads, D, V].
+// Runs head_read; `first` and the returned state are [N, heads, D, V].
 Tensor head_read(const HeadArguments& a, kernels::HeadRead p, const OptionalTensor& first, const Tensor& o,
                  const Tensor& states) {
   const auto options = a.q.options().dtype(at::kFloat);
@@ -173,7 +173,8 @@ Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto type = q.scalar_type();
   const auto dout = given(grad_o) ? in_packs(grad_o->to(type)) : a.rows(shape.V, type).zero_();
 
-  // The final state's gradient walks with the first query head of its memory.
+  // Only the first query head of a memory starts from the gradient of the final state; the gradients of all
+  // heads are summed later.
   OptionalTensor first = grad_s;
   if (given(grad_s) && group > 1) {
     first = at::zeros({grad_s->size(0), H, group, shape.keys, shape.values}, grad_s->options());
@@ -256,7 +257,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   const auto path = path_of(problem, q, g);
   if (path == Path::Code::aten) {
-    // What every device without a kernel runs: autograd of the ATen form.
+    // Autograd of the ATen form, as on devices without a kernel.
     return run_without_kernel<&backward_cuda>("gla_backward", grad_o, grad_s, q, k, v, g, state_s, cu_seqlens,
                                               states, scale);
   }
@@ -288,7 +289,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto start = gated_scan(a, true, {}, {}, dout, q_scan, {},
                                 padded_state(grad_s, true, shape.V, shape.M), gradients, left.how());
 
-  // Several query heads of one memory: each gives its part in fp32.
+  // Several query heads of one memory write partial gradients in fp32, which are summed later.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.M, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);

@@ -1,3 +1,4 @@
+// girih::ops::gla and girih::ops::gla_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

@@ -1,5 +1,5 @@
-// Which kernels take a call of gla - linear attention, plain, with one gate a head, or with one a key channel
-// - and what forward keeps.
+// The path and the saved tensors of gla: linear attention without gates, with one gate per head, or with one
+// gate per key channel.
 #pragma once
 
 #include "../arguments/path.h"
@@ -7,7 +7,7 @@
 
 namespace girih::gla {
 
-// A gate a key channel; else one a head, or none.
+// Whether g has one gate per key channel (else one per head, or none).
 inline bool by_channel(const OptionalTensor& g) { return given(g) && g->dim() == 4; }
 
 struct Problem {
@@ -38,7 +38,8 @@ struct Problem {
     return q.scalar_type() == at::kDouble ? aten(kFloat64) : exact(kMemoryBound);
   }
 
-  // The states before every chunk, or every pair of chunks, of the kernels on the tensor cores.
+  // The shape of the states that the tensor-core kernels save, before every chunk or pair of chunks; {0} on
+  // other paths.
   std::vector<c10::SymInt> saved(const Tensor& q, const OptionalTensor& g, const OptionalTensor& cu_seqlens,
                                  bool save) const {
     if (!save || path(q, g) != Path::Code::tensor_cores) return {0};

@@ -1,11 +1,11 @@
-// gsa for any device, dtype and size.
+// The ATen implementation of gsa, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
 
 namespace girih::gsa {
 
-// o, the final state (k, v, z), what is kept for backward
+// o, the final state (k, v, z), the saved states
 using Results = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,

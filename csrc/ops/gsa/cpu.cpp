@@ -19,20 +19,22 @@ Tensor apply(std::string_view feature, const Tensor& x) {
   return x;
 }
 
-// ABC's slot weights and gates from its logits: with d_t = s_t - z_{t-1},
-//   z_t = logaddexp(z_{t-1}, s_t)      g_t = z_{t-1} - z_t = logsigmoid(-d_t)      s_t <- e^{s_t - z_t} =
-//   sigmoid(d_t)
-// An empty z (a fresh start, or masked tokens only) has g = 0, a masked token (logit -inf) g = s = 0.
+// Slot weights and gates of ABC from its logits: with d_t = s_t - z_{t-1},
+//   z_t = logaddexp(z_{t-1}, s_t)
+//   g_t = z_{t-1} - z_t = logsigmoid(-d_t)
+//   s_t <- e^{s_t - z_t} = sigmoid(d_t)
+// An empty z (start of a sequence, or only masked tokens so far) has g = 0. A masked token (logit -inf) has g
+// = s = 0.
 struct Abc {
   Tensor s, g, z;
 };
 
 Abc normalise(const Chunks& chunks, const Tensor& logits, const Tensor& z0) {
-  // -inf would make inf - inf; this stands for it, far below any logit and far from overflow.
+  // Replaces -inf, since inf - inf is nan: far below any logit, and far from overflow.
   const auto empty = at::full({}, -1e30, logits.options());
   const auto absent = ~chunks.valid().unsqueeze(2).unsqueeze(-1) | (logits <= -1e29);
   const auto s = at::where(absent, empty, logits);
-  const auto from_start = s.logcumsumexp(3);  // the chunk's own tokens
+  const auto from_start = s.logcumsumexp(3);  // over the tokens of the chunk
   const auto all = from_start.select(3, chunks.length() - 1).unbind(1);
   const auto scan = chunks.scan({at::where(z0 <= -1e29, empty, z0)}, [&](int64_t c, const Chunks::States& z) {
     return Chunks::States{at::logaddexp(z[0], all[c])};

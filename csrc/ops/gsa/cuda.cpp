@@ -1,5 +1,5 @@
-// gsa by its kernels: those of the tensor cores for 16-bit elements with gates and up to 128 slots, the exact
-// ones for the rest. float64 has none: the ATen form serves it.
+// CUDA implementation of gsa. Tensor cores: 16-bit elements with gates and up to 128 slots. fp32 kernels: the
+// other calls. float64: the ATen form.
 #include "../gated/gated_exact.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
@@ -11,7 +11,7 @@ namespace {
 using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// The problem's path, as far as this card and these sequences go.
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
 Path path_of(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
   const auto path = problem.path(q, g);
   if (problem.N == 0) return aten(kNoSequence);
@@ -29,7 +29,7 @@ kernels::Feature feature_of(std::string_view name) {
   return kernels::Feature::softmax;
 }
 
-// The slots' weights and gates: ABC's (g is None) from its logits.
+// Weights and gates of the slots; those of ABC (g is None) are computed from its logits.
 struct Slots {
   Tensor s, g;
   OptionalTensor z;
@@ -54,7 +54,7 @@ Slots slots_of(const Tensor& q, const OptionalTensor& s, const OptionalTensor& g
   return slots;
 }
 
-// The gradients of ABC's logits and of its first z.
+// The gradients of the logits of ABC and of its initial z.
 std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Slots& slots, const Tensor& ds,
                                                const Tensor& dg, const OptionalTensor& grad_z,
                                                const OptionalTensor& state_z) {
@@ -75,7 +75,8 @@ std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Sl
   return {dlogits, start};
 }
 
-// z [B, T, HQ, M] becomes p; dp, if defined, the logits' gradient, and w their share in that of the gates.
+// z [B, T, HQ, M] <- p = feature(z). If dp is defined: dp <- dz, and w <- the contribution of p to the
+// gradient of the gates.
 void exact_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
   kernels::ExactFeature p{};
   p.rows = z.size(0) * z.size(1) * z.size(2);
@@ -116,19 +117,19 @@ Gradients backward_exact(const OptionalTensor& grad_o, const OptionalTensor& gra
   const auto HQ = shape.query_heads;
   const auto dout = given(grad_o) ? in_packs(*grad_o) : a.rows(HQ, shape.V, q.scalar_type()).zero_();
 
-  // The states again: kept, they would be fp32 and the largest tensor of all.
+  // Computes the states again: in fp32 they would be the largest saved tensor.
   const auto states = a.states();
   const auto last = gated_scan(a, false, a.k, a.s, a.v, a.s, padded_state(state_k, false, shape.D, shape.M),
                                padded_state(state_v, true, shape.V, shape.M), states);
 
-  // What a query row needs,
+  // Gradients of query rows.
   const ExactReads reads(a, states, false);
   const auto p = reads.value({{a.q, a.k, a.s, 0}}), dz = reads.value({{dout, a.v, a.s, shape.D}}),
              w = a.rows(HQ, shape.M, at::kFloat);
   exact_feature(a, p, dz, w);
   const auto dq = reads.key(dz, a.s, a.k, 0);
 
-  // and what a key row needs.
+  // Gradients of key rows.
   const auto gradients = a.states();
   const auto start = gated_scan(a, true, a.q, dz, dout, p, padded_state(grad_k, false, shape.D, shape.M),
                                 padded_state(grad_v, true, shape.V, shape.M), gradients);
@@ -197,8 +198,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const c10::cuda::CUDAGuard device(q.device());
   const auto path = path_of(problem, q, g);
   if (path == Path::Code::aten) {
-    // gsa has no backward of its own on the CPU: this is what serves every device without one, autograd of
-    // the ATen form.
+    // Autograd of the ATen form, as on devices without a kernel.
     return run_without_kernel<&backward_cuda>("gsa_backward", grad_o, grad_k, grad_v, grad_z, q, k, v, s, g,
                                               state_k, state_v, state_z, cu_seqlens, states, scale, feature);
   }
@@ -233,7 +233,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
       gated_scan(a, true, a.q, dz_scan, dout, p_scan, padded_state(grad_k, false, shape.D, shape.M),
                  padded_state(grad_v, true, shape.V, shape.M), gradients, left.how());
 
-  // Several query heads of one memory: each gives its part in fp32.
+  // Several query heads of one memory write partial gradients in fp32, which are summed later.
   const auto part = a.group() == 1 ? type : at::kFloat;
   const auto dk = a.rows(HQ, shape.D, part), dv = a.rows(HQ, shape.V, part),
              dg = a.rows(HQ, shape.M, at::kFloat);

@@ -1,3 +1,4 @@
+// girih::ops::gsa and girih::ops::gsa_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

@@ -1,11 +1,11 @@
-// lattice for any device, dtype and size.
+// The ATen implementation of lattice, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
 
 namespace girih::lattice {
 
-// o, the final state (first, step, decay, position), what is kept for backward
+// o, the final state (first, step, decay, position), the saved tensors (memories, ends, last, last_step)
 using Results = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,

@@ -1,9 +1,9 @@
-// Lattice (Karami and Mirrokni, eq. 10, 11 and 15) in chunk form. Columns s_i of a memory S [D, M] take steps
-// in their tangent spaces; with (h, c) from the objective, e = S k - v or S^T v - k:
+// Lattice (Karami and Mirrokni, eq. 10, 11 and 15) in chunk form. The columns s_i of a memory S [D, M] take
+// steps in their tangent spaces. The objective selects (h, c), with e = S k - v or e = S^T v - k:
 //   decode      h = e,  c = k          encode  h = v, c = e          similarity  h = -v, c = k
 //   d_{t,i} = -gamma_t c_{t,i} (h_t - s_i (s_i.h_t))
 //   X_t = e^{g_t} X_{t-1} + d_t          o_t = unit(X_t) q_t
-// A chunk reads S at its start, X_0 = S, and leaves unit(X) of its last token.
+// A chunk reads S at its start, X_0 = S. The next chunk starts from unit(X) of the last token.
 #include "../chunks/chunk_defining.h"
 #include "../chunks/decay.h"
 #include "../registration/dispatch.h"
@@ -13,16 +13,17 @@
 namespace girih::lattice {
 namespace {
 
-// e^L, held above where a square underflows: what a memory keeps of its direction when every gate is shut.
+// e^L with L >= -30, so that its square does not underflow: a memory keeps its direction when all gates are
+// closed.
 Tensor kept(const Tensor& L) { return L.clamp_min(-30).exp(); }
 
-// X's columns on the sphere; one of zeros has no direction and leaves s as it was.
+// Normalises the columns of X. A zero column has no direction; the column of S replaces it.
 Tensor unit(const Tensor& X, const Tensor& S) {
   const auto length = at::linalg_vector_norm(X, 2, -2, true), zero = length == 0;
   return at::where(zero, S, X / length.masked_fill(zero, 1));
 }
 
-// S itself, its columns' gradient projected to their tangent spaces.
+// Returns S; the gradient of its columns is projected to their tangent spaces.
 Tensor on_sphere(const Tensor& S) {
   const auto s = S.detach(), d = S - s;
   return s + (d - s * (s * d).sum(-2, true));
@@ -34,8 +35,8 @@ Objective objective_of(std::string_view name) {
   return name == "decode" ? Objective::decode : name == "encode" ? Objective::encode : Objective::similarity;
 }
 
-// h and W = -gamma c of C tokens against one memory S [B, H, D, M]; what does not hang on S is made once for
-// all.
+// h and W = -gamma c of C tokens against one memory S [B, H, D, M]. The terms that do not depend on S are
+// computed once for all chunks.
 class Pairs {
  public:
   Pairs(Objective objective, const Tensor& k, const Tensor& v, const Tensor& gamma) : objective_(objective) {
@@ -67,11 +68,11 @@ class Pairs {
   Tensors k_, v_, step_, W_;
 };
 
-// q's heads beside the memory that they read: [B, n, HQ, C, M] -> [B, n, H, HQ / H, C, M].
+// Groups the heads of q by the memory that they read: [B, n, HQ, C, M] -> [B, n, H, HQ / H, C, M].
 Tensor group(const Tensor& q, int64_t H) { return q.unflatten(2, {H, q.size(2) / H}); }
 
-// States: S [B, H, D, M] where all chunks are whole, else also Delta [B, H, D, M], the steps that the chunk
-// has accumulated, and with gates L [B, H], the sum of its gates so far.
+// States: S [B, H, D, M]. If a state may be inside a chunk, also Delta [B, H, D, M], the sum of the steps of
+// the chunk so far, and with gates L [B, H], the sum of its gates so far.
 class TangentSteps : public Block {
  public:
   // inputs: q [B, n, HQ, C, M], k [B, n, H, C, M], v [B, n, H, C, D], gamma, g [B, n, H, C]
@@ -124,7 +125,7 @@ class TangentSteps : public Block {
     auto N = (gated ? G * E : G).matmul(W);
     const auto from_start = gated ? L_.exp().unsqueeze(-1) : Tensor();
     const auto decayed = [&](const Tensor& x) { return gated ? x * from_start : x; };
-    // Resumed in mid-chunk: the steps before, Delta, add to N, n and the read.
+    // In the middle of a chunk: the earlier steps, Delta, contribute to N, n and the read.
     if (resumed) N = N + decayed(H.matmul(starts[1]));
     // r = tril(E * E) [W^2 G_jj]
     // n = r + tril(E * E) [2 W (N - a (sigma - W a)) - W^2 a^2] = |accumulated step|^2
@@ -137,8 +138,8 @@ class TangentSteps : public Block {
       r = r + before.detach();
       n = n + before;
     }
-    // n is off by about eps r. Where tokens repeat and gates have taken m, that noise is all that a read
-    // would be divided by: held at (kappa eps)^2 r, it stays a read of columns of about unit length.
+    // n has an error of about eps r. If tokens repeat and the gates have reduced m, a read would divide by
+    // this error. n >= (kappa eps)^2 r keeps the length of the columns close to 1.
     const double least = 256 * (r.scalar_type() == at::kDouble ? 0x1p-53 : 0x1p-24);
     const auto floor = r * (least * least);
     n = at::where(n < floor, floor, n);
@@ -165,11 +166,11 @@ class TangentSteps : public Block {
   Tensors H_, W_, a_;
 };
 
-// Chunks of one token: the recurrence itself, read from the memory that it leaves. Only here may the norm go
-// free (eq. 10) and columns shrink (eq. 17). With phi_i = s_i / |s_i|, P the division by the norm unless that
-// is free:
+// Chunks of one token: the recurrence itself; a token reads the memory after its update. Only this form has
+// normalize=False (eq. 10) and shrinkage (eq. 17). With phi_i = s_i / |s_i|, and P the division by the norm
+// (the identity for normalize=False):
 //   d_i = -gamma c_i (h - phi_i (phi_i.h)) / |s_i|, e reads phi(S)        s <- P(e^{g} s + d)
-//   with shrinkage: s <- P(soft(e^{g} s + d, gamma lambda)), a column of zeros keeps its old value
+//   with shrinkage: s <- P(soft(e^{g} s + d, gamma lambda)); a zero column keeps its old value
 // States: S [B, H, D, M].
 class TokenSteps : public Block {
  public:
@@ -222,7 +223,7 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto S = normalize ? on_sphere(*state_first) : *state_first;
   const auto zeros = at::zeros_like(S), no_decay = at::zeros({S.size(0), H}, S.options());
-  const bool within = chunk > 1 && !chunks.whole();  // a state may stand within a chunk
+  const bool within = chunk > 1 && !chunks.whole();  // a state may be inside a chunk
   Chunks::States initial{S};
   if (within) {
     const bool resumed = given(state_position);

@@ -1,5 +1,5 @@
-// lattice by its kernels, of 16-bit elements and unit columns on the tensor cores, exactly of the rest but
-// fp64 and wide memories, and its step.
+// CUDA implementation of lattice, and of its step. Tensor cores: 16-bit elements and unit columns. fp32
+// kernels: the other calls. float64 and wide memories: the ATen form.
 #include "../arguments/kernel_arguments.h"
 #include "../registration/dispatch.h"
 #include "aten.h"
@@ -12,11 +12,12 @@ namespace {
 
 static_assert(kWidest == kernels::kLatticeWidest && kKeptChunk == kernels::kLatticeSegment);
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, states padded as they are.
+// The tensors of one call as the kernels read them: rows aligned to 16 bytes, states zero-padded to the same
+// widths.
 struct Arguments {
   Tensor q, k, v, gamma, g, cu_seqlens, position, first, step, decay;
   kernels::LatticeShape shape;
-  int64_t D, M;  // without padding
+  int64_t D, M;  // widths without padding
 
   Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& gamma_,
             const OptionalTensor& g_, const OptionalTensor& state_first, const OptionalTensor& state_step,
@@ -65,8 +66,9 @@ struct Arguments {
   }
 };
 
-// The problem's path, as far as this card and these sequences go. What forward keeps is sized by the
-// problem's alone, so that a card too small for its kernels runs none.
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences. The
+// saved tensors are sized by the problem alone, so a device with too little shared memory takes the ATen
+// form.
 Path path_of(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
              const OptionalTensor& position, int64_t chunk, bool normalize, double shrinkage) {
   const auto path = problem.path(q, chunk, normalize, shrinkage);
@@ -80,7 +82,7 @@ Path path_of(const Problem& problem, const Tensor& q, const Tensor& k, const Ten
   }
   kernels::LatticeShape shape{};
   shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(q.size(3));
-  // Where it points is not looked at, but whether.
+  // lattice_fits tests whether position is null and does not read it.
   shape.grid.size = static_cast<int>(chunk);
   shape.grid.position = given(position) ? position->const_data_ptr<int64_t>() : nullptr;
   check_launch("lattice_fits", kernels::lattice_fits(shape, fits));
@@ -136,7 +138,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   read.o = output<4>(o);
   check_launch("lattice_forward", kernels::lattice_forward(scan, read, stream));
 
-  // What is handed out may be written by who gets it.
+  // The returned states may be overwritten by a step, so saved states are copied.
   const auto own = [&](const Tensor& state) {
     return save ? cut(state, args.D, args.M).clone() : cut(state, args.D, args.M);
   };
@@ -208,7 +210,7 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   const auto dfirst = args.states(), dopen = gated ? args.of_sequences() : Tensor();
   const auto dlast = padded_state(grad_first, false, shape.D, shape.M),
              dlast_step = padded_state(grad_step, false, shape.D, shape.M);
-  // With gates they are written; backward may be asked for once more.
+  // With gates lattice_reverse overwrites ends; backward may run again with the saved tensor.
   const auto at_ends = gated ? ends.clone() : ends;
   kernels::LatticeReverse reverse;
   args.fill(reverse);

@@ -1,4 +1,4 @@
-// lattice by the exact kernels.
+// The fp32 kernels of lattice.
 #pragma once
 
 #include "../arguments/kernel_arguments.h"
@@ -18,12 +18,12 @@ inline kernels::LatticeObjective objective_of(std::string_view name) {
                             : LatticeObjective::similarity;
 }
 
-// The gradient of what a start does not take.
+// A zero gradient of a state tensor that the call does not read.
 inline OptionalTensor no_gradient(const OptionalTensor& state) {
   return if_given(state, [&] { return at::zeros(state->sizes(), state->options()); });
 }
 
-// What decides whether a card has room.
+// The part of the shape that determines the shared memory.
 inline kernels::LatticeExactShape exact_shape(const Tensor& q, const Tensor& k, const Tensor& v,
                                               int64_t chunk) {
   kernels::LatticeExactShape shape{};
@@ -33,7 +33,7 @@ inline kernels::LatticeExactShape exact_shape(const Tensor& q, const Tensor& k, 
   return shape;
 }
 
-// One call's tensors, which the kernels read as they are.
+// One call of the fp32 kernels, which read the tensors without padding.
 class ExactCall {
  public:
   ExactCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
@@ -42,7 +42,7 @@ class ExactCall {
             std::string_view objective, bool normalize, double shrinkage)
       : q_(q), k_(k), v_(v), gamma_(gamma), g_(g), step_(step), decay_(decay) {
     if (given(cu)) cu_seqlens_ = cu->contiguous();
-    // Segments are longer than chunks: the kernels' own bound is not a chunk's.
+    // The kernels clamp positions to the length of a segment, which is longer than a chunk.
     if (given(position)) position_ = position->clamp(0, chunk - 1).contiguous();
     auto& shape = of_.shape;
     shape = exact_shape(q, k, v, chunk);
@@ -67,7 +67,7 @@ class ExactCall {
     p.last_position = position.mutable_data_ptr<int64_t>();
     if (save) {
       const auto segments = kernels::chunk_count(kernels::lattice_segments(of_.shape));
-      TORCH_INTERNAL_ASSERT(memories.size(0) == segments);  // sizes of problem.h
+      TORCH_INTERNAL_ASSERT(memories.size(0) == segments);  // as computed by Problem::saved
       p.memories = memories.mutable_data_ptr<float>();
     }
     p.o = output<4>(o);

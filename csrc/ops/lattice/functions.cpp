@@ -1,3 +1,4 @@
+// girih::ops::lattice and girih::ops::lattice_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

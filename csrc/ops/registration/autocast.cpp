@@ -1,5 +1,5 @@
-// Autocast, the same for every operator: data go down to the region's dtype, gates, step sizes and states go
-// to fp32, and nothing inside an operator is cast again.
+// Autocast of every operator: data arguments are cast to the dtype of the autocast region; gates, step sizes
+// and states are cast to fp32. Inside the operator autocast is off.
 #include <ATen/autocast_mode.h>
 
 #include "dispatch.h"

@@ -1,5 +1,6 @@
-// What follows from X_forward alone, for every operator and device that has nothing better of its own:
-// X_backward by autograd of the ATen forward, its Meta, and X_step as the forward of one token.
+// Default implementations from X_forward, used where an operator or a device has no implementation of its
+// own: X_backward by autograd of the ATen forward, X_backward on Meta, and X_step as the forward of one
+// token.
 #include <torch/csrc/autograd/autograd.h>
 
 #include "../../torch_internals.h"
@@ -12,7 +13,7 @@ namespace {
 using c10::IValue;
 using torch::autograd::variable_list;
 
-// The kernel of the device itself, past autograd and autocast of X_forward.
+// Calls the forward kernel of the device of `like` and skips autograd and autocast of X_forward.
 void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
   const auto key = !like.defined() || like.is_cpu() ? c10::DispatchKey::CPU
                    : like.is_cuda()                 ? c10::DispatchKey::CUDA
@@ -22,13 +23,13 @@ void run_forward(const Operator& op, const at::Tensor& like, Stack* stack) {
 
 bool has_gradient(const at::Tensor& input) { return input.defined() && input.is_floating_point(); }
 
-// A tensor that autograd can record: one made in inference mode becomes a copy that is not.
+// A tensor that autograd can record: an inference tensor is cloned.
 at::Tensor recordable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
 }
 
-// X_backward: the ATen forward is run again under autograd. It holds what the chunk form holds (O(T), a state
-// per chunk) and frees it on return.
+// X_backward: runs the ATen forward again under autograd. The memory is that of the chunk form, O(T) with one
+// state per chunk, and is freed on return.
 void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
   const size_t given = op.outputs() + op.inputs() + op.saved.size();
@@ -76,7 +77,7 @@ void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stac
     }
     auto gradient =
         result->defined() ? result->detach().contiguous() : at::zeros(leaf->sizes(), leaf->options());
-    // What passes through unchanged would be the caller's own gradient.
+    // A gradient that passes through unchanged would alias the gradient of the caller.
     for (const auto& grad : grads) {
       if (gradient.is_alias_of(grad)) gradient = gradient.clone();
     }
@@ -85,7 +86,7 @@ void backward(const Operator& op, const c10::OperatorHandle& handle, Stack* stac
   }
 }
 
-// Sizes are the inputs', once X_forward has accepted them.
+// X_backward on Meta: gradients have the sizes of the inputs. X_forward checks the arguments.
 void backward_meta(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = pop_arguments(handle, stack);
   const auto inputs = arguments.begin() + op.outputs();
@@ -100,7 +101,7 @@ void backward_meta(const Operator& op, const c10::OperatorHandle& handle, Stack*
   }
 }
 
-// X_step: state <- the state after one more token; the state tensors are written in place.
+// X_step: X_forward of one token; the new state is copied into the state tensors.
 void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   auto arguments = pop_arguments(handle, stack);
   const auto like = tensor_of(arguments[0]);

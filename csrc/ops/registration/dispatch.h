@@ -1,4 +1,4 @@
-// Boxed calls between an operator's registered forms.
+// Boxed calls of the registered schemas of an operator.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -20,13 +20,14 @@ inline c10::OperatorHandle find(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
 }
 
-// An operator's registered forms. Looking one up takes a lock, so it is done once for all.
+// Handles of X_forward and X_backward. A lookup takes a lock, so each handle is looked up once.
 struct Forms {
   c10::OperatorHandle forward, backward;
 };
 const Forms& forms_of(const Operator& op);
 
-// Registers `function(op, handle, stack)` under `name`: a kernel that serves every operator and knows which.
+// Registers `function(op, handle, stack)` under `name`. One function serves all operators and gets the
+// operator as an argument.
 using BoxedForm = void (*)(const Operator& op, const c10::OperatorHandle& handle, Stack* stack);
 template <BoxedForm function>
 void register_boxed(torch::Library& m, const std::string& name, const Operator& op) {
@@ -40,14 +41,15 @@ void register_boxed(torch::Library& m, const std::string& name, const Operator& 
   m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
 }
 
-// The call of `name`, which `kernel` serves, as every device without a kernel runs it.
+// Redispatches the schema `name`, whose CUDA kernel is `kernel`, to the implementation for devices without
+// kernels.
 template <auto kernel, class... Arguments>
 auto run_without_kernel(const char* name, Arguments&&... arguments) {
   static const auto op = find(name).typed<std::remove_pointer_t<decltype(kernel)>>();
   return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<Arguments>(arguments)...);
 }
 
-// An absent tensor is an undefined one in C++ and None on the stack.
+// An absent tensor is undefined in C++ and None on the stack.
 inline at::Tensor tensor_of(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
@@ -59,7 +61,7 @@ inline std::vector<c10::IValue> pop_arguments(const c10::OperatorHandle& op, Sta
   return torch::jit::pop(*stack, op.schema().arguments().size());
 }
 
-// ATen in float32 means float32: no tf32 products, whatever the program's setting.
+// Calls `function` with tf32 products disabled, whatever the setting of the program is.
 template <auto function>
 struct InFullPrecision;
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
@@ -72,7 +74,7 @@ struct InFullPrecision<function> {
 
 }  // namespace girih
 
-// Registers one typed ATen function for CPU and for CUDA tensors.
+// Registers one typed ATen function for CPU and CUDA tensors.
 #define GIRIH_IMPL_ATEN(name, function)                                                                    \
   TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); } \
   TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::InFullPrecision<&function>::call)); }

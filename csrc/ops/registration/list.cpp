@@ -1,6 +1,7 @@
-// X_list(data, state, packing, *, options) -> Tensor[]: the outputs of X that are not None, in X's order.
-// torch.jit.trace records no call with an output of type "Tensor?"; girih.ops calls X_list there. Registered
-// for every operator with an optional output. X itself does autograd, autocast and the checks.
+// X_list(data, state, packing, *, options) -> Tensor[]: the outputs of X that are not None, in the order of
+// X. torch.jit.trace cannot record a call with an output of type "Tensor?", so girih.ops calls X_list while
+// it traces. Registered for every operator with an optional output. X itself implements autograd, autocast
+// and the checks.
 #include <algorithm>
 
 #include "dispatch.h"

@@ -1,3 +1,4 @@
+// Parses the declaration of an operator, and writes its schemas and its JSON.
 #include "operator.h"
 
 #include <c10/util/Exception.h>
@@ -28,7 +29,7 @@ Strings split(std::string_view text, std::string_view separator) {
 
 bool is_number(const std::string& text) { return text.find_first_not_of("0123456789") == std::string::npos; }
 
-// Reads the shapes of one operator; every letter that it meets becomes one of the operator's.
+// Parses the shapes of one operator. Each new letter is added to the letters of the operator.
 class Shapes {
  public:
   Shapes(std::vector<Operator::Letter>& letters, const std::vector<Declaration::Limit>& limits)
@@ -98,7 +99,7 @@ Strings declarations(const std::vector<Option>& options) {
   return all;
 }
 
-// Data as declared, a state and packing always optional.
+// Data as declared; state and packing are always optional.
 Strings inputs_of(const Operator& op, bool defaults) {
   Strings all;
   for (size_t i = 0; i < op.tensors.size(); ++i) {

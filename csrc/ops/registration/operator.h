@@ -1,5 +1,5 @@
-// What an operator is: one description, from which its schemas, the checks of its arguments, what is the same
-// for all operators (autograd, autocast, vmap, steps) and `torch.ops.girih.describe()` follow.
+// The declaration of an operator. The schemas, the checks of arguments, autograd, autocast, vmap, steps and
+// the JSON of all operators are derived from it.
 #pragma once
 
 #include <limits>
@@ -10,45 +10,45 @@
 
 namespace girih {
 
-// What a tensor holds decides which dtypes it may have and where autocast sends it.
+// The kind of a tensor determines its dtypes and its dtype under autocast.
 enum class Kind {
-  data,      // the dtype of the operator's first tensor; autocast's dtype
-  floating,  // gates, step sizes, weights: any of the four floating dtypes; fp32, in which they are computed
-  state,     // fp32, fp64 when the first tensor is; fp32
-  position,  // int64 and without gradient: how many tokens of its chunk a sequence has read
+  data,      // dtype of the first tensor; autocast: dtype of the region
+  floating,  // gates, step sizes, weights: any of the four floating dtypes; autocast: fp32
+  state,     // fp32, or fp64 if the first tensor is fp64; autocast: fp32
+  position,  // int64, no gradient: tokens of the unfinished chunk that a sequence has read
 };
 
-// ---- the page in schema.cpp is written in these ----------------------------------------------------------
+// ---- declarations, as written in schema.cpp -------------------------------------------------------------
 
-// "Tensor q" is required, "Tensor? g" may be absent. Shapes are written as messages show them, several joined
-// by " or ": "[B, T, H] or [B, T, H, D]". A size is a letter, a number, a product "T * n" or a difference "W
-// - 1"; "[..., dim]" has the first tensor's sizes in front.
+// "Tensor q" is required, "Tensor? g" is optional. `shapes` is the text of error messages; alternatives are
+// joined by " or ": "[B, T, H] or [B, T, H, D]". A size is a letter, a number, a product "T * n" or a
+// difference "W - 1". In "[..., dim]" the dots are the sizes of the first tensor.
 struct TensorDeclaration {
   std::string declaration, shapes;
-  std::optional<Kind> kind = {};  // data; of a state's tensors state
+  std::optional<Kind> kind = {};  // default: data, or state for the tensors of a state
 };
 
-// An argument that is no tensor, written as in a schema: "float? scale=None".
+// An argument that is not a tensor, as in a schema: "float? scale=None".
 struct OptionDeclaration {
   std::string declaration;
-  std::vector<std::string> words = {};  // what a str may be
-  // What an int or a float may be. Neither nan nor infinite in any case.
+  std::vector<std::string> words = {};  // allowed values of a str
+  // Range of an int or a float; nan and infinity are refused.
   double least = std::numeric_limits<double>::lowest(), most = std::numeric_limits<double>::max();
 };
 
 struct Declaration {
   std::string name;
   std::vector<TensorDeclaration> data;
-  std::vector<TensorDeclaration> state = {};    // "Tensor k": always returned; "Tensor? z": may be absent
-  std::string packing = {};                     // "cu_seqlens", "cu_chunks": where packed sequences start
-  std::vector<OptionDeclaration> options = {};  // one with the name of a letter is that size
-  // Sizes by letter. B, T and N may be 0, all others are at least 1.
+  std::vector<TensorDeclaration> state = {};    // "Tensor k" is always returned; "Tensor? z" is optional
+  std::string packing = {};                     // "cu_seqlens" or "cu_chunks": boundaries of packed sequences
+  std::vector<OptionDeclaration> options = {};  // an option named like a letter is this size
+  // Range of a size. B, T and N are at least 0 by default, all others at least 1.
   struct Limit {
     std::string letter;
     int64_t least, most;
   };
   std::vector<Limit> limits = {};
-  // What is returned, and what forward keeps for backward beyond its inputs (or nothing, of shape [0]).
+  // The output, and what forward saves for backward beyond its inputs (shape [0] if nothing is saved).
   struct Result {
     std::string name, shapes;
   };
@@ -56,12 +56,11 @@ struct Declaration {
   std::vector<Result> saved = {};
 };
 
-// ---- and read into these
-// -----------------------------------------------------------------------------------
+// ---- parsed declarations --------------------------------------------------------------------------------
 
 struct Dimension {
-  int letter = -1;  // in Operator::letters; -1: a number
-  int times = -1;   // likewise: a factor, -1 for none
+  int letter = -1;  // index into Operator::letters; -1: the size is a number
+  int times = -1;   // index of the letter of a product; -1: no product
   int64_t plus = 0;
 };
 
@@ -71,7 +70,7 @@ struct Pattern {
 };
 
 struct TensorArgument {
-  std::string name;  // a state's begins with "state_"
+  std::string name;  // a tensor of the state has the prefix "state_"
   bool optional;
   std::string shapes;
   std::vector<Pattern> patterns;
@@ -79,32 +78,31 @@ struct TensorArgument {
 };
 
 struct Option {
-  std::string declaration, type, name, otherwise;  // the default is empty where there is none
+  std::string declaration, type, name, otherwise;  // default: empty if the option is required
   std::vector<std::string> words;
   double least, most;
 };
 
-// Four forms and an explanation are registered, with arguments in this order:
-//   X         (data, state, packing, *, options)             -> (output, state)          what users call
-//   X_forward (data, state, packing, *, options, bool save)  -> (output, state, saved)   CPU, CUDA, Meta
-//   X_backward(grad of each output, data, state, packing, saved, *, options)
-//                                                        -> a gradient of each tensor input, None for
-//                                                        integers
-//                                                           and what is absent
-//   X_step    (data, state in place, *, options)             -> output                   one token
-//   X_explain (data, state, packing, *, options, str device, bool step) -> (str path, str why)
+// Five schemas are registered per operator, with arguments in this order:
+//   X          (data, state, packing, *, options)            -> (output, state)           public
+//   X_forward  (data, state, packing, *, options, bool save) -> (output, state, saved)    CPU, CUDA, Meta
+//   X_backward (gradients of the outputs, data, state, packing, saved, *, options)
+//                                                            -> one gradient per tensor input; None for
+//                                                               integers and absent inputs
+//   X_step     (data, state in place, *, options)            -> output                    one token
+//   X_explain  (data, state, packing, *, options, str device, bool step) -> (str path, str why)
 class Operator {
  public:
   explicit Operator(const Declaration& declaration);
 
   std::string name, packing;
   std::vector<TensorArgument> tensors;  // data, then state
-  size_t data;                          // how many of them are data
+  size_t data;                          // number of data tensors
   std::vector<Option> options;
   Declaration::Result output;
   std::vector<Declaration::Result> saved;
 
-  // Of all shapes, and N, the number of sequences.
+  // A size of the shapes, or N, the number of sequences.
   struct Letter {
     std::string name;
     int64_t least, most;
@@ -115,7 +113,7 @@ class Operator {
   size_t inputs() const { return tensors.size() + (packing.empty() ? 0 : 1); }
   size_t outputs() const { return 1 + states(); }
   const Option& option(std::string_view name) const;
-  int letter(std::string_view name) const;  // its place in `letters`
+  int letter(std::string_view name) const;  // index into `letters`
 
   std::string schema() const;
   std::string forward_schema() const;
@@ -124,13 +122,13 @@ class Operator {
   std::string explain_schema() const;
 };
 
-// Every operator of the library, in schema.cpp.
+// All operators; defined in schema.cpp.
 const std::vector<Operator>& operators();
 
-// The one of this name.
+// The operator of this name.
 const Operator& describe(std::string_view name);
 
-// All of them for readers in other languages, as JSON.
+// All operators as JSON, for Python.
 std::string description();
 
 }  // namespace girih

@@ -1,4 +1,4 @@
-// short_conv for any device and dtype.
+// The ATen implementation of short_conv, for any device and dtype.
 #pragma once
 
 #include "../arguments/check.h"
@@ -7,7 +7,7 @@ namespace girih::short_conv {
 
 // y, the final state
 using Results = std::tuple<Tensor, Tensor>;
-// of x, weight, bias, state_x, cu_seqlens
+// gradients of x, weight, bias, state_x, cu_seqlens
 using Gradients = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 Results forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,

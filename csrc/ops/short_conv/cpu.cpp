@@ -1,7 +1,7 @@
 // Short convolution, depthwise and causal:
 //   z_t = bias + sum_j weight_j x_{t - (W-1) + j}        y_t = act(z_t)
-// The W - 1 inputs before a sequence's first token are its state; its last W - 1 inputs are the next one.
-// Backward forms z again:
+// The state of a sequence has the W - 1 inputs before its first token; the new state has the final W - 1
+// inputs. Backward computes z again:
 //   dz_t = dy_t act'(z_t)        dx_{t - (W-1) + j} += weight_j dz_t
 //   dweight_j = sum_t dz_t x_{t - (W-1) + j}        dbias = sum_t dz_t
 #include "../registration/dispatch.h"
@@ -13,9 +13,9 @@ namespace {
 
 using Activation = std::optional<std::string_view>;
 
-// States and tokens in one tensor, and where in it every tap finds its inputs.
-//   a batch          [B, W-1 + T, channels]       a state, then its row's tokens
-//   with bounds      [1, N (W-1) + B T, channels] all states, then all tokens
+// States and tokens in one tensor, and for each tap the index of its inputs.
+//   batch        [B, W-1 + T, channels]        per row: the state, then the tokens
+//   with bounds  [1, N (W-1) + B T, channels]  all states, then all tokens
 class Inputs {
  public:
   Inputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
@@ -32,27 +32,27 @@ class Inputs {
     all_ = at::cat({state.reshape({1, N_ * before_, channels}), in_one_row(x)}, 1);
   }
 
-  // x [B, T, channels] as the taps have it: with bounds, its rows one after the other.
+  // With bounds: [B, T, channels] -> [1, B T, channels]; else x.
   Tensor in_one_row(const Tensor& x) const {
     return bounded() ? x.reshape({1, x.size(0) * x.size(1), x.size(2)}) : x;
   }
 
-  // x_{t - (W-1) + j} of every token; zero where no sequence owns the token
+  // x_{t - (W-1) + j} of every token; zero at tokens outside of the sequences
   Tensor tap(int64_t j) const {
     return bounded() ? at::where(inside_, all_.index_select(1, taps_[j]), at::zeros({}, all_.options()))
                      : all_.narrow(1, j, T_);
   }
 
-  // the last W - 1 inputs of every sequence, [N, W-1, channels]
+  // the final W - 1 inputs of every sequence, [N, W-1, channels]
   Tensor last() const {
     return bounded() ? all_.index_select(1, last_).view({N_, before_, all_.size(2)})
                      : all_.narrow(1, T_, before_).clone();
   }
 
-  // The gradient of all inputs, from nothing.
+  // A zero gradient of all inputs.
   Tensor zeros(at::ScalarType type) const { return at::zeros(all_.sizes(), all_.options().dtype(type)); }
 
-  // No two tokens read the same input through one tap, so the sums have one order on every device.
+  // Each input is read by one token per tap, so the order of the sums is the same on every device.
   void add_to_tap(const Tensor& grad, int64_t j, const Tensor& dz, const Tensor& weight) const {
     if (bounded()) {
       grad.index_add_(1, taps_[j], dz * weight);
@@ -75,7 +75,7 @@ class Inputs {
   }
 
   bool bounded() const { return inside_.defined(); }
-  // [1, B T, 1]: a sequence owns the token; only with bounds
+  // [1, B T, 1]: the token belongs to a sequence; defined with bounds
   const Tensor& inside() const { return inside_; }
 
  private:
@@ -92,10 +92,10 @@ class Inputs {
       start = cuts.slice(0, 0, N_);
       end = cuts.slice(0, 1);
     }
-    if (N_ == 0) start = end = at::zeros({1}, index);  // one empty sequence when there is none
+    if (N_ == 0) start = end = at::zeros({1}, index);  // searchsorted needs at least one sequence
     end = at::maximum(end, start);
     const auto some = start.size(0);
-    // Where the input of a sequence stands at a token, its first or one of the W - 1 before included.
+    // The row of the input of `sequence` at `token`, which may be one of the W - 1 tokens before `first`.
     const auto row = [&](const Tensor& token, const Tensor& sequence, const Tensor& first) {
       return at::where(token >= first, token + N_ * before_, sequence * before_ + token - first + before_);
     };
@@ -113,10 +113,10 @@ class Inputs {
         row(end.narrow(0, 0, N_).unsqueeze(1) + from_end, n, start.narrow(0, 0, N_).unsqueeze(1)).flatten();
   }
 
-  int64_t T_, before_, N_;  // T_: a row's tokens, with bounds those of all rows
+  int64_t T_, before_, N_;  // T_: tokens of a row, or with bounds of all rows
   Tensor all_;
   Tensor inside_;
-  std::vector<Tensor> taps_;  // W of [T]: rows of `all`
+  std::vector<Tensor> taps_;  // W tensors [T]: rows of all_
   Tensor last_;               // [N (W-1)]
 };
 
@@ -167,7 +167,7 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
   }
   if (given(grad_state_x)) inputs.add_to_last(grad, *grad_state_x);
 
-  // Tensors of their own: tokens and states are views of one sum.
+  // Tokens and states are views of one tensor; the gradients must not share memory.
   const auto as = [](const Tensor& tensor, const Tensor& like) {
     return tensor.to(like.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
   };

@@ -1,4 +1,4 @@
-// short_conv by its kernels. float64 has none: the ATen form serves it.
+// CUDA implementation of short_conv. float64: the ATen form.
 #include "../arguments/kernel_arguments.h"
 #include "../registration/dispatch.h"
 #include "aten.h"

@@ -1,3 +1,4 @@
+// girih::ops::short_conv and girih::ops::short_conv_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

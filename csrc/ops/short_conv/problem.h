@@ -1,4 +1,4 @@
-// The sizes of a call of short_conv, and which kernels take it.
+// The sizes and the path of short_conv.
 #pragma once
 
 #include "../arguments/path.h"

@@ -1,11 +1,12 @@
-// trellis for any device, dtype and size.
+// The ATen implementation of trellis, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
 
 namespace girih::trellis {
 
-// o, the final state (first_k, k, first_v, v, position), what is kept for backward
+// o, the final state (first_k, k, first_v, v, position), the saved tensors (memories_k, memories_v, z, u,
+// fit)
 using Results =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 

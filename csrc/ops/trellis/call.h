@@ -1,4 +1,4 @@
-// What trellis and ttt hand to their kernels, and what they have back. ttt has one memory, of keys: no v, no
+// Arguments and results of the kernels of trellis and ttt. ttt has one memory, of keys: it has no v and no
 // state of values, and its output is r.
 #pragma once
 
@@ -9,8 +9,8 @@
 namespace girih::trellis {
 
 struct Call {
-  Tensor q, x[2], a, gamma;      // x: k, and v or undefined
-  OptionalTensor g, phi_weight;  // the second of ttt alone
+  Tensor q, x[2], a, gamma;      // x: k and v; v is undefined in ttt
+  OptionalTensor g, phi_weight;  // phi_weight: ttt only
   OptionalTensor first[2], state[2], position, cu_seqlens;
   int64_t chunk;
   std::string_view phi, f;
@@ -20,7 +20,7 @@ struct Call {
   int64_t output_width() const { return memories() == 2 ? width(1) : a.size(3); }
 };
 
-// What forward keeps for backward: Problem::saved().
+// The saved tensors, with the shapes of Problem::saved().
 struct Saved {
   Tensor memories[2], z, u, fit;
 };
@@ -28,7 +28,7 @@ struct Outputs {
   Tensor o, last_first[2], last[2], position;
   Saved saved;
 };
-// Absent: zero.
+// An absent gradient is zero.
 struct OutputGradients {
   OptionalTensor o, first[2], last[2];
 };
@@ -48,7 +48,8 @@ inline kernels::TrellisMap map_of(std::string_view name) {
   return {false, Norm::none};
 }
 
-// phi's weight as kernels read it, [heads, M] in fp32 and packs, or undefined.
+// The weight of phi as the kernels read it: [heads, M] in fp32, zero-padded to a multiple of 8; undefined if
+// absent.
 inline Tensor packed_weight(const Call& call, int64_t heads) {
   if (!given(call.phi_weight)) return {};
   const auto& weight = *call.phi_weight;
@@ -59,14 +60,14 @@ inline const float* data_of(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
-// The output's gradient in packs, in the type of q.
+// The gradient of the output in the dtype of q, with aligned rows.
 inline Tensor output_gradient(const Call& call, const OptionalTensor& gradient) {
   if (given(gradient)) return in_packs(gradient->to(call.q.scalar_type()));
   const auto width = (call.output_width() + 7) / 8 * 8;
   return at::zeros({call.q.size(0), call.q.size(1), call.q.size(2), width}, call.q.options());
 }
 
-// What backward is given is what forward kept.
+// Checks the shapes and dtypes of the saved tensors of a backward call.
 inline void check_saved(std::string_view op, const Problem& problem, const Call& call, const Saved& saved) {
   const auto kept = problem.saved(call.q, call.position, call.cu_seqlens, call.chunk, true);
   check_kept(op, "memories_k", saved.memories[0], kept.memories[0], kept.type);

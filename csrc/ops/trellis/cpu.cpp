@@ -1,4 +1,4 @@
-// trellis for any device, dtype and size.
+// The ATen implementation of trellis; passes.h has the equations.
 #include "../registration/dispatch.h"
 #include "aten.h"
 #include "passes.h"
@@ -17,18 +17,18 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto A = stacked(*state_k, *state_v, 1);
   Chunks::States initial{A};
-  // Where the tokens begin a chunk, A' is A.
+  // Without a position the tokens begin a chunk, so A' = A.
   const bool within = given(within_chunk(state_position, chunk));
   if (!chunks.whole()) initial = {within ? stacked(*state_first_k, *state_first_v, 1) : A, A};
 
-  const Phi phi_(phi), f_(f);  // the strings may be gone when backward runs a block again
+  const Phi phi_(phi), f_(f);  // backward runs a block again and may outlive the strings
   const auto run = chunks.run(
       {q, k, v, a, gamma, g.value_or(Tensor()), Tensor()}, initial,
       [phi_, f_](const Tensors& inputs, const Tensor& complete) {
         return std::make_unique<Passes>(inputs, complete, phi_, f_);
       },
       q.scalar_type());
-  // Tensors of their own: a step writes each in place.
+  // A step writes each state tensor in place, so each has its own memory.
   const auto part = [](const Tensor& memories, int64_t pass, int64_t width) {
     return memories.select(1, pass).narrow(-1, 0, width).clone(at::MemoryFormat::Contiguous);
   };

@@ -1,5 +1,5 @@
-// trellis by its kernels, of 16-bit elements on the tensor cores, exactly of the rest but fp64 and memories
-// wider than 256, and its step. The ATen form serves these.
+// CUDA implementation of trellis, and of its step. Tensor cores: 16-bit elements and memories up to 128 wide.
+// fp32 kernels: the other calls. float64 and memories wider than 256: the ATen form.
 #include "../registration/dispatch.h"
 #include "aten.h"
 #include "route.h"

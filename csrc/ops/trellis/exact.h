@@ -1,4 +1,4 @@
-// trellis and ttt by the exact kernels.
+// The fp32 kernels of trellis and ttt.
 #pragma once
 
 #include "call.h"
@@ -7,7 +7,7 @@
 
 namespace girih::trellis {
 
-// What decides whether a card has room.
+// The part of the shape that determines the shared memory.
 inline kernels::TrellisExactShape exact_shape(const Call& call) {
   kernels::TrellisExactShape shape{};
   shape.heads = static_cast<int>(call.x[0].size(2)), shape.query_heads = static_cast<int>(call.q.size(2));
@@ -17,7 +17,8 @@ inline kernels::TrellisExactShape exact_shape(const Call& call) {
   return shape;
 }
 
-// One call's tensors: rows that the reads take in packs of 16 bytes, the rest as it is.
+// One call of the fp32 kernels: inputs of the reads have rows aligned to 16 bytes, other tensors are passed
+// without padding.
 class ExactCall {
  public:
   explicit ExactCall(const Call& call)
@@ -35,7 +36,7 @@ class ExactCall {
     shape_.grid = {kernel_tokens(q_, cu_seqlens_), static_cast<int>(call.chunk),
                    position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr};
     shape_.phi = map_of(call.phi), shape_.f = map_of(call.f);
-    // A gate is a head's; the reads have one a slot.
+    // The reads expect one gate per slot; a gate per head is expanded.
     gates_ = given(call.g) ? call.g->to(at::kFloat).unsqueeze(3).expand({-1, -1, -1, M_}).contiguous()
                            : at::zeros({M_}, in_fp32());
   }
@@ -70,7 +71,7 @@ class ExactCall {
   InputGradients backward(const OutputGradients& gradients, const Saved& saved) const {
     const auto &z = saved.z, &s = saved.u;
     const auto dout = output_gradient(call_, gradients.o);
-    // y and dr, which become r and dy
+    // y and dr; map() replaces them by r and dy.
     const auto r = value_read(q_, 0, s, saved.memories[0]);
     const auto dy = memories_ == 2 ? value_read(dout, 1, s, saved.memories[1])
                                    : dout.to(in_fp32(), /*non_blocking=*/false, /*copy=*/true).contiguous();
@@ -137,11 +138,12 @@ class ExactCall {
   Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
     return rows_for(q_, q_.size(1), cu_seqlens_, heads, width, type);
   }
-  // What the kernels write of sequences' tokens and pieces; zeros where some are nobody's.
+  // Allocates an output per token or per chunk; zeroed with cu_seqlens, since tokens and chunks outside of
+  // the sequences are not written.
   Tensor room(at::IntArrayRef sizes) const {
     return cu_seqlens_.defined() ? at::zeros(sizes, in_fp32()) : at::empty(sizes, in_fp32());
   }
-  // Of every memory.
+  // [memories, B, T, H, M] for all memories.
   Tensor of_tokens() const { return room({memories_, q_.size(0), q_.size(1), heads(), M_}); }
   Tensor numbers(int64_t heads) const { return room({memories_, q_.size(0), q_.size(1), heads}); }
   static float* part(const Tensor& both, int m) { return both.select(0, m).mutable_data_ptr<float>(); }
@@ -163,7 +165,7 @@ class ExactCall {
     for (int m = 0; m < memories_; ++m) p.x[m] = input<4>(x_[m]);
   }
 
-  // The reads are those of gsa's exact kernels.
+  // The reads of the fp32 kernels of gsa.
   kernels::ExactShape read_shape(int m, const Tensor& memories) const {
     kernels::ExactShape shape{};
     shape.tokens = shape_.grid.tokens;
@@ -172,7 +174,8 @@ class ExactCall {
     if (given(call_.g)) {
       shape.g = input<4>(gates_);
     } else {
-      shape.g.data = gates_.const_data_ptr(), shape.g.stride[3] = 1;  // one row for all tokens
+      shape.g.data = gates_.const_data_ptr(),
+      shape.g.stride[3] = 1;  // strides of 0: one row of zeros for all tokens
     }
     shape.states = memories.const_data_ptr<float>(), shape.rows = static_cast<int>(x_[m].size(3));
     return shape;
@@ -196,7 +199,7 @@ class ExactCall {
     check_launch("exact_key_read", kernels::exact_key_read(p, stream()));
     return out;
   }
-  // r [B, T, HQ, M], zero for tokens of no sequence: softmax of what they read, 0, is not 0.
+  // r [B, T, HQ, M] with zeros at tokens outside of the sequences. Their y is 0, and softmax(0) is not 0.
   Tensor of_sequences(const Tensor& r) const {
     if (!cu_seqlens_.defined() || shape_.f.norm != kernels::Norm::softmax) return r;
     const auto ends = cu_seqlens_.dim() == 2 ? cu_seqlens_ : cu_seqlens_.unsqueeze(0);
@@ -204,7 +207,7 @@ class ExactCall {
     const auto outside = t.lt(ends.narrow(1, 0, 1)).logical_or(t.ge(ends.narrow(1, ends.size(1) - 1, 1)));
     return r.masked_fill(outside.unsqueeze(2).unsqueeze(3), 0);
   }
-  // y becomes f(y), and dr, if it is there, J_f^T dr.
+  // y <- f(y); if dr is defined, dr <- J_f^T dr.
   void map(const Tensor& y, const Tensor& dr, const Tensor& reads) const {
     kernels::TrellisExactRows p{};
     p.rows = y.size(0) * y.size(1) * y.size(2), p.M = shape_.M, p.f = shape_.f;
@@ -218,7 +221,7 @@ class ExactCall {
 
   const Call& call_;
   Tensor q_, x_[2], cu_seqlens_, position_, gates_;
-  int64_t M_;  // in packs
+  int64_t M_;  // rounded up as the kernels need it
   int memories_;
   Tensor weight_;
   kernels::TrellisExactShape shape_;

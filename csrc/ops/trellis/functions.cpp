@@ -1,3 +1,4 @@
+// girih::ops::trellis and girih::ops::trellis_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

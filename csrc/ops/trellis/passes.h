@@ -1,9 +1,9 @@
-// Trellis (Karami et al., eq. 8 to 12) in chunk form. A memory A [M, X] compresses vectors x_t onto targets
-// a_t:
+// Trellis (Karami et al., eq. 8 to 12) in chunk form. A memory A [M, X] learns to map vectors x_t to targets
+// a_t. A' is the memory at the start of the chunk.
 //   z_t = A' x_t        u_t = J_phi(z_t)^T (phi(z_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
-// with A' the memory at the start of the chunk. Trellis has one memory of keys and one of values,
+// Trellis has a memory A1 of keys and a memory A2 of values:
 //   r_t = f(A1_t q_t)      o_t = A2_t^T r_t
-// and TTT one of keys, o_t = r_t.
+// TTT has a memory of keys only, o_t = r_t.
 #pragma once
 
 #include "../chunks/chunk_defining.h"
@@ -16,20 +16,20 @@ inline Tensor widen(const Tensor& x, int64_t width) {
   return x.size(-1) == width ? x : at::constant_pad_nd(x, {0, width - x.size(-1)}, 0);
 }
 
-// The memories as one of the larger width: no pass's update reads the other, so both take the same step at
-// once, and columns of zeros stay zero. [..., H, ., D] and [..., H, ., V] -> [..., 2, H, ., max(D, V)], the
-// new dimension at `dim`; where there is one pass, whose `values` are undefined, it has the size 1.
+// Stacks both memories, zero-padded to the larger width: neither update reads the other memory, so one step
+// updates both, and zero columns stay zero. [..., H, ., D] and [..., H, ., V] -> [..., 2, H, ., max(D, V)],
+// with the new dimension at `dim`. If `values` is undefined (one pass), the new dimension has size 1.
 inline Tensor stacked(const Tensor& keys, const Tensor& values, int64_t dim) {
   if (!values.defined()) return keys.unsqueeze(dim);
   const auto width = std::max(keys.size(-1), values.size(-1));
   return at::stack({widen(keys, width), widen(values, width)}, dim);
 }
 
-// States: A [B, passes, H, M, X] where all chunks are whole, else (A', A).
+// States: A [B, passes, H, M, X]; (A', A) if a state may be inside a chunk.
 class Passes : public Block {
  public:
-  // inputs: q [B, n, HQ, C, D], k [B, n, H, C, D], v [B, n, H, C, V], a [B, n, H, C, M], gamma, g [B, n, H,
-  // C], phi's weight as a; one pass without v; g and the weight may be undefined.
+  // inputs: q [B, n, HQ, C, D], k [B, n, H, C, D], v [B, n, H, C, V], a [B, n, H, C, M], gamma and g [B, n,
+  // H, C], phi_weight like a. v is undefined for one pass; g and phi_weight may be undefined.
   Passes(const Tensors& inputs, const Tensor& complete, const Phi& phi, const Phi& f)
       : phi_(phi), f_(f), k_(inputs[1]), v_(inputs[2]) {
     const auto& q = inputs[0];
@@ -93,7 +93,7 @@ class Passes : public Block {
   Tensor q_, k_, v_;             // q [B, n, H, HQ / H, C, D]
   Tensor weight_, from_start_;   // tril(e^{L_t - L_i} gamma_i) [B, n, H, 1, C, C], e^{L} [B, n, H, 1, C, 1]
   Tensors x_, written_;          // X, -gamma e^{L_C - L} X [B, passes, H, C, X]
-  Tensors target_, phi_weight_;  // a and phi's weight [B, 1, H, C, M]
+  Tensors target_, phi_weight_;  // a and phi_weight [B, 1, H, C, M]
   Tensors keep_, complete_;      // e^{L_C} [B, 1, H, 1, 1], [B]
   Tensors U_;                    // [B, passes, H, C, M]
 };

@@ -1,3 +1,4 @@
+// The maps phi, and u = J_phi(z)^T (phi(z) - a), by PyTorch.
 #include "phi.h"
 
 namespace girih::trellis {
@@ -40,8 +41,8 @@ Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
   if (norm_ == Norm::none) {
     u = y - target;
   } else {
-    // J^T w = (P w - phi (phi.w) / N) / r. P phi = phi and P is symmetric, so P w = phi - P a stands for w in
-    // both.
+    // J^T w = (P w - phi (phi.w) / N) / r. P phi = phi and P is symmetric, so w is replaced by P w = phi - P
+    // a in both terms.
     const auto c = centred(y);
     const auto inverse_r = (total(c.square()) + kEps).rsqrt();
     const auto phi = c * inverse_r;
@@ -61,7 +62,7 @@ Tensor Phi::residual(const Tensor& z, const Tensor& a, const Tensor& w) const {
   if (norm_ == Norm::none) {
     u = w * (w * y - a);
   } else {
-    // J^T x = (P x - phi (phi.x) / N) / r, of x = w * (w * phi - a)
+    // J^T x = (P x - phi (phi.x) / N) / r with x = w * (w * phi - a)
     const auto c = centred(y);
     const auto inverse_r = (total(c.square()) + kEps).rsqrt();
     const auto phi = c * inverse_r;

@@ -1,5 +1,4 @@
-// The maps of Trellis: phi(z) and u = J_phi(z)^T (phi(z) - a), over the last dimension
-// M.
+// The maps of Trellis over the last dimension M: phi(z) and u = J_phi(z)^T (phi(z) - a).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,19 +15,21 @@ class Phi {
 
   Tensor operator()(const Tensor& z) const;
 
-  // What of the targets a `residual` depends on: layer norm sees them centred. Once for all tokens.
+  // The part of the targets a on which `residual` depends: layer norm centres them. Computed once for all
+  // tokens.
   Tensor target(const Tensor& a) const;
-  // J_phi(z)^T (phi(z) - a), given target(a)
+  // J_phi(z)^T (phi(z) - a); target = target(a)
   Tensor residual(const Tensor& z, const Tensor& target) const;
-  // J_phi(z)^T (w * (w * phi(z) - a)), the gradient of |w * phi(z) - a|^2 / 2, given a itself
+  // J_phi(z)^T (w * (w * phi(z) - a)), the gradient of |w * phi(z) - a|^2 / 2; a is not transformed by
+  // target()
   Tensor residual(const Tensor& z, const Tensor& a, const Tensor& w) const;
 
  private:
   enum class Norm { none, l2, layer, softmax };
-  // y and its slope in z, undefined for 1
+  // y = silu(z) and its derivative; y = z and an undefined derivative without silu
   std::pair<Tensor, Tensor> activated(const Tensor& z) const;
   Tensor centred(const Tensor& y) const { return norm_ == Norm::layer ? y - y.mean(-1, true) : y; }
-  // sum for l2, mean for the layer norm: its N is M
+  // The sum for l2norm, the mean for layer norm
   Tensor total(const Tensor& y) const { return norm_ == Norm::layer ? y.mean(-1, true) : y.sum(-1, true); }
 
   bool silu_;

@@ -1,5 +1,5 @@
-// What trellis asks of a call beyond its description, which kernels take it, and what forward keeps. ttt's
-// problem is one of these, with one memory and V = 0.
+// The conditions of trellis beyond its declaration, its path, and its saved tensors. The problem of ttt is
+// derived from it, with one memory and V = 0.
 #pragma once
 
 #include "../arguments/path.h"
@@ -7,11 +7,11 @@
 
 namespace girih::trellis {
 
-constexpr int64_t kWidest = 128;       // M, D and V on the tensor cores
-constexpr int64_t kExactWidest = 256;  // of the exact kernels
+constexpr int64_t kWidest = 128;       // M, D and V of the tensor-core kernels
+constexpr int64_t kExactWidest = 256;  // M, D and V of the fp32 kernels
 
-// The position where it matters: a chunk of one token begins with it, and its A' is the memory, whatever the
-// state's first memories are.
+// The position if the chunk is longer than one token. A chunk of one token always begins with its token, so
+// A' = A and the first memories of the state are not read.
 inline OptionalTensor within_chunk(const OptionalTensor& position, int64_t chunk) {
   return chunk > 1 ? position : std::nullopt;
 }
@@ -19,7 +19,7 @@ inline OptionalTensor within_chunk(const OptionalTensor& position, int64_t chunk
 struct Problem {
   c10::SymInt B, T, HQ, H, D, V, M, N;
   int memories = 2;
-  bool weighted = false, softmax = false;  // ttt's phi has a weight; and it is softmax
+  bool weighted = false, softmax = false;  // ttt: phi has a weight; phi is softmax
 
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                        const Tensor& gamma, const OptionalTensor& g, const OptionalTensor& state_first_k,
@@ -60,10 +60,12 @@ struct Problem {
 
   bool wider_than(int64_t width) const { return M > width || D > width || V > width; }
 
-  // What forward keeps for backward, {0} each without kernels. Those of the tensor cores, of a head of
-  // queries each: the memories before every chunk, in tiles, z and u of every token, and what z's rows come
-  // to. The exact ones, of a head of keys each and in fp32: the memories before every 64 tokens, their
-  // columns the rows, z, and s = -gamma u. With one memory the second is {0}.
+  // The saved tensors of forward; {0} each without kernels.
+  //   tensor cores, per query head: memories, the memory before every chunk in tiles; z and u of every token;
+  //     fit, the statistics of the rows of z
+  //   fp32 kernels, per head, in fp32: memories, the transposed memory before every 64 tokens; z; s = -gamma
+  //     u
+  // The second entry of memories is {0} with one memory.
   struct Kept {
     std::vector<c10::SymInt> memories[2], tokens, fit;
     at::ScalarType type;  // of all but fit

@@ -1,4 +1,4 @@
-// Which kernels a call of trellis or ttt takes, and the call by them.
+// The path of a call of trellis or ttt, and its dispatch to the kernels.
 #pragma once
 
 #include "exact.h"
@@ -9,7 +9,7 @@ namespace girih::trellis {
 static_assert(kWidest == kernels::kTrellisWidest && kExactWidest == kernels::kTrellisExactWidest &&
               kKeptChunk == kernels::kChunk);
 
-// The problem's path, as far as this card and these sequences go.
+// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
 inline Path path_of(const Problem& problem, const Call& call) {
   const auto path = problem.path(call.q);
   if (problem.N == 0) return aten(kNoSequence);
@@ -23,7 +23,7 @@ inline Path path_of(const Problem& problem, const Call& call) {
   return fits ? path : aten(kSmallCard);
 }
 
-// By a path with kernels.
+// Run a call by a path with kernels.
 inline Outputs run_forward(const Path& path, const Call& call, bool save) {
   return path == Path::Code::exact ? ExactCall(call).forward(save) : TensorCoreCall(call).forward(save);
 }
@@ -33,13 +33,13 @@ inline InputGradients run_backward(const Path& path, const Call& call, const Out
                                    : TensorCoreCall(call).backward(gradients, saved);
 }
 
-// One token; the call's state is written in place.
+// One token; the state of the call is written in place.
 inline Tensor run_step(const Call& call) {
   const c10::cuda::CUDAGuard device(call.q.device());
   const auto token = [](const Tensor& x) { return x.select(1, 0); };
   const auto& q = call.q;
   const auto o = at::empty({q.size(0), 1, q.size(2), call.output_width()}, q.options());
-  // Positions lie side by side for the kernel.
+  // The kernel reads contiguous positions.
   const auto position = call.position->contiguous();
   kernels::TrellisStep p;
   p.sequences = q.size(0);

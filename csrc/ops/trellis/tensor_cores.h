@@ -1,4 +1,4 @@
-// trellis and ttt by their kernels on the tensor cores.
+// The tensor-core kernels of trellis and ttt.
 #pragma once
 
 #include "../arguments/shared_heads.h"
@@ -6,8 +6,7 @@
 
 namespace girih::trellis {
 
-// One call's tensors as the kernels read them: rows in packs of 16 bytes, and a memory for every head of
-// queries.
+// One call of the tensor-core kernels: rows aligned to 16 bytes, and one memory per query head.
 class TensorCoreCall {
  public:
   explicit TensorCoreCall(const Call& call)
@@ -116,7 +115,7 @@ class TensorCoreCall {
     for (int m = 0; m < memories_; ++m) {
       da[m] = rows(shape_.M), dx[m] = rows(shape_.width(m)), dinitial[m] = states(m);
       if (position_.defined()) dfirst[m] = states(m);
-      // The caller's states are those of every group's first head.
+      // The gradient of a state goes to the first head of each group; the other heads get zeros.
       const auto of_heads = [&](const OptionalTensor& gradient) {
         if (!given(gradient)) return Tensor();
         const auto padded = padded_state(*gradient, false, M_, shape_.width(m));
@@ -165,27 +164,27 @@ class TensorCoreCall {
 
   at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
   int64_t sequences() const { return shape_.grid.tokens.sequences; }
-  // [B, T, heads, width] that kernels write, for the caller or for one another.
+  // Allocates [B, T, heads, width] for the kernels to write.
   Tensor rows(int64_t width) const {
     return rows_for(q_, q_.size(1), cu_seqlens_, shape_.heads, width, q_.scalar_type());
   }
-  // Of every memory, [memories, B, T, heads, width].
+  // Allocates [memories, B, T, heads, width].
   Tensor of_tokens(int64_t width, at::ScalarType type) const {
     return at::empty({memories_, q_.size(0), q_.size(1), shape_.heads, width}, q_.options().dtype(type));
   }
   Tensor numbers() const {
     return rows_for(q_, q_.size(1), cu_seqlens_, shape_.heads, 1, at::kFloat).squeeze(3);
   }
-  // Every chunk's, of a head each.
+  // Allocates the memories before every chunk, [chunks, heads, tile, tile].
   Tensor kept_memories() const {
     const int64_t tile = kernels::trellis_tile(shape_);
     return at::empty({kernels::chunk_count(shape_.grid), shape_.heads, tile, tile}, q_.options());
   }
-  // Numbers of tokens, in so many parts.
+  // Allocates `count` scalars per token and head.
   Tensor parts(int64_t count) const {
     return at::empty({count, q_.size(0), q_.size(1), shape_.heads}, in_fp32());
   }
-  // What the gates of chunks come to for their tokens.
+  // Computes kernels::TokenGate of every token.
   Tensor token_gates() const {
     const auto tokens = at::empty(
         {q_.size(0), q_.size(1), shape_.heads, sizeof(kernels::TokenGate) / sizeof(float)}, in_fp32());
@@ -194,17 +193,17 @@ class TensorCoreCall {
     check_launch("trellis_gates", kernels::trellis_gates(p, stream()));
     return tokens;
   }
-  // [N, heads, M, X], padded.
+  // Allocates a state [N, heads, M, X] with padded X.
   Tensor states(int memory) const {
     return at::empty({sequences(), shape_.heads, M_, shape_.width(memory)}, in_fp32());
   }
-  // A state that a query head each has, as the caller has them: all of a memory are alike.
+  // The state of one head per group, without padding: all heads of a group have the same state.
   Tensor one_of(const Tensor& state, int memory) const {
     const auto group = shape_.heads / H_;
     const auto own = group == 1 ? state : state.unflatten(1, {H_, group}).select(2, 0);
     return own.narrow(-1, 0, call_.width(memory)).contiguous();
   }
-  // A gradient of one: their sum.
+  // The gradient of a state: the sum over the heads of a group, without padding.
   Tensor sum_of(const Tensor& state, int memory) const {
     const auto group = shape_.heads / H_;
     const auto all = group == 1 ? state : state.unflatten(1, {H_, group}).sum(2);
@@ -227,7 +226,7 @@ class TensorCoreCall {
   const Call& call_;
   Tensor q_, x_[2], a_, gamma_, g_, weight_, cu_seqlens_, position_, first_[2], initial_[2];
   kernels::TrellisShape shape_;
-  int64_t H_, M_;  // of memories as given, without padding
+  int64_t H_, M_;  // heads of the memory and slots, without padding
   int memories_;
 };
 

@@ -1,11 +1,11 @@
-// ttt for any device, dtype and size.
+// The ATen implementation of ttt, for any device, dtype and size.
 #pragma once
 
 #include "../arguments/check.h"
 
 namespace girih::ttt {
 
-// o, the final state (first_k, k, position), what is kept for backward
+// o, the final state (first_k, k, position), the saved tensors (memories_k, z, u, fit)
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,

@@ -1,4 +1,4 @@
-// TTT: the first of Trellis' two passes alone (trellis/passes.h), whose read is the output.
+// The ATen implementation of ttt: the first pass of Trellis (trellis/passes.h), whose read is the output.
 #include "../registration/dispatch.h"
 #include "../trellis/passes.h"
 #include "aten.h"
@@ -19,19 +19,19 @@ Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
   const DefiningChunks chunks(q, B, T, chunk, cu_seqlens, state_position);
   const auto A = stacked(*state_k, {}, 1);
   Chunks::States initial{A};
-  // Where the tokens begin a chunk, A' is A.
+  // Without a position the tokens begin a chunk, so A' = A.
   const bool within = given(trellis::within_chunk(state_position, chunk));
   if (!chunks.whole()) initial = {within ? stacked(*state_first_k, {}, 1) : A, A};
 
   const auto weight = given(phi_weight) ? phi_weight->expand({B, T, -1, -1}) : Tensor();
-  const Phi phi_(phi), f_(f);  // the strings may be gone when backward runs a block again
+  const Phi phi_(phi), f_(f);  // backward runs a block again and may outlive the strings
   const auto run = chunks.run(
       {q, k, Tensor(), a, gamma, g.value_or(Tensor()), weight}, initial,
       [phi_, f_](const Tensors& inputs, const Tensor& complete) {
         return std::make_unique<Passes>(inputs, complete, phi_, f_);
       },
       q.scalar_type());
-  // Tensors of their own: a step writes each in place.
+  // A step writes each state tensor in place, so each has separate memory.
   const auto own = [](const Tensor& memories) {
     return memories.squeeze(1).clone(at::MemoryFormat::Contiguous);
   };

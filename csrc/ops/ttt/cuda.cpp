@@ -1,4 +1,4 @@
-// ttt by trellis' kernels, with one memory. The ATen form serves what these leave over.
+// CUDA implementation of ttt, by the kernels of trellis with one memory. The other calls take the ATen form.
 #include "../registration/dispatch.h"
 #include "../trellis/route.h"
 #include "aten.h"

@@ -1,3 +1,4 @@
+// girih::ops::ttt and girih::ops::ttt_step.
 #include "../registration/functions.h"
 
 namespace girih::ops {

@@ -1,3 +1,4 @@
+// ttt on meta tensors: shapes of the results, and the path without a device.
 #include "../registration/dispatch.h"
 #include "problem.h"
 

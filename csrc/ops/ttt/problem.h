@@ -1,11 +1,11 @@
-// What ttt asks of a call beyond its description, which kernels take it, and what forward keeps.
+// The conditions of ttt beyond its declaration, its path, and its saved tensors.
 #pragma once
 
 #include "../trellis/problem.h"
 
 namespace girih::ttt {
 
-// Trellis' with one memory. {0} is kept without kernels.
+// The problem of Trellis with one memory.
 struct Problem : trellis::Problem {
   static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                        const OptionalTensor& g, const OptionalTensor& phi_weight,

@@ -1,14 +1,14 @@
-// o and lse by warpgroups: two multiply, of 64 queries each, and a warp of a third brings boxes of what they
-// read, all through one ring: of a tile its queries, the keys and the values of the same rows, and blocks of
-// headers. A tile of queries meets the rows of its own chunks first, which lie in it: the triangle of a chunk
-// is a product of a warp. Then blocks of headers, of which the first that come are masked:
+// o and lse on sm_90. Two warpgroups multiply, 64 queries each; one warp of a third warpgroup loads by TMA,
+// through one ring: the queries of a tile, the keys and the values of the same rows, and blocks of headers. A
+// tile of queries attends to the rows of its own chunks first, which are in the tile: the triangle of a chunk
+// is one product of a warp. Then it attends to blocks of headers; the partly masked blocks come first:
 //
 //     S = Q K^T        m' = max(m, S)        P = e^{scale (S - m')}        O <- e^{scale (m - m')} O + P V
 //
-// S of a block is under way while O takes the block before it.
+// S of a block is in flight while P V of the previous block is added to O.
 //
-// The code is kept short, as the multiprocessor's cache of instructions has 32 KB: one stretch serves all
-// blocks of headers, masked or not, and only the loader works out what a tile is.
+// The code is kept short because the instruction cache of a multiprocessor has 32 KB: one loop serves masked
+// and unmasked blocks of headers, and only the loader computes the plan of a tile.
 #pragma once
 
 #include "cat_attention/sm90/ring.cuh"
@@ -25,13 +25,13 @@ struct CatGroupForward {
 template <int Tile>
 struct CatForwardSizes {
   static constexpr int kStages = Tile == 64 ? 9 : 7;
-  // A tile takes three stages at least, so this many are under way.
+  // A tile has at least three stages, so this many tiles are in flight.
   static constexpr int kTiles = (kStages + 2) / 3;
 };
 template <typename T, int Tile>
 using CatGroupSpace = CatGroupRing<T, Tile, CatForwardSizes<Tile>, CatGroupTile>;
 
-// By a warp.
+// Called by one warp.
 template <typename T, int Tile>
 __device__ inline void load_forward(const CatGroupForward& p, const CatGroupSpace<T, Tile>& space) {
   using Space = CatGroupSpace<T, Tile>;
@@ -41,7 +41,7 @@ __device__ inline void load_forward(const CatGroupForward& p, const CatGroupSpac
   Turn turn, tile;
 #pragma unroll 1
   for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-    // By then the tile that had its place has been read.
+    // After this wait, the previous plan in this place has been read.
     wait(&rest.read[turn.place], turn.parity ^ 1);
     const CatGroupPlan plan = rest.tiles[tile.place].describe(shape, item);
     tile.next(Space::kTiles);
@@ -78,7 +78,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
   const CatGroupForward& p;
   const Space& space;
   const CatScale scale;
-  int from;  // the warp's first row of the tile
+  int from;  // first row of the warp in the tile
   CatGroupPlan plan;
   CatRows rows;
   Operand<Tile / 16> q;
@@ -108,7 +108,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     softmax = CatSoftmax<T>();
   }
 
-  // The rows of the warp's own chunks, sixteen by sixteen.
+  // The rows of the warp's own chunks, in blocks of 16 x 16.
   __device__ void own() {
     const CatShape& shape = p.call.shape;
     const int keys = next(), first = from & -max(shape.size, 16);
@@ -134,7 +134,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     done(keys), done(values);
   }
 
-  // What S of a block becomes, and what O is to be multiplied by.
+  // S of a block becomes P; returns the factors for O.
   __device__ float2 weigh(Scores& s, int met) {
     if (met < plan.parts()) {
       const int first = plan.first_of(met) + lane_col();
@@ -181,7 +181,7 @@ struct CatGroupPass : CatRingPlace<CatGroupSpace<T, Tile>> {
     done(before);
   }
 
-  // O / sum, whole packs of 16 bytes; lse.
+  // Stores o = O / sum in packs of 16 bytes, and lse.
   __device__ void store() const {
     const CatForward& call = p.call;
 #pragma unroll

@@ -1,5 +1,5 @@
-// What headers get of later chunks, by warpgroups: 128 headers of a block, 64 of a warpgroup, and tiles of 64
-// queries that come through a ring.
+// The terms of dk and dv of headers from later chunks on sm_90: a block has 128 headers, 64 for each
+// warpgroup, and loads tiles of 64 queries through a ring.
 //
 //     P^T = e^{scale K Q^T - lse}    dV += P^T dO    dA^T = P^T * (V dO^T - delta)    dK += dA^T Q
 #pragma once
@@ -33,7 +33,7 @@ struct CatGroupHeaderSpace {
 
   unsigned char* shared;
 
-  // A warpgroup's.
+  // The tile of a warpgroup.
   __device__ Rows keys(int group) const { return {reinterpret_cast<T*>(shared + group * Rows::kBytes)}; }
   __device__ Rows values(int group) const { return keys(2 + group); }
   __device__ unsigned char* stage(int n) const { return shared + 4 * Rows::kBytes + n * kStage; }
@@ -54,7 +54,7 @@ struct CatGroupHeaderSpace {
   }
 };
 
-// f(the part of an item) for all of the block's run.
+// Calls f(run) for the part of every item in the block's run.
 template <class F>
 __device__ inline void for_items(const CatGroupHeaderGradients& p, const F& f) {
   const int64_t end = min((blockIdx.x + 1) * p.list.run, p.list.total);
@@ -65,7 +65,7 @@ __device__ inline void for_items(const CatGroupHeaderGradients& p, const F& f) {
   }
 }
 
-// By a warp: by one of its threads.
+// Called by one warp; one thread loads.
 template <typename T, int Tile>
 __device__ inline void load_headers(const CatGroupHeaderGradients& p,
                                     const CatGroupHeaderSpace<T, Tile>& space) {
@@ -107,8 +107,8 @@ struct CatGroupHeaderPass {
   const CatGroupHeaderGradients& p;
   const Space& space;
   typename Space::Barriers& barriers;
-  const float scale;  // scores in units of log2
-  const int group;    // the warpgroup
+  const float scale;  // in units of log2
+  const int group;    // index of the warpgroup
   Turn turn;
   Sums<Tile / 8> dk, dv;
 
@@ -119,8 +119,8 @@ struct CatGroupHeaderPass {
         scale(p.call.shape.scale * kLog2E),
         group(warp_index() / 4) {}
 
-  // S^T becomes P^T, of the warp's headers from `header` on. All: every query reads all of them, else those
-  // of the first `queries` that do.
+  // S^T becomes P^T for the warp's headers from `header`. All: every query attends to all of them; otherwise
+  // the first `queries` queries are masked by their records, and the rest are 0.
   template <bool All>
   __device__ void weights(Scores& s, const CatQuery* described, int header, int queries) const {
     each_pair<kCatGroupQueries / 8>([&](int n, int j) {
@@ -135,7 +135,7 @@ struct CatGroupHeaderPass {
       }
     });
   }
-  // P^T becomes P^T * (dP^T - delta), and is 0 where it was: there may be no delta.
+  // P^T becomes P^T * (dP^T - delta). Masked elements stay 0, as delta may be undefined there.
   template <bool All>
   __device__ void gradients(Scores& s, const Scores& dp, const CatQuery* described) const {
     each_pair<kCatGroupQueries / 8>([&](int n, int j) {

@@ -1,5 +1,5 @@
-// dk and dv of headers: what their own chunk has given, and after it the sums of later chunks in the list's
-// order. A warp has a header.
+// dk and dv of headers: the shares of their own chunk plus the sums over later chunks, in the order of the
+// list. A warp has a header.
 #pragma once
 
 #include "cat_attention/header_list.h"

@@ -1,5 +1,6 @@
-// Tiles of 128 queries one after another, by as many blocks as there are multiprocessors, and the blocks of
-// headers that each reads. Who loads them says in shared memory what those who multiply have before them.
+// Plans of tiles of 128 queries and of the blocks of headers that each tile attends to. The kernels are
+// persistent: one block for each multiprocessor processes several tiles. The loader computes the plan of a
+// tile and passes it to the other warps in shared memory.
 #pragma once
 
 #include "cat_attention/keys.cuh"
@@ -8,17 +9,17 @@
 namespace girih::kernels {
 
 struct CatGroupPlan {
-  int batch, head, row;  // of queries
-  int header;            // the first that any row reads
-  int blocks, whole;     // of headers; those that every row reads whole come first in memory
-  int shift;             // chunks that fill tiles are powers of two: of 1 << shift rows
+  int batch, head, row;  // batch row, query head and first row
+  int header;            // first header that any row attends to
+  int blocks, whole;  // blocks of headers; `whole` of these, the first in memory, are not masked for any row
+  int shift;          // log2 of C, which is a power of two
 
   __device__ static unsigned items(const CatShape& shape) {
     return static_cast<unsigned>((shape.rows + kCatGroupRows - 1) / kCatGroupRows) *
            static_cast<unsigned>(shape.query_heads) * static_cast<unsigned>(shape.chunks.batch);
   }
 
-  // The order in which they are met: first those of which some rows read some.
+  // Partly masked blocks; these are processed first.
   __device__ int parts() const { return blocks - whole; }
   __device__ int chunk_of(int row) const { return row >> shift; }
   __device__ int first_of(int met) const {
@@ -26,12 +27,13 @@ struct CatGroupPlan {
   }
 };
 
-// In shared memory.
+// The plan of a tile in shared memory.
 struct CatGroupTile {
   CatGroupPlan plan;
-  int first[kCatGroupRows];  // header that a chunk of the tile reads, as CatSeen has it
+  int first[kCatGroupRows];  // for each chunk of the tile: `first` of CatSeen
 
-  // By a warp. Items count from the tiles that read most; the heads of a tile are beside each other.
+  // Called by one warp. Items are ordered by the number of keys, the largest first; the heads of a tile are
+  // adjacent.
   __device__ CatGroupPlan describe(const CatShape& shape, unsigned item) {
     CatGroupPlan of;
     const auto heads = static_cast<unsigned>(shape.query_heads),
@@ -51,20 +53,20 @@ struct CatGroupTile {
     const int from = first[0];
     of.header = min(from, chunk);
     of.blocks = (last - of.header + kCatGroupKeys - 1) / kCatGroupKeys;
-    // Where sequences meet in a tile, no block is read whole.
+    // A tile with several sequences has no unmasked block.
     of.whole = from == first[last - chunk] && from != kCatOutside ? (chunk - of.header) / kCatGroupKeys : 0;
     if (lane() == 0) plan = of;
     __syncwarp();
     return of;
   }
 
-  // By another warp: the same for all lanes, in a way that tells the compiler.
+  // Called by another warp; the result is warp-uniform for the compiler.
   __device__ CatGroupPlan read() const {
     const auto same = [](int x) { return __shfl_sync(~0u, x, 0); };
     return {same(plan.batch),  same(plan.head),  same(plan.row),  same(plan.header),
             same(plan.blocks), same(plan.whole), same(plan.shift)};
   }
-  // What the lane's two rows of sixteen, from row `from` of the tile on, read.
+  // The headers that the lane's two of 16 rows attend to; the 16 rows start at row `from` of the tile.
   __device__ CatRows rows(const CatShape& shape, const CatGroupPlan& of, int from) const {
     CatRows rows;
 #pragma unroll

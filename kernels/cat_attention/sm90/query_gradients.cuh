@@ -1,9 +1,9 @@
-// dq by warpgroups, and what the kernels of keys need to know of queries: as forward, with the queries and
-// the gradients of their outputs as left factors in registers.
+// dq and the records CatQuery on sm_90. As forward, with the queries and the gradients of their outputs as
+// left factors in registers.
 //
 //     delta = do.o        P = e^{scale S - lse}, S = Q K^T        dA = P * (dO V^T - delta)        dQ += dA K
 //
-// dQ takes a block while S and dO V^T of the next are under way.
+// dQ of a block is in flight together with S and dO V^T of the next block.
 #pragma once
 
 #include "cat_attention/header_list.h"
@@ -21,10 +21,10 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
 
   const CatGroupQueryGradients& p;
   const Space& space;
-  const float scale;  // scores in units of log2
-  int from;           // the warp's first row of the tile
+  const float scale;  // in units of log2
+  int from;           // first row of the warp in the tile
   CatGroupPlan plan;
-  const float* of_rows;  // in shared memory, lse of the warp's rows
+  const float* of_rows;  // lse of the warp's rows, in shared memory
   Operand<Tile / 16> q, dout;
   Sums<Tile / 8> dq;
   float lse[2], delta[2];  // lse in units of log2
@@ -37,7 +37,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
         scale(p.call.shape.scale * kLog2E),
         from(16 * warp_index()) {}
 
-  // Left factors, and delta.
+  // Loads the left factors; computes delta.
   __device__ void begin() {
     const int at_o = next();
     const CatGroupQueryTile& of = rest.tiles[tile.place];
@@ -66,7 +66,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     fill(dq, 0.f);
   }
 
-  // The queries' numbers, to memory too.
+  // Computes lse in units of log2; writes the records of the queries.
   __device__ void describe() {
     const CatShape& shape = p.call.shape;
     CatQuery* const queries =
@@ -91,9 +91,10 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     each_sum<N>([&](int n, int e) { s.at[n][e] = exp2_fast(fmaf(scale, s.at[n][e], -lse[e >> 1])); });
   }
 
-  // What the warp's rows get of themselves: of keys dK = dA^T Q, of values dV = P^T dO, to where the keys or
-  // the values were. Headers' to memory as they are: later chunks add to them. (The right factors are turned
-  // in registers: their places in shared memory have what comes next.)
+  // The terms of the warp's rows from each other: dK = dA^T Q for keys, dV = P^T dO for values. Written to
+  // the tile of the keys or of the values. Terms of headers are written to global memory without scale: later
+  // chunks add to them. The right factors are transposed in registers, because their stages in shared memory
+  // are in use again.
   template <int of_values>
   __device__ void give(const uint32_t (&left)[4], int place) const {
     const CatShape& shape = p.call.shape;
@@ -102,7 +103,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     const float by = of_values ? 1.f : shape.scale;
     const uint32_t turned[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]), transpose_pairs(left[1]),
                                 transpose_pairs(left[3])};
-    float* share[2];  // of the lane's two rows, where they are headers
+    float* share[2];  // for the lane's two rows, if these are headers
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = plan.row + from + lane_row() + 8 * i;
@@ -132,7 +133,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
       store_blocks(to, from, 16 * k, rounded);
     }
   }
-  // And from there to memory, whole rows, but for headers'.
+  // Stores the tile to global memory in full rows, except rows of headers.
   __device__ void send(const Out<4>& to, int width, int place) const {
     constexpr int kPacks = Tile / 8, kStep = 32 / kPacks;
     const CatShape& shape = p.call.shape;
@@ -149,7 +150,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     }
   }
 
-  // The rows of the warp's own chunks, sixteen by sixteen.
+  // The rows of the warp's own chunks, in blocks of 16 x 16.
   __device__ void own() {
     const CatShape& shape = p.call.shape;
     const int at_keys = next(), at_values = next();
@@ -185,7 +186,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     done(at_keys), done(at_values);
   }
 
-  // The products of the next block; dP is under way while S becomes P.
+  // Starts the products of the next block. dP is in flight while S becomes P.
   __device__ void start_scores(Scores& s, Scores& dp, int place) const {
     start_product_transposed<T, false>(s, q, space.keys(place));
     commit_products();
@@ -206,7 +207,7 @@ struct CatGroupQueryPass : CatRingPlace<CatGroupQuerySpace<T, Tile>> {
     round_to<T>(rounded, s);
   }
 
-  // dQ takes a block ahead of the products of the next.
+  // The product of dQ of a block is started before the products of the next block.
   __device__ void headers() {
     if (plan.blocks == 0) return;
     Weights rounded;

@@ -1,5 +1,5 @@
-// What the blocks of query_gradients.cuh have in shared memory, and who brings it, all through one ring: of a
-// tile o, dout, q, k and v, and blocks of headers.
+// Shared memory and loads of query_gradients.cuh. One ring has the rows of a tile of o, dout, q, k and v, and
+// blocks of headers.
 #pragma once
 
 #include "cat_attention/sm90/ring.cuh"
@@ -10,10 +10,10 @@ struct CatGroupQueryGradients {
   CatQueryGradients call;
   Boxes q, dout, k, v, o;    // 128 rows of a head
   Boxes header_k, header_v;  // 64 headers
-  float* shares;             // of headers; null where another kernel has dk and dv
+  float* shares;             // own-chunk terms of headers; null if another kernel computes dk and dv
 };
 
-// And what is known of its queries.
+// The plan of a tile and lse of its queries.
 struct CatGroupQueryTile {
   CatGroupTile tile;
   float lse[kCatGroupRows];
@@ -21,16 +21,17 @@ struct CatGroupQueryTile {
 
 template <int Tile>
 struct CatQuerySizes {
-  // Of a tile's own 128 rows k and v stay until its chunks are done; o, dout and q go before.
+  // The stages of k and v of a tile stay in use until its own chunks are done; those of o, dout and q are
+  // released before.
   static constexpr int kStages = 2 + (Tile == 64 ? 8 : 5);
-  // A tile takes five stages at least, and its numbers come with the third: when they do, those of so many
-  // tiles before have been read to the last, the values' stage.
+  // A tile has at least five stages, and lse is loaded with the third. At that time all stages of the
+  // previous user of this place have been read, up to the stage of v.
   static constexpr int kTiles = (kStages + 2 + 4) / 5;
 };
 template <typename T, int Tile>
 using CatGroupQuerySpace = CatGroupRing<T, Tile, CatQuerySizes<Tile>, CatGroupQueryTile>;
 
-// By a warp.
+// Called by one warp.
 template <typename T, int Tile>
 __device__ inline void load_queries(const CatGroupQueryGradients& p,
                                     const CatGroupQuerySpace<T, Tile>& space) {
@@ -41,7 +42,7 @@ __device__ inline void load_queries(const CatGroupQueryGradients& p,
   Turn turn, tile;
 #pragma unroll 1
   for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
-    // By then the tile that had its place has been read.
+    // After this wait, the previous plan in this place has been read.
     wait(&rest.read[turn.place], turn.parity ^ 1);
     CatGroupQueryTile& described = rest.tiles[tile.place];
     const CatGroupPlan plan = described.tile.describe(shape, item);
@@ -50,7 +51,7 @@ __device__ inline void load_queries(const CatGroupQueryGradients& p,
 #pragma unroll 1
     for (int met = -5; met < plan.blocks; ++met) {
       if (met == -3) {
-        // Without a register, which a thread that loads has few of.
+        // cp.async needs no registers for the values; the loader has few registers.
         wait(&rest.read[turn.place], turn.parity ^ 1);
 #pragma unroll 1
         for (int i = lane(); i < kCatGroupRows; i += 32) {

@@ -1,12 +1,12 @@
-// The ring through which blocks of warpgroups get what they read: a stage has 128 rows of a tile, or the keys
-// and the values of 64 headers. Beside it stands what is known of the tiles under way.
+// The ring of loads of the warpgroup kernels. A stage has 128 rows of a tile, or the keys and the values of
+// 64 headers. The plans of the tiles in flight are behind the stages.
 #pragma once
 
 #include "cat_attention/sm90/space.cuh"
 
 namespace girih::kernels {
 
-// `Sizes` has kStages, and kTiles, so many described tiles.
+// Sizes: kStages and kTiles, the number of plans.
 template <typename T, int Tile, class Sizes, class Described>
 struct CatGroupRing {
   static constexpr int kStages = Sizes::kStages, kTiles = Sizes::kTiles;
@@ -34,9 +34,9 @@ struct CatGroupRing {
     }
   }
 
-  // By the warp that loads, once its first lane has come to the barrier of stage n: what the others wrote
-  // beside goes with the stage, as they were together before. (Racecheck asks for their own arrival,
-  // shared.h.)
+  // Called by the loading warp after its first lane has arrived at the barrier of stage n. The writes of the
+  // other lanes are visible with the stage, as the warp has synchronised before. (Racecheck needs their own
+  // arrivals, shared.h.)
   __device__ void come_too(int n) const {
 #ifdef GIRIH_RACECHECK
     __syncwarp();
@@ -45,20 +45,20 @@ struct CatGroupRing {
 #endif
   }
 
-  // Headers from row `at` on to stage n, whose barrier expects them.
+  // Loads headers from row `at` to stage n; its barrier expects these bytes.
   __device__ void bring_headers(int n, const Boxes& of_k, const Boxes& of_v, BoxPlace at) const {
     copy_rows(keys(n), of_k, at, &rest().stage[n]);
     copy_rows(values(n), of_v, at, &rest().stage[n]);
   }
 };
 
-// Where a warp that multiplies is in it.
+// The position of a multiplying warp in the ring.
 template <class Ring>
 struct CatRingPlace {
   typename Ring::Rest& rest;
   Turn turn, tile;
 
-  // What is next in the ring: its place, once it is there.
+  // Waits for the next stage and returns its index.
   __device__ int next() {
     const int place = turn.place;
     wait(&rest.stage[place], turn.parity);

@@ -1,5 +1,5 @@
-// What the blocks of warpgroups have in common: two warpgroups multiply, 64 rows each, and a warp of a third
-// brings boxes of what they read.
+// Shared code of the warpgroup kernels. Two warpgroups multiply, 64 rows each; one warp of a third warpgroup
+// loads by TMA.
 #pragma once
 
 #include "cat_attention/sm90/plan.cuh"
@@ -11,24 +11,24 @@
 namespace girih::kernels {
 
 constexpr int kCatGroupThreads = 384, kCatGroupWarps = 8;
-constexpr int kCatGroupBytes = 227 * 1024;  // of shared memory, at most
+constexpr int kCatGroupBytes = 227 * 1024;  // maximum of shared memory
 
-// In a kernel: whether it is there. It is empty where has_warpgroups() says that it is not.
+// Whether the kernel has a body for this architecture. Where it is empty, has_warpgroups() is false.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 constexpr bool kCatGroups = true;
 #else
 constexpr bool kCatGroups = false;
 #endif
 
-// Registers of a thread that multiplies, and of one of the others.
+// Registers of a multiplying thread, and of a thread of the loading warpgroup.
 template <int Multiplier, int Loader>
 struct CatGroupRegisters {
   static constexpr int kMultiplier = Multiplier, kLoader = Loader;
-  // No more than the block begins with: 168 each.
+  // The block starts with 168 registers for each thread.
   static_assert(128 * (2 * Multiplier + Loader) <= 168 * kCatGroupThreads);
 };
 
-// All columns of some rows.
+// Loads all columns of a tile of rows.
 template <class Rows>
 __device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at, uint64_t* barrier) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ inline void copy_rows(const Rows& to, const Boxes& boxes, BoxPlace at
   }
 }
 
-// multiply(), by the multipliers, and load(), by a warp, once the barriers are there.
+// Initialises the barriers; then two warpgroups run multiply() and one warp of the third runs load().
 template <class Registers, class Init, class Load, class Multiply>
 __device__ inline void run_groups(const Init& init, const Load& load, const Multiply& multiply) {
   if (threadIdx.x == 0) {
@@ -54,7 +54,7 @@ __device__ inline void run_groups(const Init& init, const Load& load, const Mult
   multiply();
 }
 
-// A block for every multiprocessor, or for every tile where there are fewer.
+// Launches one block for each multiprocessor, or for each tile if there are fewer tiles.
 template <auto Kernel, class Problem>
 cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream_t stream) {
   int processors = 0;
@@ -62,7 +62,8 @@ cudaError_t launch_groups(const Problem& p, int64_t items, int bytes, cudaStream
   return launch_kernel<Kernel>(p, items < processors ? items : processors, kCatGroupThreads, bytes, stream);
 }
 
-// Row i of the lane's two, times `by`, to `to`: packs of 16 bytes. Times 0 whatever is 0.
+// Stores row i of the lane's two rows, times `by`, in packs of 16 bytes. With `by` = 0 the result is 0 for
+// all values.
 template <typename T, int N>
 __device__ inline void store_row(T* to, const Sums<N>& x, int i, float by, int width, bool is) {
 #pragma unroll
