@@ -28,7 +28,7 @@ from girih._auto import FIELD
 from girih.conversion import Injection
 from girih.models import MIXERS, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
-from huggingface_hub.errors import StrictDataclassError  # of a field of transformers' own
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -429,6 +429,7 @@ def problem_of(damage: Damage, language: str) -> str | None:
     try:
         logits, rows = logits_of(damage.folder, reader_of(damage, language))
     except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        # StrictDataclassError: transformers 5.17 refuses a value of its own configuration fields.
         said = str(error)
         if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
             return f"{type(error).__name__}: {said:.300}"

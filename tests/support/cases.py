@@ -112,7 +112,8 @@ class Case:
         at = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
             at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
-        if normalised and dtype != torch.float64:  # a norm of few entries is steep
+        if normalised and dtype != torch.float64:
+            # A norm of few entries is steep. In fp32 the sizes that a test gives stay: they decide the path.
             more, letters = (13, "DVM") if dtype in LOST else (3, set("DVM") - set(sizes))
             at |= {letter: at[letter] + more for letter in letters}
         at["K"] = max(1, at["H"] // at.get("shared", 1))
