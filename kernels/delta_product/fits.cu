@@ -19,13 +19,14 @@ cudaError_t delta_fits(int D, bool has_channel_beta, bool& fits) {
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   return dispatch_width<64, 128, kDeltaMaxWidth>(D, [&](auto width) {
     constexpr int kWidth = width();
-    int bytes = std::max({scan_min_bytes<T, kWidth>(), ReverseSpace<T, kWidth, kDeltaChunkRows>::bytes(1, 1),
-                          gradients_min_bytes<T, kWidth>(), PrepareSpace<T, 1>::kBlockBytes});
+    int bytes =
+        std::max({scan_min_bytes<T, kWidth>(), ReverseStorage<T, kWidth, kDeltaChunkRows>::bytes(1, 1),
+                  gradients_min_bytes<T, kWidth>(), PrepareStorage<T, 1>::kBlockBytes});
     if constexpr (kWidth <= kDeltaChannelBetaMaxWidth) {
       if (has_channel_beta) {
         bytes = std::max({scan_min_bytes<T, kWidth, true>(),
-                          ReverseSpace<T, kWidth, kDeltaChunkRows, true>::bytes(1, 1),
-                          ChannelBetaTiles<T, kWidth>::kBytes, PrepareSpace<T, 1, true>::kBlockBytes});
+                          ReverseStorage<T, kWidth, kDeltaChunkRows, true>::bytes(1, 1),
+                          ChannelBetaTiles<T, kWidth>::kBytes, PrepareStorage<T, 1, true>::kBlockBytes});
       }
     }
     fits = bytes <= limit;

@@ -31,7 +31,7 @@ struct SegmentInfo {
   int readers;  // the steps, and the query heads of the memory head
   bool has_between;
 };
-struct GateSpace {
+struct GateStorage {
   // Per token: its gate, e^{sum of gates through it}, e^{sum of gates after it}.
   float gate[kTile], decay_from_block_start[kTile], decay_to_block_end[kTile];
   // Per row: the term of S, on which the gates up to a query or a step act; the term of dS, on which the
@@ -42,14 +42,14 @@ struct GateSpace {
   float pairs[kWarps][kTile];
   float parts[kWarps];  // partial sums of S * dS
 };
-template <class Space>
-constexpr int kSpaceFloats = (static_cast<int>(sizeof(Space)) + 15) / 16 * 4;
+template <class Storage>
+constexpr int kSpaceFloats = (static_cast<int>(sizeof(Storage)) + 15) / 16 * 4;
 // Floats of E: 16 x 16 blocks on and below the diagonal.
 constexpr int kDecayFloats = kBlocks * (kBlocks + 1) / 2 * kBlock * kBlock;
 
 constexpr int gradient_floats(bool gated) {
   return kTileCount * SwizzledTile::kFloats + kSpaceFloats<SegmentInfo> +
-         gated * (kDecayFloats + kSpaceFloats<GateSpace>);
+         gated * (kDecayFloats + kSpaceFloats<GateStorage>);
 }
 
 // A block has one segment of a memory head and 64 columns of D. It processes two readers at a time, each by a
@@ -60,7 +60,7 @@ struct SegmentGradients {
   const DeltaFp32Shape& shape;
   float* const shared;
   SegmentInfo& space;
-  GateSpace& gates;
+  GateStorage& gates;
   float* const decays;
   const int D, V, n;
   const int slab, col;  // slab of D
@@ -72,9 +72,9 @@ struct SegmentGradients {
         shape(p.shape),
         shared(shared),
         space(*reinterpret_cast<SegmentInfo*>(shared + kTileCount * SwizzledTile::kFloats)),
-        gates(*reinterpret_cast<GateSpace*>(shared + kTileCount * SwizzledTile::kFloats +
-                                            kSpaceFloats<SegmentInfo>)),
-        decays(reinterpret_cast<float*>(&gates) + kSpaceFloats<GateSpace>),
+        gates(*reinterpret_cast<GateStorage*>(shared + kTileCount * SwizzledTile::kFloats +
+                                              kSpaceFloats<SegmentInfo>)),
+        decays(reinterpret_cast<float*>(&gates) + kSpaceFloats<GateStorage>),
         D(round_up_to_4(p.shape.D)),
         V(round_up_to_4(p.shape.V)),
         n(p.shape.n),

@@ -52,7 +52,7 @@ struct RowCopier {
 // loads do, the last also b. Rows and columns that do not exist are zero.
 template <int Tile, bool Reverse>
 __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                      const TileSpace<Tile>& space, int slab, int thread) {
+                                      const TileStorage<Tile>& space, int slab, int thread) {
   constexpr int kValuePacks = kBlockColumns / 4, kValueStep = 32 * kLoadWarps / kValuePacks;
   static_assert(kRows % kValueStep == 0);
   const DeltaFp32Shape& shape = p.shape;

@@ -66,7 +66,7 @@ __device__ inline void scores_fp64(Scores64& scores, const RowTile<Tile>& b, con
 
 // e^ of the sum of gates up to each row, and after it. The sums are fp64 because differences of them are
 // used.
-__device__ inline void store_decays(TileMatrices& matrices, ProducerSpace& producer_space,
+__device__ inline void store_decays(TileMatrices& matrices, ProducerStorage& producer_storage,
                                     const float* gates) {
   const int row = lane() % kRows;
   double through = 0., all = 0.;
@@ -76,7 +76,7 @@ __device__ inline void store_decays(TileMatrices& matrices, ProducerSpace& produ
     all += gates[i] < -1e4f ? -1e4f : gates[i];
     if (i == row) through = all;
   }
-  producer_space.gates[row] = through;
+  producer_storage.gates[row] = through;
   matrices.decay_from_block_start[row] = expf(static_cast<float>(through));
   matrices.decay_to_block_end[row] = expf(static_cast<float>(all - through));
   matrices.decay_total = expf(static_cast<float>(all));
@@ -129,16 +129,16 @@ __device__ constexpr int operand_index(int i) { return i % 8 / 2 * 4 + i / 8 * 2
 // the same rounding error of A = 2 k . k or of X returns with every token, and one ulp of fp32 exceeds all
 // other rounding errors of a tile.
 template <bool Reverse>
-__device__ inline void store_inverse(TileMatrices& matrices, ProducerSpace& producer_space,
+__device__ inline void store_inverse(TileMatrices& matrices, ProducerStorage& producer_storage,
                                      const Scores64& a) {
   for_each_register<2>([&](int n, int i) {
     const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
-    producer_space.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
+    producer_storage.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
   });
   __syncwarp();
   double x[kRows];
   const int column = lane() % kRows;
-  solve(x, producer_space.a, column);
+  solve(x, producer_storage.a, column);
   __syncwarp();
   if (lane() < kRows) {
 #pragma unroll
@@ -167,11 +167,11 @@ __device__ inline void store_p(TileMatrices& matrices, const Accumulator<2>& p) 
 //     A_ij = E_ij b_i . k_j  (j < i)     X = (1 + A)^-1     P_ij = scale E_ij q_i . k_j  (j <= i)
 template <int Tile, bool Reverse>
 __device__ inline void run_producer_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                          const TileSpace<Tile>& space, int producer) {
+                                          const TileStorage<Tile>& space, int producer) {
   TileBarriers& barriers = space.barriers();
-  ProducerSpace& producer_space = space.producer(producer);
+  ProducerStorage& producer_storage = space.producer(producer);
   const bool gated = p.g.data != nullptr;
-  const double* const gates = gated ? producer_space.gates : nullptr;
+  const double* const gates = gated ? producer_storage.gates : nullptr;
   const int producers = space.stages < kProducerWarps ? space.stages : kProducerWarps;
   if (producer >= producers) return;
   PipelineState pipe;
@@ -185,7 +185,7 @@ __device__ inline void run_producer_warps(const DeltaFp32Scan& p, const HeadWork
       const int stage = pipe.stage;
       wait(&barriers.full[stage], pipe.phase);
       TileMatrices& matrices = space.matrices(stage);
-      if (gated) store_decays(matrices, producer_space, space.gates(stage));
+      if (gated) store_decays(matrices, producer_storage, space.gates(stage));
       store_token_indices(matrices, tile_iterator);
       const bool has_steps = member == (Reverse ? work.group - 1 : 0);
       const auto q = space.q(stage), k = space.k(stage);
@@ -196,7 +196,7 @@ __device__ inline void run_producer_warps(const DeltaFp32Scan& p, const HeadWork
         Scores64 steps;
         scores_fp64<Reverse>(steps, space.b(stage), k);
         apply_decay<Reverse>(steps, gates, false, 1.f);
-        store_inverse<Reverse>(matrices, producer_space, steps);
+        store_inverse<Reverse>(matrices, producer_storage, steps);
       }
       arrive_warp(&barriers.matrices_full[stage]);
     }

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
   const int slabs = (shape.V + kBlockColumns - 1) / kBlockColumns;
   const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;
   const HeadWork work(shape, blockIdx.x / slabs);
-  const TileSpace<Tile> space{shared, stages};
+  const TileStorage<Tile> space{shared, stages};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     TileBarriers& barriers = space.barriers();
@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
 
 template <int Tile, bool Reverse>
 cudaError_t launch(const DeltaFp32Scan& p, cudaStream_t stream) {
-  using Space = TileSpace<Tile>;
+  using Storage = TileStorage<Tile>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   int stages = kMaxStages;
-  while (stages > 1 && Space::bytes(stages) > limit) --stages;
-  const int bytes = Space::bytes(stages);
+  while (stages > 1 && Storage::bytes(stages) > limit) --stages;
+  const int bytes = Storage::bytes(stages);
   if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks =
       p.shape.segments.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockColumns);

@@ -33,7 +33,7 @@ struct PartialSumExchange {
 // S^T q + P u; S <- e^{L_C} S + k (e^{L_C - L} u) for the last head. The first warp of the group stores u,
 // the second computes o.
 template <int Tile>
-__device__ inline void run_forward_state_warps(WarpState<Tile>& state, const TileSpace<Tile>& space,
+__device__ inline void run_forward_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& space,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;
@@ -111,7 +111,7 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
 // <- dS + scale e^L q do; du = X^T r and dS <- dS - e^L b du for the last head. The first warp of the group
 // stores du, the second adds P^T do.
 template <int Tile>
-__device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const TileSpace<Tile>& space,
+__device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& space,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;

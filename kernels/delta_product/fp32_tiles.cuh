@@ -135,7 +135,7 @@ struct TileMatrices {
 };
 
 // Memory of a producer warp.
-struct ProducerSpace {
+struct ProducerStorage {
   double gates[kRows];     // prefix sums
   double a[kRows][kRows];  // A
 };
@@ -150,14 +150,14 @@ struct TileBarriers {
 };
 
 template <int Tile>
-struct TileSpace {
+struct TileStorage {
   using Rows = RowTile<Tile>;
   static constexpr int kValues = 3 * Rows::kBytes, kGates = kValues + kRows * kValuePitch * 4,
                        kMatrices = kGates + kRows * 4,
                        kStageBytes = (kMatrices + static_cast<int>(sizeof(TileMatrices)) + 127) / 128 * 128;
   static constexpr int kProducerOffset = kGroups * static_cast<int>(sizeof(PartialSums)),
                        kBarrierOffset =
-                           kProducerOffset + kProducerWarps * static_cast<int>(sizeof(ProducerSpace)),
+                           kProducerOffset + kProducerWarps * static_cast<int>(sizeof(ProducerStorage)),
                        kFixedBytes = kBarrierOffset + static_cast<int>(sizeof(TileBarriers));
 
   unsigned char* data;
@@ -176,8 +176,8 @@ struct TileSpace {
   __device__ PartialSums& exchange(int group) const {
     return reinterpret_cast<PartialSums*>(floats(stages, 0))[group];
   }
-  __device__ ProducerSpace& producer(int i) const {
-    return reinterpret_cast<ProducerSpace*>(floats(stages, kProducerOffset))[i];
+  __device__ ProducerStorage& producer(int i) const {
+    return reinterpret_cast<ProducerStorage*>(floats(stages, kProducerOffset))[i];
   }
   __device__ TileBarriers& barriers() const {
     return *reinterpret_cast<TileBarriers*>(floats(stages, kBarrierOffset));

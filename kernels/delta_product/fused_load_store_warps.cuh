@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "delta_product/fused_space.cuh"
+#include "delta_product/fused_storage.cuh"
 #include "delta_product/scan_roles.cuh"
 #include "tile/row_store.h"
 
@@ -83,7 +83,7 @@ __device__ inline void store_tile_rows(const Tile& tile, typename Tile::Element*
 // Load warp `which` of kLoadWarps: fills the stages.
 template <typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_load_warp(const ScanParams& params, const BlockWork& work,
-                                           const FusedSpace<T, D, Rows, StateGroups>& space, int which) {
+                                           const FusedStorage<T, D, Rows, StateGroups>& space, int which) {
   constexpr int kRows = kDeltaChunkRows / kLoadWarps;
   const DeltaScan& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), first_row = which * kRows;
@@ -114,8 +114,8 @@ __device__ inline void run_fused_load_warp(const ScanParams& params, const Block
 // Store warp: stores the states before the chunks.
 template <typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_store_warp(const ScanParams& params, const BlockWork& work,
-                                            const FusedSpace<T, D, Rows, StateGroups>& space) {
-  using State = typename FusedSpace<T, D, Rows, StateGroups>::State;
+                                            const FusedStorage<T, D, Rows, StateGroups>& space) {
+  using State = typename FusedStorage<T, D, Rows, StateGroups>::State;
   store_states<T>(params, work, space, [](const State& state, T* to, int rows, int cols) {
     store_tile_rows<State::kRows, StateGroups == 1 ? 8 : 4>(state, to, cols, rows, cols, 0,
                                                             recomputed_lane<StateGroups>());
@@ -125,7 +125,7 @@ __device__ inline void run_fused_store_warp(const ScanParams& params, const Bloc
 // Token warp `warp_of_role` of `Warps`: loads queries and stores outputs.
 template <int Warps, typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_token_warps(const ScanParams& params, const BlockWork& work,
-                                             const FusedSpace<T, D, Rows, StateGroups>& space,
+                                             const FusedStorage<T, D, Rows, StateGroups>& space,
                                              int warp_of_role) {
   // A warp loads and stores the same rows, so it overwrites only queries' memory that it has stored itself.
   constexpr int kRows = Rows / Warps, kBatch = StateGroups == 1 ? 8 : 4;

@@ -1,7 +1,7 @@
 // The producer warps of scan_fused.
 #pragma once
 
-#include "delta_product/fused_space.cuh"
+#include "delta_product/fused_storage.cuh"
 #include "delta_product/scan_output_warps_transposed.cuh"
 
 namespace girih::kernels::delta_product {
@@ -35,7 +35,7 @@ __device__ inline void scale_inverse(const InverseTile& x, const ChunkFactors& c
 // A producer warpgroup: P of its chunks, and the factors of X.
 template <bool HasFactors, typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_producer_warps(const ScanParams& params, const BlockWork& work,
-                                                const FusedSpace<T, D, Rows, StateGroups>& space,
+                                                const FusedStorage<T, D, Rows, StateGroups>& space,
                                                 int producer_group, int warp) {
   constexpr int kProducerGroups = FusedRoles<StateGroups>::kProducerGroups;
   const DeltaScan& p = params.scan;

@@ -1,7 +1,7 @@
 // The state warps of scan_fused, which compute the output too.
 #pragma once
 
-#include "delta_product/fused_space.cuh"
+#include "delta_product/fused_storage.cuh"
 #include "delta_product/scan_state_warps.cuh"
 
 namespace girih::kernels::delta_product {
@@ -41,7 +41,7 @@ __device__ inline void scale_output(Accumulator<N>& o, const float* read_factors
 // L from 0.
 template <bool HasFactors, typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_state_warps(const ScanParams& params, const BlockWork& work,
-                                             const FusedSpace<T, D, Rows, StateGroups>& space, int warp) {
+                                             const FusedStorage<T, D, Rows, StateGroups>& space, int warp) {
   constexpr int kTokenGroups = Rows / 8;
   const DeltaScan& p = params.scan;
   const int first_col = work.col + 16 * warp;

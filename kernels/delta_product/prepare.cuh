@@ -32,7 +32,7 @@ __device__ inline double prefix_sum(double x) {
 // Converts beta and the gates of a chunk from their own types. L is summed in fp64, because differences of L
 // are used. rho is set to 1, and to 0 for rows that do not exist.
 template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void convert_rows(const DeltaPrepare& p, const PrepareSpace<T, Slabs, ReadKeys>& space,
+__device__ inline void convert_rows(const DeltaPrepare& p, const PrepareStorage<T, Slabs, ReadKeys>& space,
                                     const ChunkLoads<T>& chunk) {
   double log_before = 0;
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ inline void convert_rows(const DeltaPrepare& p, const PrepareSpace<T,
 // K K^T, or B K^T, by slabs of 64 columns. After each slab the loads of a later slab start into its memory.
 template <typename T, int Slabs, bool ReadKeys>
 __device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const DeltaPrepare& p,
-                                     const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                     const PrepareStorage<T, Slabs, ReadKeys>& space,
                                      const ChunkLoads<T>& chunk) {
   const int l = lane();
 #pragma unroll 1
@@ -88,8 +88,8 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const Delt
 
 // rho_i from the diagonal of K K^T. A key of zeros has rho = 1: rho then scales the gradient only, and 1 /
 // sqrt(1e-6) = 1000 could overflow.
-template <class Space>
-__device__ inline void compute_rho(const Space& space, const Block (&a)[kDeltaInverseBlocks], int rows) {
+template <class Storage>
+__device__ inline void compute_rho(const Storage& space, const Block (&a)[kDeltaInverseBlocks], int rows) {
 #pragma unroll
   for (int i = 0; i < kDeltaChunkRows / 8; ++i) {
     const float(&block)[4] = a[inverse_block_index(i / 2, i / 2)].at[i % 2];
@@ -104,8 +104,8 @@ __device__ inline void compute_rho(const Space& space, const Block (&a)[kDeltaIn
 
 // Stores beta, read, write, L and rho of every row. Returns `has_dv` and that |beta| of the lane's rows is
 // large enough to divide by.
-template <class Space>
-__device__ inline bool store_factors(float* chunk_factors, const Space& space, int rows, bool has_dv) {
+template <class Storage>
+__device__ inline bool store_factors(float* chunk_factors, const Storage& space, int rows, bool has_dv) {
   constexpr float kLeastStep = 0x1p-40f;
   const float log_end = space.log_decay()[kDeltaChunkRows - 1];
 #pragma unroll
@@ -125,8 +125,8 @@ __device__ inline bool store_factors(float* chunk_factors, const Space& space, i
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Below the diagonal blocks, L_i - L_j is
 // a sum of three differences, each at most 0: L_i minus L at the first row of the block row, that minus L at
 // the last row of the block column, and that minus L_j.
-template <class Space>
-__device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Space& space, bool gated,
+template <class Storage>
+__device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Storage& space, bool gated,
                                          bool unit) {
   const float *const beta = space.beta(), *const log = space.log_decay(), *const rho = space.rho();
 #pragma unroll
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index();
-  using Space = PrepareSpace<T, Slabs, ReadKeys>;
-  const Space space{shared + warp * Space::kBytes};
+  using Storage = PrepareStorage<T, Slabs, ReadKeys>;
+  const Storage space{shared + warp * Storage::kBytes};
   const int tokens = delta_chunk_tokens(shape.n);
   const int64_t chunk_count = token_range_count(shape.tokens, tokens);
   const bool gated = p.g.data != nullptr;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
 template <typename T, int Slabs, bool ReadKeys>
 cudaError_t launch_prepare_instance(const DeltaPrepare& p, cudaStream_t stream) {
   constexpr auto kKernel = prepare<T, Slabs, ReadKeys>;
-  constexpr int kBytes = PrepareSpace<T, Slabs, ReadKeys>::kBlockBytes;
+  constexpr int kBytes = PrepareStorage<T, Slabs, ReadKeys>::kBlockBytes;
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
   const int64_t jobs = token_range_count(p.shape.tokens, delta_chunk_tokens(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;
@@ -286,7 +286,7 @@ cudaError_t launch_prepare(const DeltaPrepare& p, cudaStream_t stream) {
     return p.b.data == nullptr ? launch_prepare_instance<T, slabs(), false>(p, stream)
                                : launch_prepare_instance<T, slabs(), true>(p, stream);
   };
-  return p.shape.D <= kSlab ? launch(two) : launch(one);  // two: see PrepareSpace
+  return p.shape.D <= kSlab ? launch(two) : launch(one);  // two: see PrepareStorage
 }
 
 }  // namespace girih::kernels::delta_product

@@ -42,8 +42,8 @@ struct InverseOutput {
 // Inverts the 8 x 8 diagonal blocks of N in place: x_i = [i = column] + sum_{j<i} n_ij x_j. A lane has one
 // column of blocks l / 8 and l / 8 + 4, and stores it as a row. The order of the stored rows is 0, 2, 4, 6,
 // 1, 3, 5, 7, so that loads of pairs have no bank conflicts.
-template <class Space>
-__device__ inline void invert_8x8_blocks(const Space& space) {
+template <class Storage>
+__device__ inline void invert_8x8_blocks(const Storage& space) {
   const int column = lane() % kSubstitutionRows;
   float columns[2][kSubstitutionRows];
 #pragma unroll
@@ -76,9 +76,9 @@ __device__ inline void invert_8x8_blocks(const Space& space) {
 
 // Diagonal blocks i and i + 1 of X, 16 x 16 each, from their 8 x 8 blocks: ( X_0, 0; X_1 N_10 X_0, X_1 ).
 // Returned as A fragments, as they are and transposed.
-template <class Space, typename T>
+template <class Storage, typename T>
 __device__ inline void join_8x8_blocks(Split (&x)[kChunkTiles], Split (&x_transposed)[kChunkTiles],
-                                       const Block (&n)[kDeltaInverseBlocks], const Space& space,
+                                       const Block (&n)[kDeltaInverseBlocks], const Storage& space,
                                        const InverseOutput<T>& out, int i) {
   Block block_x[2];
   Parts upper[2], left[2], lower[2];
@@ -115,8 +115,8 @@ __device__ inline void join_8x8_blocks(Split (&x)[kChunkTiles], Split (&x_transp
 }
 
 // Inverts I - N; the warp has the blocks of N on and below the diagonal in registers.
-template <class Space, typename T>
-__device__ inline void invert(const Block (&n)[kDeltaInverseBlocks], const Space& space,
+template <class Storage, typename T>
+__device__ inline void invert(const Block (&n)[kDeltaInverseBlocks], const Storage& space,
                               const InverseOutput<T>& out) {
   // 8 x 8 blocks
 #pragma unroll

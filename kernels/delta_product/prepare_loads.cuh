@@ -17,7 +17,7 @@ constexpr int kSubstitutionRows = 8;  // rows of the blocks of forward substitut
 // slabs wait in the L2 cache. For D <= 64, Slabs is 2 although there is only one slab: that code needs fewer
 // registers.
 template <typename T, int Slabs, bool ReadKeys = false>
-struct PrepareSpace {
+struct PrepareStorage {
   using Keys = SharedTile<T, kDeltaChunkRows, kSlab>;
   static constexpr bool kReadKeys = ReadKeys;
   static constexpr int kVectorBytes = kDeltaChunkRows * 4;
@@ -108,12 +108,12 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
     }
   }
 }
-template <class Space, typename T>
-__device__ inline void load_keys(const DeltaPrepare& p, const Space& space, const ChunkLoads<T>& chunk,
+template <class Storage, typename T>
+__device__ inline void load_keys(const DeltaPrepare& p, const Storage& space, const ChunkLoads<T>& chunk,
                                  int slab) {
   if (slab * kSlab < p.shape.D && chunk.rows > 0) {
     start_keys(space.keys(slab), chunk.keys, p.k.stride[1], chunk.rows, p.shape.D, slab);
-    if (Space::kReadKeys) {
+    if (Storage::kReadKeys) {
       start_keys(space.read_keys(slab), chunk.read_keys, p.b.stride[1], chunk.rows, p.shape.D, slab);
     }
   }
@@ -151,7 +151,7 @@ struct ChunkHead {
 // previous chunk.
 template <typename T, int Slabs, bool ReadKeys>
 __device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
-                                                  const PrepareSpace<T, Slabs, ReadKeys>& space,
+                                                  const PrepareStorage<T, Slabs, ReadKeys>& space,
                                                   const ChunkHead& chunk_head, int64_t chunk_count,
                                                   const Divider& sequence_chunks) {
   const int n = p.shape.n;

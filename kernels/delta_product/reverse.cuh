@@ -17,7 +17,7 @@ namespace girih::kernels::delta_product {
 // Store warps: dS and G, or dv.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_store_warps(const ReverseParams& params, const BlockWork& work,
-                                               const ReverseSpace<T, D, Rows, ReadKeys>& space,
+                                               const ReverseStorage<T, D, Rows, ReadKeys>& space,
                                                int warp_of_role) {
   const DeltaReverse& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), cols = p.shape.V - work.col;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
   extern __shared__ __align__(1024) unsigned char shared[];
   BlockWork work;
   if (!find_work(params.scan.shape, params.grid, blockIdx.x, work)) return;
-  const ReverseSpace<T, D, Rows, ReadKeys> space{shared, params.stages, params.state_stages};
+  const ReverseStorage<T, D, Rows, ReadKeys> space{shared, params.stages, params.state_stages};
   if (threadIdx.x == 0) {
     ReverseBarriers& barriers = space.barriers();
     for (int i = 0; i < params.stages; ++i) {
@@ -98,18 +98,18 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
 
 template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_reverse_instance(ReverseParams params, cudaStream_t stream) {
-  using Space = ReverseSpace<T, D, Rows, ReadKeys>;
+  using Storage = ReverseStorage<T, D, Rows, ReadKeys>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   const auto stages_beside = [&](int state_stages) {
-    return std::min((limit - Space::bytes(0, state_stages)) / Space::kStageBytes, kReverseStages);
+    return std::min((limit - Storage::bytes(0, state_stages)) / Storage::kStageBytes, kReverseStages);
   };
   params.state_stages = params.grid.is_local                      ? 0
                         : stages_beside(kReverseStateStages) >= 2 ? kReverseStateStages
                                                                   : 1;
   params.stages = stages_beside(params.state_stages);
   if (params.stages < 1) return cudaErrorInvalidConfiguration;
-  const int bytes = Space::bytes(params.stages, params.state_stages);
+  const int bytes = Storage::bytes(params.stages, params.state_stages);
   return launch_kernel<reverse<T, D, Rows, ReadKeys>>(params, block_count(params.scan.shape, params.grid),
                                                       kReverseThreads, bytes, stream, limit);
 }

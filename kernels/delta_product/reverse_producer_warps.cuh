@@ -1,7 +1,7 @@
 // The producer warps of reverse: the terms of dU that do not depend on dS, ahead of the state warps.
 #pragma once
 
-#include "delta_product/reverse_space.cuh"
+#include "delta_product/reverse_storage.cuh"
 #include "delta_product/tokens.cuh"
 
 namespace girih::kernels::delta_product {
@@ -10,7 +10,8 @@ namespace girih::kernels::delta_product {
 // for gradients.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_producer_warps(const ReverseParams& params, const BlockWork& work,
-                                                  const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
+                                                  const ReverseStorage<T, D, Rows, ReadKeys>& space,
+                                                  int warp) {
   constexpr int kTokenGroups = Rows / 8;
   const DeltaReverse& p = params.scan;
   const int n = p.shape.n, group = p.shape.output_heads / p.shape.heads;
@@ -24,11 +25,11 @@ __device__ inline void run_reverse_producer_warps(const ReverseParams& params, c
     wait(&barriers.full[key_pipe.stage], key_pipe.phase);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      const ReverseSpace<T, D, Rows, ReadKeys> local_space{space.data + opaque_value(0), space.stages,
-                                                           space.state_stages};
-      const auto stage = local_space.stage(key_pipe.stage);
+      const ReverseStorage<T, D, Rows, ReadKeys> local_storage{space.data + opaque_value(0), space.stages,
+                                                               space.state_stages};
+      const auto stage = local_storage.stage(key_pipe.stage);
       const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
-      const auto query = local_space.query(query_pipe.stage);
+      const auto query = local_storage.query(query_pipe.stage);
       wait(&barriers.query_full[query_pipe.stage], query_pipe.phase);
       fence_async_proxy();
 

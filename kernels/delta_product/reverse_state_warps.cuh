@@ -2,7 +2,7 @@
 // scan_state_warps.cuh the accumulator of a product, rounded, is the A fragment of the next one.
 #pragma once
 
-#include "delta_product/reverse_space.cuh"
+#include "delta_product/reverse_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -114,7 +114,7 @@ __device__ inline void wait_for_queries(ReverseBarriers& barriers, const Pipelin
 
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_state_warps(const ReverseParams& params, const BlockWork& work,
-                                               const ReverseSpace<T, D, Rows, ReadKeys>& space, int warp) {
+                                               const ReverseStorage<T, D, Rows, ReadKeys>& space, int warp) {
   constexpr bool kHasAllSlabs = RoundedState<T, D>::kHasAllSlabs;
   const DeltaReverse& p = params.scan;
   const int group = p.shape.output_heads / p.shape.heads, first_col = work.col + 16 * warp;

@@ -23,7 +23,7 @@ template <typename T, int D, int Rows, bool ReadKeys>
 __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     scan(const __grid_constant__ ScanParams params) {
   using Roles = ScanRoles<D, Rows>;
-  using Space = ScanSpace<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
   using Registers = ScanRegisters<D, Rows>;
   // The registers of all warpgroups do not exceed the registers at launch.
   static_assert(Roles::kStateGroups * Registers::kState + Roles::kOutputGroups * Registers::kOutput +
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     has_second =
         params.state_groups == 2 && find_work(params.scan.shape, params.grid, blockIdx.x, second, 1, 2);
   }
-  const Space space{shared, params.stages, params.state_stages, params.output_groups};
+  const Storage space{shared, params.stages, params.state_stages, params.output_groups};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < params.stages; ++i) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
       const int output_group = output_warp / Roles::kOutputGroupWarps,
                 warp_of_group = output_warp % Roles::kOutputGroupWarps;
       setmaxnreg_dec<Registers::kOutput>();
-      if constexpr (Rows == Space::kTokens) {
+      if constexpr (Rows == Storage::kTokens) {
         return run_transposed_output_warps<false>(params, work, space, output_group, warp_of_group);
       } else {
         return run_output_warps<false>(params, work, space, output_group, warp_of_group);
@@ -94,25 +94,25 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
 // Minimal shared memory of a block in bytes.
 template <typename T, int D, bool ReadKeys = false>
 constexpr int scan_min_bytes() {
-  return std::max(ScanSpace<T, D, kDeltaChunkRows, ReadKeys>::bytes(1, 1, 1),
-                  ScanSpace<T, D, kDeltaChunkRows / 2, ReadKeys>::bytes(1, 1, 1));
+  return std::max(ScanStorage<T, D, kDeltaChunkRows, ReadKeys>::bytes(1, 1, 1),
+                  ScanStorage<T, D, kDeltaChunkRows / 2, ReadKeys>::bytes(1, 1, 1));
 }
 
 template <typename T, int D, int Rows, bool ReadKeys>
 cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t stream) {
-  using Space = ScanSpace<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
   ScanParams params = base_params;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (Rows == kStateOnly) {
-    params.stages = std::min((limit - Space::bytes(0, 0, 0)) / Space::kStageBytes, kMaxStages);
+    params.stages = std::min((limit - Storage::bytes(0, 0, 0)) / Storage::kStageBytes, kMaxStages);
     params.state_stages = params.output_groups = 0;
   } else {
     // The largest number of stages beside all output warpgroups, or beside one if that is zero. Two stages of
     // states with three stages of keys are faster than one with more.
     const auto fit_stages = [&](int state_stages, int output_groups = ScanRoles<D, Rows>::kOutputGroups) {
       for (params.stages = kMaxStages; params.stages > 0; --params.stages) {
-        if (Space::bytes(params.stages, state_stages, output_groups) <= limit) break;
+        if (Storage::bytes(params.stages, state_stages, output_groups) <= limit) break;
       }
       params.state_stages = state_stages;
       // An output warpgroup that skips chunks needs a stage of each ring of its own.
@@ -136,7 +136,7 @@ cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t str
   if constexpr (D == 64 && Rows != kStateOnly && !ReadKeys) {  // D = 128 uses scan_fused in one block
     bool can = false;
     if (blocks <= kMultiprocessors / 2 && params.stages >= kClusterOutputGroups &&
-        Space::bytes(params.stages, kClusterOutputGroups, kClusterOutputGroups) <= limit) {
+        Storage::bytes(params.stages, kClusterOutputGroups, kClusterOutputGroups) <= limit) {
       if (const cudaError_t error = has_clusters<scan_cluster<T, D, Rows>>(can); error != cudaSuccess)
         return error;
     }
@@ -147,7 +147,7 @@ cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t str
     const cudaError_t error = try_launch_fused<T, D, Rows>(params, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
-  const int bytes = Space::bytes(params.stages, params.state_stages, params.output_groups);
+  const int bytes = Storage::bytes(params.stages, params.state_stages, params.output_groups);
   return launch_grid<scan<T, D, Rows, ReadKeys>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, params);
 }
 

@@ -20,21 +20,21 @@ static_assert(kClusterOutputGroups <= kMaxStages && kClusterOutputGroups <= kMax
 // A warp of block 0 copies S and U to block 1 as soon as they are stored.
 template <typename T, int D, int Rows>
 __device__ inline void send_states(const BlockWork& work, int state_stages,
-                                   const ScanSpace<T, D, Rows>& space) {
-  using Space = ScanSpace<T, D, Rows>;
+                                   const ScanStorage<T, D, Rows>& space) {
+  using Storage = ScanStorage<T, D, Rows>;
   ScanBarriers& barriers = space.barriers();
   PipelineState state_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
     if (lane() == 0)
-      copy_to_remote(space.state(state_pipe.stage).data, Space::State::kBytes,
+      copy_to_remote(space.state(state_pipe.stage).data, Storage::State::kBytes,
                      &barriers.state_full[state_pipe.stage], 1);
     __syncwarp();
     wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
     __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
     if (lane() == 0)
-      copy_to_remote(space.update(state_pipe.stage).data, Space::Update::kBytes,
+      copy_to_remote(space.update(state_pipe.stage).data, Storage::Update::kBytes,
                      &barriers.update_full[state_pipe.stage], 1);
     __syncwarp();
     state_pipe.next(state_stages);
@@ -44,7 +44,7 @@ __device__ inline void send_states(const BlockWork& work, int state_stages,
 // Selects the role of a warp in either block.
 template <typename T, int D, int Rows>
 __device__ inline void run_cluster_block(const ScanParams& params, const BlockWork& work,
-                                         const ScanSpace<T, D, Rows>& space, bool has_output) {
+                                         const ScanStorage<T, D, Rows>& space, bool has_output) {
   using Roles = ScanRoles<D, Rows>;
   using Registers = ScanRegisters<D, Rows>;
   const int warp = warp_index(),
@@ -64,7 +64,7 @@ __device__ inline void run_cluster_block(const ScanParams& params, const BlockWo
       if (warp == Roles::kStateGroupWarps) send_states(work, params.state_stages, space);
       return;
     }
-    if constexpr (Rows == ScanSpace<T, D, Rows>::kTokens) {
+    if constexpr (Rows == ScanStorage<T, D, Rows>::kTokens) {
       return run_transposed_output_warps<true>(params, work, space, output_group, warp_of_group);
     } else {
       return run_output_warps<true>(params, work, space, output_group, warp_of_group);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   BlockWork work;
   if (!find_work(params.scan.shape, params.grid, blockIdx.x / 2, work)) return;
   const bool has_output = cluster_rank() == 1;
-  const ScanSpace<T, D, Rows> space{shared, params.stages, params.state_stages, params.output_groups};
+  const ScanStorage<T, D, Rows> space{shared, params.stages, params.state_stages, params.output_groups};
   if (threadIdx.x == 0) {
     ScanBarriers& barriers = space.barriers();
     for (int i = 0; i < params.stages; ++i) {
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
 
 template <typename T, int D, int Rows>
 cudaError_t launch_scan_cluster(ScanParams params, int64_t blocks, int limit, cudaStream_t stream) {
-  using Space = ScanSpace<T, D, Rows>;
+  using Storage = ScanStorage<T, D, Rows>;
   // Copies may complete out of order. Each stage of states belongs to one output warpgroup, which sees all
   // phases of its barriers.
   params.state_stages = params.output_groups = kClusterOutputGroups;
   constexpr auto kernel = scan_cluster<T, D, Rows>;
   if (const cudaError_t error = allow_shared<kernel>(limit); error != cudaSuccess) return error;
   return launch_clusters<kernel>(params, static_cast<unsigned>(2 * blocks), 2, ScanRoles<D, Rows>::kThreads,
-                                 Space::bytes(params.stages, params.state_stages, params.output_groups),
+                                 Storage::bytes(params.stages, params.state_stages, params.output_groups),
                                  stream);
 }
 

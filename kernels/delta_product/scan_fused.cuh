@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
     scan_fused(const __grid_constant__ ScanParams params) {
 #if __CUDA_ARCH__ >= 900  // launched on sm_90a only
   using Roles = FusedRoles<StateGroups>;
-  using Space = FusedSpace<T, D, Rows, StateGroups>;
+  using Storage = FusedStorage<T, D, Rows, StateGroups>;
   extern __shared__ __align__(1024) unsigned char shared[];
   BlockWork work;
   if (!find_work(params.scan.shape, params.grid, blockIdx.x, work, 0, StateGroups)) return;
-  const Space space{shared, params.stages, params.query_stages, params.state_stages};
+  const Storage space{shared, params.stages, params.query_stages, params.state_stages};
   FusedBarriers& barriers = space.barriers();
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.stages; ++i) {
@@ -86,13 +86,13 @@ inline bool has_two_state_groups(const ScanParams& params, bool has_factors) {
 }
 
 // Chooses the largest rings that fit, with at least as many stages of queries as of keys. False if none fits.
-template <class Space>
+template <class Storage>
 inline bool fit_fused_stages(ScanParams& params, int limit) {
-  params.state_stages = params.scan.states == nullptr ? 0 : Space::kStateGroups == 1 ? 2 : 1;
+  params.state_stages = params.scan.states == nullptr ? 0 : Storage::kStateGroups == 1 ? 2 : 1;
   for (params.stages = kMaxStages; params.stages > 1; --params.stages) {
     for (params.query_stages = kMaxQueryStages; params.query_stages >= std::max(params.stages, 3);
          --params.query_stages) {
-      if (Space::bytes(params.stages, params.query_stages, params.state_stages) <= limit) return true;
+      if (Storage::bytes(params.stages, params.query_stages, params.state_stages) <= limit) return true;
     }
   }
   return false;
@@ -101,7 +101,7 @@ inline bool fit_fused_stages(ScanParams& params, int limit) {
 template <typename T, int D, int Rows, bool HasFactors, int StateGroups>
 cudaError_t launch_fused(const ScanParams& params, int limit, cudaStream_t stream) {
   const int bytes =
-      FusedSpace<T, D, Rows, StateGroups>::bytes(params.stages, params.query_stages, params.state_stages);
+      FusedStorage<T, D, Rows, StateGroups>::bytes(params.stages, params.query_stages, params.state_stages);
   const int64_t blocks = block_count(params.scan.shape, params.grid, StateGroups);
   return launch_kernel<scan_fused<T, D, Rows, HasFactors, StateGroups>>(
       params, blocks, FusedRoles<StateGroups>::kThreads, bytes, stream, limit);
@@ -120,12 +120,12 @@ cudaError_t try_launch_fused(ScanParams params, int limit, cudaStream_t stream, 
   }
   const bool has_factors = params.scan.gated || shape.unit;
   if (has_two_state_groups(params, has_factors) &&
-      fit_fused_stages<FusedSpace<T, D, Rows, 2>>(params, limit)) {
+      fit_fused_stages<FusedStorage<T, D, Rows, 2>>(params, limit)) {
     launched = true;
     return has_factors ? launch_fused<T, D, Rows, true, 2>(params, limit, stream)
                        : launch_fused<T, D, Rows, false, 2>(params, limit, stream);
   }
-  if (!fit_fused_stages<FusedSpace<T, D, Rows, 1>>(params, limit)) return cudaSuccess;
+  if (!fit_fused_stages<FusedStorage<T, D, Rows, 1>>(params, limit)) return cudaSuccess;
   launched = true;
   return has_factors ? launch_fused<T, D, Rows, true, 1>(params, limit, stream)
                      : launch_fused<T, D, Rows, false, 1>(params, limit, stream);

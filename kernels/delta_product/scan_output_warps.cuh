@@ -8,7 +8,7 @@
 // and are computed one step ahead. S and U come from the state warps by shared memory.
 #pragma once
 
-#include "delta_product/scan_space.cuh"
+#include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -63,14 +63,14 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
 
 template <bool Cluster, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_output_warps(const ScanParams& params, const BlockWork& work,
-                                        const ScanSpace<T, D, Rows, ReadKeys>& space, int output_group,
+                                        const ScanStorage<T, D, Rows, ReadKeys>& space, int output_group,
                                         int warp) {
   if (output_group >= params.output_groups || output_group >= work.chunks) return;
   // The next scores are computed while an output is stored, if registers suffice for both. (Across the end of
   // the loop the compiler would insert a wait after each wgmma.)
   constexpr bool kPrefetchScores = D == 64;
   const DeltaScan& p = params.scan;
-  using Space = ScanSpace<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads,
             cols = p.shape.V - work.col;
   const int first = kTileRows * warp, row = first + lane_row();
@@ -87,7 +87,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
   const auto query_tile = space.query(output_group, warp);
   const auto load_query = [&](int chunk, int member) {
     if (chunk < work.chunks) {
-      const TileCopier<32, typename Space::Query> rows(
+      const TileCopier<32, typename Storage::Query> rows(
           at<T>(p.q, work.piece.sequence.batch, work.piece.start,
                 (static_cast<int64_t>(work.head) * group + member) / p.shape.query_share, 0),
           p.q.stride[1], p.shape.D, lane());

@@ -9,18 +9,18 @@
 // the state warps waited. All factors come from shared memory. The scores do not depend on the state warps.
 #pragma once
 
-#include "delta_product/scan_space.cuh"
+#include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
 template <bool Cluster, typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_transposed_output_warps(const ScanParams& params, const BlockWork& work,
-                                                   const ScanSpace<T, D, Rows, ReadKeys>& space,
+                                                   const ScanStorage<T, D, Rows, ReadKeys>& space,
                                                    int output_group, int warp) {
   if (output_group >= params.output_groups || output_group >= work.chunks) return;
   constexpr int kTokenGroups = Rows / 8;  // groups of 8 tokens
   const DeltaScan& p = params.scan;
-  using Space = ScanSpace<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads,
             cols = p.shape.V - work.col;
   const bool has_factors = p.gated || p.shape.unit;  // else every factor but the scale is 1
@@ -31,13 +31,13 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
     key_pipe.skip(output_group, params.stages), state_pipe.skip(output_group, params.state_stages);
   // Phases of barriers as in run_output_warps().
 
-  const TileCopier<128, typename Space::TransposedOutputSpace::Query> queries(
+  const TileCopier<128, typename Storage::TransposedOutputStorage::Query> queries(
       at<T>(p.q, work.piece.sequence.batch, work.piece.start,
             static_cast<int64_t>(work.head) * group / p.shape.query_share, 0),
       p.q.stride[1], p.shape.D, 32 * warp + lane());
   const auto load_query = [&](int chunk, int member) {
     if (chunk < work.chunks) {
-      queries.start(space.transposed_output_space(output_group).q, chunk * tokens,
+      queries.start(space.transposed_output_storage(output_group).q, chunk * tokens,
                     chunk_length(work, tokens, chunk), member * p.q.stride[2]);
     }
     commit_copies();
@@ -49,11 +49,11 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       const bool last = member + 1 == group;
-      const Space local_space{space.data + opaque_value(0), space.stages, space.state_stages,
-                              space.output_groups};
-      const typename Space::TransposedOutputSpace group_space =
-          local_space.transposed_output_space(output_group);
-      const Stage<T, D> stage = local_space.stage(key_pipe.stage);
+      const Storage local_storage{space.data + opaque_value(0), space.stages, space.state_stages,
+                                  space.output_groups};
+      const typename Storage::TransposedOutputStorage group_storage =
+          local_storage.transposed_output_storage(output_group);
+      const Stage<T, D> stage = local_storage.stage(key_pipe.stage);
       const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
       wait_copies<0>();
       fence_async_proxy();
@@ -62,39 +62,40 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       // K Q^T, and S^T Q^T
       Accumulator<kTokenGroups> scores, o;
       wgmma_fence();
-      wgmma_start_transposed<false>(scores, stage.k(), group_space.q);
+      wgmma_start_transposed<false>(scores, stage.k(), group_storage.q);
       wgmma_commit();
       if (member == 0) {
         wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
         fence_async_proxy();
       }
       wgmma_fence();
-      wgmma_start_transposed<false>(o, local_space.state(state_pipe.stage), group_space.q);
+      wgmma_start_transposed<false>(o, local_storage.state(state_pipe.stage), group_storage.q);
       wgmma_commit();
 
       if (has_factors) {
-        for_each_token(group_space.q, p.shape, chunk_factors, warp, [&](int token, float factor, float log) {
-          group_space.tokens[token] = {factor, log};
-        });
+        for_each_token(group_storage.q, p.shape, chunk_factors, warp,
+                       [&](int token, float factor, float log) {
+                         group_storage.tokens[token] = {factor, log};
+                       });
         sync_group();
       }
       wgmma_wait<1>(scores);
       if (has_factors) {
-        apply_score_factors_transposed(scores, chunk_factors, opaque_value(n), warp, group_space.tokens);
+        apply_score_factors_transposed(scores, chunk_factors, opaque_value(n), warp, group_storage.tokens);
       } else {
         scale_transposed(scores, opaque_value(n), warp, p.shape.scale);
       }
       if (last) arrive_warp(&barriers.empty[key_pipe.stage]);
       AFragment<kTokenGroups / 2> masked_scores;
       round_to_a_fragment<T>(masked_scores, scores);
-      store_blocks(group_space.masked_scores, kTileRows * warp, 0, masked_scores);
+      store_blocks(group_storage.masked_scores, kTileRows * warp, 0, masked_scores);
       fence_async_proxy();
       wgmma_wait<0>(o);
       sync_group();  // all warps have read q and stored P
       last ? load_query(c + params.output_groups, 0) : load_query(c, member + 1);
       if (has_factors) {
         scale_columns(o, [&](int i) {
-          const float4 two = *reinterpret_cast<const float4*>(group_space.tokens + 8 * i + lane_col());
+          const float4 two = *reinterpret_cast<const float4*>(group_storage.tokens + 8 * i + lane_col());
           return float2{two.x * exp2_fast(two.y), two.z * exp2_fast(two.w)};
         });
       } else {
@@ -107,17 +108,17 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
         fence_async_proxy();
       }
       wgmma_fence(o);
-      wgmma_start<T>(o, local_space.update(state_pipe.stage), 0, group_space.masked_scores);
+      wgmma_start<T>(o, local_storage.update(state_pipe.stage), 0, group_storage.masked_scores);
       wgmma_commit();
       wgmma_wait<0>(o);
       if (last) arrive_state_empty<Cluster>(barriers.state_empty[state_pipe.stage]);
       AFragment<kTokenGroups / 2> rounded;
       round_to_a_fragment<T>(rounded, o);
-      store_transposed(group_space.out, rounded, warp);
+      store_transposed(group_storage.out, rounded, warp);
       sync_group();
       T* const to = at<T>(p.o, work.piece.sequence.batch, work.piece.start + c * tokens,
                           static_cast<int64_t>(work.head) * group + member, work.col);
-      store_rows<4>(group_space.out, to, p.o.stride[1], chunk_length(work, tokens, c), cols, warp);
+      store_rows<4>(group_storage.out, to, p.o.stride[1], chunk_length(work, tokens, c), cols, warp);
     }
     key_pipe.skip(params.output_groups, params.stages),
         state_pipe.skip(params.output_groups, params.state_stages);

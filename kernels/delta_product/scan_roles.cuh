@@ -1,12 +1,12 @@
 // The load, store and fence warps of the scan, and the registers of all roles.
 #pragma once
 
-#include "delta_product/scan_space.cuh"
+#include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
-template <typename T, int D, class Space>
-__device__ inline void load_stages(const ScanParams& params, const BlockWork& work, const Space& space,
+template <typename T, int D, class Storage>
+__device__ inline void load_stages(const ScanParams& params, const BlockWork& work, const Storage& space,
                                    bool with_values, int thread) {
   const DeltaScan& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n);
@@ -29,9 +29,9 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
     const int first = c * tokens * n, rows = chunk_length(work, tokens, c) * n;
     keys.start(stage.k(), first, rows);
     stage.start_prepared(prepared, thread);
-    if constexpr (Space::kReadKeys) read_keys.start(space.read_keys(key_pipe.stage), first, rows);
+    if constexpr (Storage::kReadKeys) read_keys.start(space.read_keys(key_pipe.stage), first, rows);
     if (with_values) values.start(stage.v(), first, work.is_transition ? 0 : rows);
-    if (Space::kStateGroups == 2 && has_next_values) {
+    if (Storage::kStateGroups == 2 && has_next_values) {
       const StageCopier<Values<T>> next(at<T>(p.v, batch, row, work.head, work.col + kScanColumns),
                                         p.v.stride[1], p.shape.V - work.col - kScanColumns, thread);
       next.start(space.values(key_pipe.stage, 1), first, work.is_transition ? 0 : rows);
@@ -44,8 +44,8 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
 }
 
 // A store warp stores the states before the chunks: store(tile, to, rows, cols).
-template <typename T, class Space, class Store>
-__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Space& space,
+template <typename T, class Storage, class Store>
+__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& space,
                                     const Store& store) {
   const DeltaScan& p = params.scan;
   if (p.states == nullptr) return;
@@ -60,8 +60,8 @@ __device__ inline void store_states(const ScanParams& params, const BlockWork& w
     state_pipe.next(params.state_stages);
   }
 }
-template <typename T, class Space>
-__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Space& space) {
+template <typename T, class Storage>
+__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& space) {
   store_states<T>(params, work, space, [](const auto& tile, T* to, int rows, int cols) {
     store_rows<1>(tile, to, cols, rows, cols, 0);
   });
@@ -71,7 +71,7 @@ __device__ inline void store_states(const ScanParams& params, const BlockWork& w
 // in the state warps the fence took a tenth of their time.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void fence_stages(const ScanParams& params, const BlockWork& work,
-                                    const ScanSpace<T, D, Rows, ReadKeys>& space) {
+                                    const ScanStorage<T, D, Rows, ReadKeys>& space) {
   ScanBarriers& barriers = space.barriers();
   PipelineState key_pipe;
 #pragma unroll 1

@@ -5,7 +5,7 @@
 // U are stored to shared memory for the output warps and the store warp.
 #pragma once
 
-#include "delta_product/scan_space.cuh"
+#include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -63,7 +63,7 @@ __device__ inline void start_solution(ChunkAccumulator& u, const AFragment<kChun
 
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_state_warps(const ScanParams& params, const BlockWork& work,
-                                       const ScanSpace<T, D, Rows, ReadKeys>& space, int state_group,
+                                       const ScanStorage<T, D, Rows, ReadKeys>& space, int state_group,
                                        int warp) {
   constexpr bool kHasOutput = Rows != kStateOnly;
   const DeltaScan& p = params.scan;

@@ -216,7 +216,7 @@ TEXTS = {
 FOR_TMA = (
     "tile/tma.h",
     "tile/cluster.h",
-    "cat_attention/sm90/space.cuh",
+    "cat_attention/sm90/storage.cuh",
     "delta_product/scan_fused.cuh",
 )
 BEFORE_PAIRS = "// Two neighbouring elements as one register"

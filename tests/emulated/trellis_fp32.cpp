@@ -20,14 +20,14 @@ struct Fp32Call {
 namespace {
 
 // What both directions hand from kernel to kernel.
-struct Space {
+struct Workspace {
   const Fp32Call& c;
   TrellisFp32Shape shape{};
   Rooms rooms;
   int M;
   float *z[2] = {}, *s[2] = {}, *states[2] = {}, *gates;
 
-  explicit Space(const Fp32Call& c) : c(c) {
+  explicit Workspace(const Fp32Call& c) : c(c) {
     shape.grid = {
         {c.batch, c.tokens, c.sequences, c.cu_seqlens, true, false}, static_cast<int>(c.chunk), c.position};
     shape.heads = static_cast<int>(c.heads), shape.query_heads = static_cast<int>(c.query_heads);
@@ -90,68 +90,69 @@ struct Space {
 
 extern "C" void run_fp32(const Fp32Call* call) {
   const Fp32Call& c = *call;
-  Space space(c);
+  Workspace workspace(c);
   bool fits = false;
-  must(trellis_fp32_fits(space.shape, fits));
+  must(trellis_fp32_fits(workspace.shape, fits));
   if (!fits) emulated::fail("the card is too small");
 
   TrellisFp32Scan scan{};
-  space.fill(scan);
+  workspace.fill(scan);
   scan.weight = static_cast<const float*>(c.weight.data);
   scan.a = in<4>(c.a), scan.last_position = c.last_position;
   for (int m = 0; m < c.passes; ++m) {
     scan.chunk_start[m] = in<4>(c.first[m]), scan.initial[m] = in<4>(c.initial[m]);
     scan.last_chunk_start[m] = out<4>(c.last_first[m]), scan.last[m] = out<4>(c.last[m]);
-    scan.s[m] = space.s[m], scan.states[m] = space.states[m];
+    scan.s[m] = workspace.s[m], scan.states[m] = workspace.states[m];
   }
   must(trellis_fp32_scan(scan, nullptr));  // without backward; what is handed out is looked at after the next
-  for (int m = 0; m < c.passes; ++m) scan.z[m] = space.z[m];
+  for (int m = 0; m < c.passes; ++m) scan.z[m] = workspace.z[m];
   must(trellis_fp32_scan(scan, nullptr));
-  float* const y = space.rows(c.query_heads);
-  space.value_read(c.q, 0, y);
-  must(trellis_fp32_read_map(space.map(y), nullptr));
+  float* const y = workspace.rows(c.query_heads);
+  workspace.value_read(c.q, 0, y);
+  must(trellis_fp32_read_map(workspace.map(y), nullptr));
   const int64_t queries = c.batch * c.tokens * c.query_heads;
   if (c.passes == 2) {
-    space.key_read(y, 1, c.o);
+    workspace.key_read(y, 1, c.o);
   } else {
-    std::copy(y, y + queries * space.M, static_cast<float*>(c.o.data));
+    std::copy(y, y + queries * workspace.M, static_cast<float*>(c.o.data));
   }
 
-  float* const dr = space.rows(c.query_heads);
+  float* const dr = workspace.rows(c.query_heads);
   const int64_t numbers = c.batch * c.tokens * c.heads;
-  float* const of_reads = space.floats(c.passes * queries);
-  space.value_read(c.q, 0, y);
+  float* const of_reads = workspace.floats(c.passes * queries);
+  workspace.value_read(c.q, 0, y);
   if (c.passes == 2) {
-    space.value_read(c.dout, 1, dr);
+    workspace.value_read(c.dout, 1, dr);
   } else {
     const auto* const dout = static_cast<const float*>(c.dout.data);
-    std::copy(dout, dout + queries * space.M, dr);
+    std::copy(dout, dout + queries * workspace.M, dr);
   }
-  auto rows = space.map(y);
+  auto rows = workspace.map(y);
   rows.dr = dr, rows.read_dots[0] = of_reads,
   rows.read_dots[1] = c.passes == 2 ? of_reads + queries : nullptr;
   must(trellis_fp32_read_map(rows, nullptr));
-  space.key_read(dr, 0, c.dq);
+  workspace.key_read(dr, 0, c.dq);
 
   TrellisFp32Reverse reverse{};
   TrellisFp32Dkv columns{};
-  space.fill(reverse), space.fill(columns);
+  workspace.fill(reverse), workspace.fill(columns);
   reverse.a = in<4>(c.a);
   reverse.weight = scan.weight, reverse.dweight = static_cast<float*>(c.dweight.data);
-  reverse.dgamma = static_cast<float*>(c.dgamma.data), reverse.dz_dot_z = space.floats(c.passes * numbers);
+  reverse.dgamma = static_cast<float*>(c.dgamma.data),
+  reverse.dz_dot_z = workspace.floats(c.passes * numbers);
   columns.read_dots = of_reads, columns.dgamma = reverse.dgamma, columns.dz_dot_z = reverse.dz_dot_z;
   columns.dg = static_cast<float*>(c.dg.data);
   for (int m = 0; m < c.passes; ++m) {
-    reverse.l[m] = columns.l[m] = space.input(m == 0 ? dr : y, c.query_heads);
+    reverse.l[m] = columns.l[m] = workspace.input(m == 0 ? dr : y, c.query_heads);
     reverse.w[m] = columns.w[m] = in<4>(m == 0 ? c.q : c.dout);
-    reverse.z[m] = space.z[m];
+    reverse.z[m] = workspace.z[m];
     reverse.dlast_chunk_start[m] = in<4>(c.dlast_first[m]), reverse.dlast[m] = in<4>(c.dlast[m]);
     reverse.dchunk_start[m] = out<4>(c.dfirst[m]), reverse.dinitial[m] = out<4>(c.dinitial[m]);
-    reverse.dz[m] = space.rows(c.heads), reverse.da[m] = static_cast<float*>(c.da[m].data);
-    reverse.gradients[m] = space.pieces(m);
+    reverse.dz[m] = workspace.rows(c.heads), reverse.da[m] = static_cast<float*>(c.da[m].data);
+    reverse.gradients[m] = workspace.pieces(m);
     columns.chunk_start[m] = in<4>(c.first[m]), columns.dlast_chunk_start[m] = in<4>(c.dlast_first[m]);
-    columns.s[m] = space.s[m], columns.dz[m] = reverse.dz[m];
-    columns.states[m] = space.states[m], columns.gradients[m] = reverse.gradients[m];
+    columns.s[m] = workspace.s[m], columns.dz[m] = reverse.dz[m];
+    columns.states[m] = workspace.states[m], columns.gradients[m] = reverse.gradients[m];
     columns.dx[m] = static_cast<float*>(c.dx[m].data);
   }
   must(trellis_fp32_reverse(reverse, nullptr));

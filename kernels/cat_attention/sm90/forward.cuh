@@ -29,13 +29,13 @@ struct CatForwardSizes {
   static constexpr int kTiles = (kStages + 2) / 3;
 };
 template <typename T, int Tile>
-using CatSm90ForwardSpace = CatSm90Ring<T, Tile, CatForwardSizes<Tile>, CatSm90Tile>;
+using CatSm90ForwardStorage = CatSm90Ring<T, Tile, CatForwardSizes<Tile>, CatSm90Tile>;
 
 // Called by one warp.
 template <typename T, int Tile>
 __device__ inline void run_forward_loader(const CatSm90Forward& p,
-                                          const CatSm90ForwardSpace<T, Tile>& space) {
-  using Space = CatSm90ForwardSpace<T, Tile>;
+                                          const CatSm90ForwardStorage<T, Tile>& space) {
+  using Storage = CatSm90ForwardStorage<T, Tile>;
   const CatShape& shape = p.call.shape;
   auto& rest = space.rest();
   const unsigned tile_count = CatSm90TilePlan::tile_count(shape);
@@ -45,14 +45,14 @@ __device__ inline void run_forward_loader(const CatSm90Forward& p,
     // After this wait, the previous plan in this place has been read.
     wait(&rest.read[turn.stage], turn.phase ^ 1);
     const CatSm90TilePlan plan = rest.tiles[tile.stage].compute_plan(shape, item);
-    tile.next(Space::kTiles);
+    tile.next(Storage::kTiles);
     const int of = plan.head / shape.group();
 #pragma unroll 1
     for (int block_order = -3; block_order < plan.blocks; ++block_order) {
       if (lane() == 0) {
         uint64_t* const barrier = &rest.stage[turn.stage];
         wait(&rest.read[turn.stage], turn.phase ^ 1);
-        arrive_expect_tx(barrier, Space::kStage);
+        arrive_expect_tx(barrier, Storage::kStage);
         if (block_order < 0) {
           const TensorMap& boxes = block_order == -3 ? p.q : block_order == -2 ? p.k : p.v;
           const TmaCoords at{0, plan.row, block_order == -3 ? plan.head : of, plan.batch};
@@ -63,22 +63,22 @@ __device__ inline void run_forward_loader(const CatSm90Forward& p,
         }
       }
       space.arrive_for_racecheck(turn.stage);
-      turn.next(Space::kStages);
+      turn.next(Storage::kStages);
     }
     __syncwarp();
   }
 }
 
 template <typename T, int Tile>
-struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardSpace<T, Tile>> {
-  using Space = CatSm90ForwardSpace<T, Tile>;
-  using CatRingConsumer<Space>::rest, CatRingConsumer<Space>::tile;
-  using CatRingConsumer<Space>::next, CatRingConsumer<Space>::done;
+struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardStorage<T, Tile>> {
+  using Storage = CatSm90ForwardStorage<T, Tile>;
+  using CatRingConsumer<Storage>::rest, CatRingConsumer<Storage>::tile;
+  using CatRingConsumer<Storage>::next, CatRingConsumer<Storage>::done;
   using Scores = Accumulator<kCatSm90Keys / 8>;
   using Weights = AFragment<kCatSm90Keys / 16>;
 
   const CatSm90Forward& p;
-  const Space& space;
+  const Storage& space;
   const CatScale scale;
   int from;  // first row of the warp in the tile
   CatSm90TilePlan plan;
@@ -87,8 +87,8 @@ struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardSpace<T, Tile>> {
   Accumulator<Tile / 8> o;
   CatSoftmax<T> softmax;
 
-  __device__ CatSm90ForwardMainloop(const CatSm90Forward& p, const Space& space)
-      : CatRingConsumer<Space>{space.rest(), {}, {}},
+  __device__ CatSm90ForwardMainloop(const CatSm90Forward& p, const Storage& space)
+      : CatRingConsumer<Storage>{space.rest(), {}, {}},
         p(p),
         space(space),
         scale(p.call.shape.scale),
@@ -99,7 +99,7 @@ struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardSpace<T, Tile>> {
     const CatSm90Tile& of = rest.tiles[tile.stage];
     plan = of.read();
     rows = of.rows(p.call.shape, plan, from);
-    tile.next(Space::kTiles);
+    tile.next(Storage::kTiles);
     load_blocks(q, space.own(place), from);
     if (scale.sign != 0) {
 #pragma unroll
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_forward_sm90_kernel(const __grid_constant__ CatSm90Forward p) {
   if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatSm90ForwardSpace<T, Tile> space{shared};
+    const CatSm90ForwardStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<232, 40>>([&] { space.init(); }, [&] { run_forward_loader(p, space); },
                                               [&] { CatSm90ForwardMainloop<T, Tile>(p, space).run(); });
   }
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
 
 template <typename T, int Tile>
 cudaError_t try_cat_forward_sm90(const CatForward& call, cudaStream_t stream, bool& is_launched) {
-  using Space = CatSm90ForwardSpace<T, Tile>;
+  using Storage = CatSm90ForwardStorage<T, Tile>;
   const CatShape& shape = call.shape;
   is_launched = false;
   bool has = false;
@@ -242,7 +242,7 @@ cudaError_t try_cat_forward_sm90(const CatForward& call, cudaStream_t stream, bo
     if (error != cudaSuccess) return error;
   }
   is_launched = true;
-  return launch_persistent<cat_forward_sm90_kernel<T, Tile>>(p, tile_count, Space::kBytes, stream);
+  return launch_persistent<cat_forward_sm90_kernel<T, Tile>>(p, tile_count, Storage::kBytes, stream);
 }
 
 }  // namespace girih::kernels

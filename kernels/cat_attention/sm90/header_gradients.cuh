@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cat_attention/header_list.h"
-#include "cat_attention/sm90/space.cuh"
+#include "cat_attention/sm90/storage.cuh"
 
 namespace girih::kernels {
 
@@ -19,7 +19,7 @@ struct CatSm90HeaderGradients {
 constexpr int kCatSm90Queries = 64;
 
 template <typename T, int Tile>
-struct CatSm90HeaderSpace {
+struct CatSm90HeaderStorage {
   static constexpr int kStages = Tile == 64 ? 8 : 4;
   using Rows = BlockTile<T, Tile>;
   struct Barriers {
@@ -68,8 +68,8 @@ __device__ inline void for_each_item(const CatSm90HeaderGradients& p, const F& f
 // Called by one warp; one thread loads.
 template <typename T, int Tile>
 __device__ inline void run_header_loader(const CatSm90HeaderGradients& p,
-                                         const CatSm90HeaderSpace<T, Tile>& space) {
-  using Space = CatSm90HeaderSpace<T, Tile>;
+                                         const CatSm90HeaderStorage<T, Tile>& space) {
+  using Storage = CatSm90HeaderStorage<T, Tile>;
   if (lane() != 0) return;
   const CatShape& shape = p.call.shape;
   auto& barriers = space.barriers();
@@ -79,7 +79,7 @@ __device__ inline void run_header_loader(const CatSm90HeaderGradients& p,
     int i = run.next(run.entry);
     if (i == run.entry_end) return;
     wait(&barriers.keys_empty, (items++ & 1) ^ 1);
-    arrive_expect_tx(&barriers.keys, 4 * Space::Rows::kBytes);
+    arrive_expect_tx(&barriers.keys, 4 * Storage::Rows::kBytes);
     for (int group = 0; group < 2; ++group) {
       const TmaCoords at{0, run.header + 64 * group, run.head, run.batch};
       copy_rows(space.keys(group), p.k, at, &barriers.keys);
@@ -89,30 +89,30 @@ __device__ inline void run_header_loader(const CatSm90HeaderGradients& p,
       const int row = run.row_at(i), head = run.head_at(shape, i), place = turn.stage;
       const int bytes = min(kCatSm90Queries, shape.rows - row) * static_cast<int>(sizeof(CatQueryRecord));
       wait(&barriers.read[place], turn.phase ^ 1);
-      arrive_expect_tx(&barriers.stage[place], 2 * Space::Rows::kBytes + bytes);
+      arrive_expect_tx(&barriers.stage[place], 2 * Storage::Rows::kBytes + bytes);
       copy_rows(space.queries(place), p.q, {0, row, head, run.batch}, &barriers.stage[place]);
       copy_rows(space.gradients(place), p.dout, {0, row, head, run.batch}, &barriers.stage[place]);
       const int64_t at = (int64_t{run.batch} * shape.query_heads + head) * shape.rows + row;
       bulk_load(space.query_records(place), p.call.queries + at, bytes, &barriers.stage[place]);
-      turn.next(Space::kStages);
+      turn.next(Storage::kStages);
     }
   });
 }
 
 template <typename T, int Tile>
 struct CatSm90HeaderMainloop {
-  using Space = CatSm90HeaderSpace<T, Tile>;
+  using Storage = CatSm90HeaderStorage<T, Tile>;
   using Scores = Accumulator<kCatSm90Queries / 8>;
 
   const CatSm90HeaderGradients& p;
-  const Space& space;
-  typename Space::Barriers& barriers;
+  const Storage& space;
+  typename Storage::Barriers& barriers;
   const float scale;  // in units of log2
   const int group;    // index of the warpgroup
   PipelineState turn;
   Accumulator<Tile / 8> dk, dv;
 
-  __device__ CatSm90HeaderMainloop(const CatSm90HeaderGradients& p, const Space& space)
+  __device__ CatSm90HeaderMainloop(const CatSm90HeaderGradients& p, const Storage& space)
       : p(p),
         space(space),
         barriers(space.barriers()),
@@ -189,7 +189,7 @@ struct CatSm90HeaderMainloop {
       keep_registers(left), keep_registers(other);
     }
     arrive_warp(&barriers.read[turn.stage]);
-    turn.next(Space::kStages);
+    turn.next(Storage::kStages);
   }
 
   __device__ void store(const CatHeaderRun& run) const {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_header_gradients_sm90_kernel(const __grid_constant__ CatSm90HeaderGradients p) {
   if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatSm90HeaderSpace<T, Tile> space{shared};
+    const CatSm90HeaderStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_header_loader(p, space); },
                                               [&] { CatSm90HeaderMainloop<T, Tile>(p, space).run(); });
   }
@@ -238,7 +238,7 @@ cudaError_t has_cat_header_gradients_sm90(bool& has) {
 template <typename T, int Tile>
 cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& call, cudaStream_t stream) {
   constexpr auto kKernel = cat_header_gradients_sm90_kernel<T, Tile>;
-  using Space = CatSm90HeaderSpace<T, Tile>;
+  using Storage = CatSm90HeaderStorage<T, Tile>;
   const CatShape& shape = call.shape;
   CatSm90HeaderGradients p{call, {}, {}, {}, {}, CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>())};
   if (p.list.runs == 0) return cudaSuccess;
@@ -252,7 +252,7 @@ cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& call, cud
                                   rows(p.q, call.q, shape.D), rows(p.dout, call.dout, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  return launch_kernel<kKernel>(p, p.list.runs, kCatSm90Threads, Space::kBytes, stream);
+  return launch_kernel<kKernel>(p, p.list.runs, kCatSm90Threads, Storage::kBytes, stream);
 }
 
 }  // namespace girih::kernels

@@ -7,20 +7,20 @@
 #pragma once
 
 #include "cat_attention/header_list.h"
-#include "cat_attention/sm90/query_space.cuh"
+#include "cat_attention/sm90/query_storage.cuh"
 
 namespace girih::kernels {
 
 template <typename T, int Tile>
-struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QuerySpace<T, Tile>> {
-  using Space = CatSm90QuerySpace<T, Tile>;
-  using CatRingConsumer<Space>::rest, CatRingConsumer<Space>::tile;
-  using CatRingConsumer<Space>::next, CatRingConsumer<Space>::done;
+struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
+  using Storage = CatSm90QueryStorage<T, Tile>;
+  using CatRingConsumer<Storage>::rest, CatRingConsumer<Storage>::tile;
+  using CatRingConsumer<Storage>::next, CatRingConsumer<Storage>::done;
   using Scores = Accumulator<kCatSm90Keys / 8>;
   using Weights = AFragment<kCatSm90Keys / 16>;
 
   const CatSm90QueryGradients& p;
-  const Space& space;
+  const Storage& space;
   const float scale;  // in units of log2
   int from;           // first row of the warp in the tile
   CatSm90TilePlan plan;
@@ -30,8 +30,8 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QuerySpace<T, Tile>> {
   float lse[2], delta[2];  // lse in units of log2
   CatLaneRows rows;
 
-  __device__ CatSm90QueryMainloop(const CatSm90QueryGradients& p, const Space& space)
-      : CatRingConsumer<Space>{space.rest(), {}, {}},
+  __device__ CatSm90QueryMainloop(const CatSm90QueryGradients& p, const Storage& space)
+      : CatRingConsumer<Storage>{space.rest(), {}, {}},
         p(p),
         space(space),
         scale(p.call.shape.scale * kLog2E),
@@ -44,7 +44,7 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QuerySpace<T, Tile>> {
     plan = of.tile.read();
     rows = of.tile.rows(p.call.shape, plan, from);
     of_rows = of.lse + from;
-    tile.next(Space::kTiles);
+    tile.next(Storage::kTiles);
     const int at_dout = next();
     float sum[2] = {0.f, 0.f};
 #pragma unroll
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_query_gradients_sm90_kernel(const __grid_constant__ CatSm90QueryGradients p) {
   if constexpr (kIsCatSm90Compiled) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const CatSm90QuerySpace<T, Tile> space{shared};
+    const CatSm90QueryStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_query_loader(p, space); },
                                               [&] { CatSm90QueryMainloop<T, Tile>(p, space).run(); });
   }
@@ -277,7 +277,7 @@ template <typename T, int Tile>
 cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStream_t stream,
                                          bool& is_launched) {
   constexpr auto kKernel = cat_query_gradients_sm90_kernel<T, Tile>;
-  using Space = CatSm90QuerySpace<T, Tile>;
+  using Storage = CatSm90QueryStorage<T, Tile>;
   const CatShape& shape = call.shape;
   is_launched = false;
   bool has = false;
@@ -299,7 +299,7 @@ cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStre
     if (error != cudaSuccess) return error;
   }
   is_launched = true;
-  return launch_persistent<kKernel>(p, tile_count, Space::kBytes, stream);
+  return launch_persistent<kKernel>(p, tile_count, Storage::kBytes, stream);
 }
 
 }  // namespace girih::kernels

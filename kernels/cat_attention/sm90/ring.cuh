@@ -2,7 +2,7 @@
 // 64 headers. The plans of the tiles in flight are behind the stages.
 #pragma once
 
-#include "cat_attention/sm90/space.cuh"
+#include "cat_attention/sm90/storage.cuh"
 
 namespace girih::kernels {
 

@@ -38,9 +38,9 @@ struct ReverseBarriers {
 constexpr int kReverseBarrierBytes = 384;
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
-// ReadKeys: as in ScanSpace.
+// ReadKeys: as in ScanStorage.
 template <typename T, int D, int Rows, bool ReadKeys = false>
-struct ReverseSpace {
+struct ReverseStorage {
   using Keys = Stage<T, D, false>;
   using Query = QueryStage<T, D, Rows>;
   using StateTile = PaddedTile<T, kScanColumns, D>;
@@ -86,8 +86,8 @@ struct ReverseSpace {
 // Load warps, last chunk first: keys and prepared data, then q and do of its query heads.
 template <typename T, int D, int Rows, bool ReadKeys>
 __device__ inline void run_reverse_load_warps(const ReverseParams& params, const BlockWork& work,
-                                              const ReverseSpace<T, D, Rows, ReadKeys>& space, int thread) {
-  using Query = typename ReverseSpace<T, D, Rows, ReadKeys>::Query;
+                                              const ReverseStorage<T, D, Rows, ReadKeys>& space, int thread) {
+  using Query = typename ReverseStorage<T, D, Rows, ReadKeys>::Query;
   using Keys = BlockTile<T, D>;
   const DeltaReverse& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads;

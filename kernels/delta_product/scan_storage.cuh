@@ -44,7 +44,7 @@ __device__ inline void arrive_state_empty(uint64_t& barrier) {
 
 // ReadKeys: b replaces beta k in reads; a stage has a tile of b beside the keys.
 template <typename T, int D, int Rows, bool ReadKeys = false>
-struct ScanSpace {
+struct ScanStorage {
   static constexpr bool kReadKeys = ReadKeys;
   using Keys = BlockTile<T, D>;
   static constexpr int kStateGroups = ScanRoles<D, Rows>::kStateGroups;
@@ -55,7 +55,7 @@ struct ScanSpace {
   using Query = BlockTile<T, D, kTileRows>;  // rows of q of one output warp
   // Memory of an output warpgroup for tiles of 32 tokens.
   static constexpr int kTokens = kDeltaChunkRows / 2;
-  struct TransposedOutputSpace {
+  struct TransposedOutputStorage {
     using Query = BlockTile<T, D, kTokens>;
     using MaskedScores = BlockTile<T, 64>;  // P^T
     using Out = SharedTile<T, kTokens, kScanColumns>;
@@ -68,7 +68,7 @@ struct ScanSpace {
     Out out;
     float2* tokens;  // {scale rho_t, L_t} of every token
 
-    __device__ explicit TransposedOutputSpace(unsigned char* data)
+    __device__ explicit TransposedOutputStorage(unsigned char* data)
         : q{reinterpret_cast<T*>(data)},
           masked_scores{reinterpret_cast<T*>(data + Query::kBytes)},
           out{reinterpret_cast<T*>(data + Query::kBytes + MaskedScores::kBytes)},
@@ -81,8 +81,8 @@ struct ScanSpace {
   static constexpr int kReadKeysAt = Stage<T, D>::kBytes + (kStateGroups - 1) * Values<T>::kBytes,
                        kStageBytes = kReadKeysAt + (ReadKeys ? Keys::kBytes : 0);
   static constexpr int kStateStageBytes = State::kBytes + Update::kBytes,
-                       kOutputGroupBytes =
-                           Rows == kTokens ? TransposedOutputSpace::kBytes : Rows / kTileRows * Query::kBytes;
+                       kOutputGroupBytes = Rows == kTokens ? TransposedOutputStorage::kBytes
+                                                           : Rows / kTileRows * Query::kBytes;
   __host__ __device__ static constexpr int bytes(int stages, int state_stages, int output_groups) {
     return kScanBarrierBytes + stages * kStageBytes + state_stages * kStateStageBytes +
            output_groups * kOutputGroupBytes;
@@ -100,8 +100,8 @@ struct ScanSpace {
   __device__ Query query(int output_group, int warp) const {
     return {reinterpret_cast<T*>(output_group_data(output_group) + warp * Query::kBytes)};
   }
-  __device__ TransposedOutputSpace transposed_output_space(int i) const {
-    return TransposedOutputSpace(output_group_data(i));
+  __device__ TransposedOutputStorage transposed_output_storage(int i) const {
+    return TransposedOutputStorage(output_group_data(i));
   }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(state_stage(i))}; }
   __device__ Update update(int i) const { return {reinterpret_cast<T*>(state_stage(i) + State::kBytes)}; }

@@ -1,7 +1,7 @@
 // Shared memory, barriers and roles of scan_fused.
 #pragma once
 
-#include "delta_product/scan_space.cuh"
+#include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
@@ -36,7 +36,7 @@ struct FusedBarriers {
 
 // Rows: rows of a tile of tokens.
 template <typename T, int D, int Rows, int StateGroups>
-struct FusedSpace {
+struct FusedStorage {
   static constexpr int kStateGroups = StateGroups;
   static constexpr int kBlockColumns = StateGroups * kScanColumns;
 

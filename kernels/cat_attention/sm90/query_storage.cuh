@@ -29,13 +29,13 @@ struct CatQuerySizes {
   static constexpr int kTiles = (kStages + 2 + 4) / 5;
 };
 template <typename T, int Tile>
-using CatSm90QuerySpace = CatSm90Ring<T, Tile, CatQuerySizes<Tile>, CatSm90QueryTile>;
+using CatSm90QueryStorage = CatSm90Ring<T, Tile, CatQuerySizes<Tile>, CatSm90QueryTile>;
 
 // Called by one warp.
 template <typename T, int Tile>
 __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
-                                        const CatSm90QuerySpace<T, Tile>& space) {
-  using Space = CatSm90QuerySpace<T, Tile>;
+                                        const CatSm90QueryStorage<T, Tile>& space) {
+  using Storage = CatSm90QueryStorage<T, Tile>;
   const CatShape& shape = p.call.shape;
   auto& rest = space.rest();
   const unsigned tile_count = CatSm90TilePlan::tile_count(shape);
@@ -46,7 +46,7 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
     wait(&rest.read[turn.stage], turn.phase ^ 1);
     CatSm90QueryTile& tile_record = rest.tiles[tile.stage];
     const CatSm90TilePlan plan = tile_record.tile.compute_plan(shape, item);
-    tile.next(Space::kTiles);
+    tile.next(Storage::kTiles);
     const int of = plan.head / shape.group();
 #pragma unroll 1
     for (int block_order = -5; block_order < plan.blocks; ++block_order) {
@@ -67,7 +67,7 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
       if (lane() == 0) {
         uint64_t* const barrier = &rest.stage[turn.stage];
         wait(&rest.read[turn.stage], turn.phase ^ 1);
-        arrive_expect_tx(barrier, Space::kStage);
+        arrive_expect_tx(barrier, Storage::kStage);
         if (block_order < 0) {
           const TensorMap& boxes = block_order == -5   ? p.o
                                    : block_order == -4 ? p.dout
@@ -82,7 +82,7 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
         }
       }
       space.arrive_for_racecheck(turn.stage);
-      turn.next(Space::kStages);
+      turn.next(Storage::kStages);
     }
     __syncwarp();
   }
