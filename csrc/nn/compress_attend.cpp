@@ -108,9 +108,9 @@ Tensor ChunkAttentionImpl::position(const Tensor& row, int64_t chunk, const Tens
 ChunkRows ChunkAttentionImpl::prepare_row(int64_t chunk, const Tensor& place, const Tensor& k) const {
   const auto own = at::floor_divide(place, chunk), j = place.remainder(chunk);
   const auto at = at::arange(k.size(1), place.options()), header = at - (chunk - 1);
-  const auto seen = at::where(header < 0, at < j.unsqueeze(-1), header <= own.unsqueeze(-1));
-  const auto see = at::zeros(seen.sizes(), k.options())
-                       .masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity());
+  const auto is_visible = at::where(header < 0, at < j.unsqueeze(-1), header <= own.unsqueeze(-1));
+  const auto see = at::zeros(is_visible.sizes(), k.options())
+                       .masked_fill(is_visible.logical_not(), -std::numeric_limits<double>::infinity());
   const auto at_place = position(place, chunk).unsqueeze(-1).unsqueeze(-1);
   return {.chunk = chunk,
           .first = place,

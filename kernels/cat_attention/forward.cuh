@@ -34,7 +34,7 @@ struct CatForwardMainloop {
     for (int m = 0; m < A; ++m) {
       if (from + 16 * m >= tile.plan.rows) continue;
       const CatWarpRange warp(tile, from + 16 * m, 16);
-      const CatLaneRows rows(tile.seen, from + 16 * m);
+      const CatLaneRows rows(tile.header_ranges, from + 16 * m);
       for_each_own_block<kKeys>(
           tile.shape, tile.first_key(block), warp.all_end, warp.last, [&](int i, int key) {
             // S = scale Q K^T
@@ -47,8 +47,9 @@ struct CatForwardMainloop {
               q.flip_sign(scale.sign);
               add_scores(s, q, tile.keys(block), 16 * i, col);
             }
-            for_each_score(rows, tile.shape, warp.first, key,
-                           [&](int n, int e, bool seen) { s.at[n][e] = seen ? s.at[n][e] : -INFINITY; });
+            for_each_score(rows, tile.shape, warp.first, key, [&](int n, int e, bool visible) {
+              s.at[n][e] = visible ? s.at[n][e] : -INFINITY;
+            });
             // O <- e^{m - m'} O + e^{S - m'} V
             rescale_accumulator(o[m], softmax[m].add(s, scale));
             add_weight_product<T>(o[m], s, tile.values(block), 16 * i);
@@ -74,7 +75,7 @@ struct CatForwardMainloop {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
       if (!all) {
-        const CatLaneRows rows(tile.seen, from + 16 * m);
+        const CatLaneRows rows(tile.header_ranges, from + 16 * m);
         const int first = tile.first_key(block) + key + lane_col();
         for_each_register<kHeaders / 8>([&](int n, int e) {
           if (!rows.header(e >> 1, first + 8 * n + (e & 1))) s[m].at[n][e] = -INFINITY;
@@ -104,7 +105,7 @@ struct CatForwardMainloop {
 #pragma unroll
     for (int m = 0; m < A; ++m) {
       if (from + 16 * m >= tile.plan.rows) continue;
-      const CatLaneRows rows(tile.seen, from + 16 * m);
+      const CatLaneRows rows(tile.header_ranges, from + 16 * m);
       float by[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

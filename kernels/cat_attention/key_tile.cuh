@@ -65,10 +65,10 @@ struct CatKeyTile {
     commit_copies();
   }
 
-  // Adds the terms of 8 N queries of tile n, from `first`, to dk and dv of the warp's 16 keys. seen(i, j,
+  // Adds the terms of 8 N queries of tile n, from `first`, to dk and dv of the warp's 16 keys. mask(i, j,
   // query): whether query first + j attends to row lane_row() + 8 i.
-  template <int N, class Seen>
-  __device__ void add(int n, int first, const Seen& seen) {
+  template <int N, class Mask>
+  __device__ void add(int n, int first, const Mask& mask) {
     const int row = 16 * warp_index();
     Accumulator<N> p, da;
     fill(p, 0.f), fill(da, 0.f);
@@ -90,7 +90,7 @@ struct CatKeyTile {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float &weight = p.at[m][2 * i + j], &gradient = da.at[m][2 * i + j];
-        weight = seen(i, at, query) ? cat_weight<T>(weight, scale, query.lse) : 0.f;
+        weight = mask(i, at, query) ? cat_weight<T>(weight, scale, query.lse) : 0.f;
         gradient = weight * (gradient - query.delta);
       }
     });

@@ -51,24 +51,25 @@ struct CatQueryTile {
 
   const CatShape& shape;
   unsigned char* shared;
-  CatHeaderRange* seen;  // [Rows]
+  CatHeaderRange* header_ranges;  // [Rows]
   CatPlan& plan;
 
   // The last tiles of a batch row have more keys than the others, so they are scheduled first.
   __device__ CatQueryTile(const CatShape& shape, unsigned char* shared)
       : shape(shape),
         shared(shared),
-        seen(reinterpret_cast<CatHeaderRange*>(shared + kTiles)),
-        plan(*reinterpret_cast<CatPlan*>(seen + Rows)) {
+        header_ranges(reinterpret_cast<CatHeaderRange*>(shared + kTiles)),
+        plan(*reinterpret_cast<CatPlan*>(header_ranges + Rows)) {
     const auto heads = static_cast<unsigned>(shape.query_heads),
                all = heads * static_cast<unsigned>(shape.chunks.batch), of = blockIdx.x % all;
     const int batch = static_cast<int>(of / heads),
               row = ((shape.rows + Rows - 1) / Rows - 1 - static_cast<int>(blockIdx.x / all)) * Rows,
               rows = min(Rows, shape.rows - row);
-    for (int i = threadIdx.x; i < Rows; i += kCatThreads) seen[i] = find_header_range(shape, batch, row + i);
+    for (int i = threadIdx.x; i < Rows; i += kCatThreads)
+      header_ranges[i] = find_header_range(shape, batch, row + i);
     __syncthreads();
     if (threadIdx.x == 0) {
-      const CatHeaderRange first = seen[0], last = seen[rows - 1];
+      const CatHeaderRange first = header_ranges[0], last = header_ranges[rows - 1];
       // Blocks of 16 keys are aligned like blocks of 16 queries, so that a chunk of 16 rows is one product.
       const int own = first.chunk * shape.size / 16 * 16, own_blocks = (row + rows - own + kKeys - 1) / kKeys;
       const int header = min(first.first, first.chunk), header_end = max(last.chunk, header);
@@ -132,10 +133,10 @@ struct CatLaneRows {
   int first[2], chunk[2];
 
   CatLaneRows() = default;
-  __device__ CatLaneRows(const CatHeaderRange* seen, int row) {
+  __device__ CatLaneRows(const CatHeaderRange* header_ranges, int row) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const CatHeaderRange of = seen[row + lane_row() + 8 * i];
+      const CatHeaderRange of = header_ranges[row + lane_row() + 8 * i];
       first[i] = of.first, chunk[i] = of.chunk;
     }
   }
@@ -152,7 +153,7 @@ struct CatWarpRange {
   template <class Tile>
   __device__ CatWarpRange(const Tile& tile, int from, int count) {
     const int to = min(from + count, tile.plan.rows) - 1;
-    const CatHeaderRange low = tile.seen[from], high = tile.seen[to];
+    const CatHeaderRange low = tile.header_ranges[from], high = tile.header_ranges[to];
     first = tile.plan.row + from, last = tile.plan.row + to;
     any_begin = min(low.first, low.chunk), any_end = high.chunk;
     every = max(low.first, high.first), all_end = low.chunk;
@@ -175,8 +176,8 @@ __device__ inline void for_each_own_block(const CatShape& shape, int from, int c
   }
 }
 
-// Calls f(n, e, seen) for every element s.at[n][e] of the scores of 16 queries, from `row`, with 16 rows of
-// their own chunks, from `key`. seen: whether the query attends to the key.
+// Calls f(n, e, header_ranges) for every element s.at[n][e] of the scores of 16 queries, from `row`, with 16
+// rows of their own chunks, from `key`. header_ranges: whether the query attends to the key.
 template <class F>
 __device__ inline void for_each_score(const CatLaneRows& rows, const CatShape& shape, int row, int key,
                                       const F& f) {

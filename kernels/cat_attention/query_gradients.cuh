@@ -40,7 +40,7 @@ struct CatQueryMainloop {
     for (int col = 0; col < Tile; col += 16) {
       add_dots(sum, tile.queries(kCatDout), output(), from, col);
     }
-    const CatLaneRows rows(tile.seen, from);
+    const CatLaneRows rows(tile.header_ranges, from);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       delta[i] = sum_over_row(sum[i]);
@@ -57,18 +57,18 @@ struct CatQueryMainloop {
   }
 
   // S becomes dA = P * (dP - delta), P = e^{scale S - lse}.
-  template <int N, class Seen>
-  __device__ void gradients(Accumulator<N>& s, const Accumulator<N>& dp, const Seen& seen) const {
+  template <int N, class Mask>
+  __device__ void gradients(Accumulator<N>& s, const Accumulator<N>& dp, const Mask& mask) const {
     for_each_register<N>([&](int n, int e) {
       const float weight = cat_weight<T>(s.at[n][e], scale, lse[e >> 1]);
-      s.at[n][e] = seen(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
+      s.at[n][e] = mask(n, e) ? weight * (dp.at[n][e] - delta[e >> 1]) : 0.f;
     });
   }
 
   // The rows of the warp's own chunks, in blocks of 16 x 16.
   __device__ void attend_own_chunk(int block) {
     const CatWarpRange warp(tile, from, 16);
-    const CatLaneRows rows(tile.seen, from);
+    const CatLaneRows rows(tile.header_ranges, from);
     for_each_own_block<kKeys>(
         tile.shape, tile.first_key(block), warp.all_end, warp.last, [&](int i, int key) {
           Accumulator<2> s, dp;
@@ -81,9 +81,9 @@ struct CatQueryMainloop {
             a.load(tile.queries(kCatDout), from, col);
             add_scores(dp, a, tile.values(block), 16 * i, col);
           }
-          bool seen[2][4];
-          for_each_score(rows, tile.shape, warp.first, key, [&](int n, int e, bool is) { seen[n][e] = is; });
-          gradients(s, dp, [&](int n, int e) { return seen[n][e]; });
+          bool mask[2][4];
+          for_each_score(rows, tile.shape, warp.first, key, [&](int n, int e, bool is) { mask[n][e] = is; });
+          gradients(s, dp, [&](int n, int e) { return mask[n][e]; });
           add_weight_product<T>(dq, s, tile.keys(block), 16 * i);
         });
   }
@@ -105,7 +105,7 @@ struct CatQueryMainloop {
       a.load(tile.queries(kCatDout), from, col);
       add_scores(dp, a, tile.values(block), 0, col);
     }
-    const CatLaneRows rows(tile.seen, from);
+    const CatLaneRows rows(tile.header_ranges, from);
     const int first = tile.first_key(block) + lane_col();
     gradients(s, dp, [&](int n, int e) { return All || rows.header(e >> 1, first + 8 * n + (e & 1)); });
     add_weight_product<T>(dq, s, tile.keys(block), 0);

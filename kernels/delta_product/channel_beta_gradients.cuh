@@ -110,10 +110,10 @@ struct ChannelBetaBlock {
     }
     if (threadIdx.x == 0) {
       const uint32_t chunk = grid.heads.divide(blockIdx.x), head = blockIdx.x - chunk * grid.heads.by;
-      const TokenRange piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
+      const TokenRange range = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
       ChannelBetaChunkInfo& to = *tile.chunk_info;
-      to.batch = piece.sequence.batch, to.token = piece.start, to.step = piece.start * p.shape.n;
-      to.tokens = piece.length, to.steps = piece.length * p.shape.n;
+      to.batch = range.sequence.batch, to.token = range.start, to.step = range.start * p.shape.n;
+      to.tokens = range.length, to.steps = range.length * p.shape.n;
       to.head = static_cast<int>(head), to.key_head = static_cast<int>(grid.key_share.divide(head));
       to.query_head = static_cast<int>(grid.query_share.divide(head * members));
     }

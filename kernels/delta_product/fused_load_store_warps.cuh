@@ -87,10 +87,10 @@ __device__ inline void run_fused_load_warp(const ScanParams& params, const Block
   constexpr int kRows = kDeltaChunkRows / kLoadWarps;
   const DeltaScan& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), first_row = which * kRows;
-  const int64_t batch = work.piece.sequence.batch;
+  const int64_t batch = work.range.sequence.batch;
   FusedBarriers& barriers = space.barriers();
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, work.first_chunk, work.head);
-  int64_t row = work.piece.start * n;
+  int64_t row = work.range.start * n;
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
@@ -131,12 +131,12 @@ __device__ inline void run_fused_token_warps(const ScanParams& params, const Blo
   constexpr int kRows = Rows / Warps, kBatch = StateGroups == 1 ? 8 : 4;
   const DeltaScan& p = params.scan;
   const int tokens = delta_chunk_tokens(p.shape.n), first_row = warp_of_role * kRows;
-  const int64_t batch = work.piece.sequence.batch;
+  const int64_t batch = work.range.sequence.batch;
   FusedBarriers& barriers = space.barriers();
   const auto load_query = [&](int c, int stage) {
     if (c >= work.chunks) return;
     const T* const from =
-        at<T>(p.q, batch, work.piece.start + c * tokens, work.head / p.shape.query_share, 0);
+        at<T>(p.q, batch, work.range.start + c * tokens, work.head / p.shape.query_share, 0);
     start_copy_rows<kRows>(space.query(stage), from, p.q.stride[1], chunk_length(work, tokens, c), p.shape.D,
                            first_row, recomputed_lane<StateGroups>());
     arrive_after_copies(&barriers.query_full[stage]);
@@ -146,7 +146,7 @@ __device__ inline void run_fused_token_warps(const ScanParams& params, const Blo
   PipelineState query_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    T* const to = at<T>(p.o, batch, work.piece.start + c * tokens, work.head, work.col);
+    T* const to = at<T>(p.o, batch, work.range.start + c * tokens, work.head, work.col);
     wait(&barriers.output_full[query_pipe.stage], query_pipe.phase);
     store_tile_rows<kRows, kBatch>(space.output(query_pipe.stage), to, p.o.stride[1],
                                    chunk_length(work, tokens, c), p.shape.V - work.col, first_row,

@@ -126,7 +126,7 @@ struct GradientBlock {
     const int rows = col < p.shape.V - v ? chunk_info.rows : 0;
     static_assert(kStep % 8 == 0, "packs change places alike in all of the thread's rows");
     const T* const from = &tile.g.at(first, col);
-    T* to = at<T>(p.dv, chunk_info.piece.sequence.batch, chunk_info.piece.start * p.shape.n + first,
+    T* to = at<T>(p.dv, chunk_info.range.sequence.batch, chunk_info.range.start * p.shape.n + first,
                   chunk_info.head, v + col);
     uint4 g[kPasses];
     float beta[kPasses];

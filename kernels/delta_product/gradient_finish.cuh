@@ -166,11 +166,11 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
 // Stores dq, dk, dbeta_i = G_i . E_i (partial sums of the warps, complete since the last barrier), and dg.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::store() const {
-  const int64_t batch = chunk_info.piece.sequence.batch, first_row = chunk_info.piece.start * p.shape.n;
+  const int64_t batch = chunk_info.range.sequence.batch, first_row = chunk_info.range.start * p.shape.n;
   const int row = coord.row, cols = p.shape.D - coord.col;
   store_rows_by(rows_of(tile.q, coord.col), dq,
-                at<T>(p.dq, batch, chunk_info.piece.start + row, chunk_info.output_head, coord.col),
-                p.dq.stride[1], chunk_info.piece.length - row, cols);
+                at<T>(p.dq, batch, chunk_info.range.start + row, chunk_info.output_head, coord.col),
+                p.dq.stride[1], chunk_info.range.length - row, cols);
   if (p.dk.dtype == DType::f32) {
     store_floats(dk, at<float>(p.dk, batch, first_row, chunk_info.output_head, coord.col), p.dk.stride[1],
                  row, chunk_info.rows, cols);

@@ -30,8 +30,8 @@ class StateDot {
 
   __device__ float sum(const DeltaGradients& p, const ChunkInfo& chunk_info,
                        const GradientTiles<T, D, OneSlab>& tile, int v) const {
-    const bool first = chunk_info.piece.index == 0 && p.initial.data != nullptr,
-               last = chunk_info.piece.start + chunk_info.piece.length == chunk_info.piece.sequence.end &&
+    const bool first = chunk_info.range.index == 0 && p.initial.data != nullptr,
+               last = chunk_info.range.start + chunk_info.range.length == chunk_info.range.sequence.end &&
                       p.end.data != nullptr;
     float sum = 0.f;
     if (first || last) {
@@ -43,7 +43,7 @@ class StateDot {
         }
         const float* const at =
             static_cast<const float*>(state.data) +
-            offset_of(state, chunk_info.piece.sequence.index, chunk_info.head, d, v + col);
+            offset_of(state, chunk_info.range.sequence.index, chunk_info.head, d, v + col);
         return make_float2(at[0], at[state.stride[2]]);
       };
       const int cols = min(Sizes::kSlab, p.shape.V - v);
@@ -113,7 +113,7 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
   for (int i = 0; i < 2; ++i) {
     const int token = 2 * lane() + i;
     float sum = 0.f;
-    if (token < chunk_info.piece.length) {
+    if (token < chunk_info.range.length) {
       sum = finish_sums.token[token];
       float query = 0.f;
       for (int w = 0; w < Sizes::kGroups; ++w) query += finish_sums.query[w][token];
@@ -135,9 +135,9 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
   for (int i = 1; i >= 0; --i) {
     const int token = 2 * lane() + i;
     if (i == 0) sum += dl[0];
-    if (token < chunk_info.piece.length) {
-      static_cast<float*>(p.dg.data)[offset_of(p.dg, chunk_info.piece.sequence.batch,
-                                               chunk_info.piece.start + token, chunk_info.output_head)] = sum;
+    if (token < chunk_info.range.length) {
+      static_cast<float*>(p.dg.data)[offset_of(p.dg, chunk_info.range.sequence.batch,
+                                               chunk_info.range.start + token, chunk_info.output_head)] = sum;
     }
   }
 }

@@ -96,7 +96,7 @@ class GradientLoads {
       if (threadIdx.x != 0) return;
       uint64_t* const barrier = &tile.barriers->keys;
       arrive_expect_tx(barrier, Rows::kBytes + Tiles::kPreparedBytes + Tiles::kFactorBytes);
-      copy_rows(tile.k, maps.k, chunk_info.piece.start * p.shape.n, 0, key_head(chunk_info), chunk_info,
+      copy_rows(tile.k, maps.k, chunk_info.range.start * p.shape.n, 0, key_head(chunk_info), chunk_info,
                 barrier);
       bulk_load(tile.prepared, prepared, Tiles::kPreparedBytes, barrier);
       bulk_load(tile.factors, factors, Tiles::kFactorBytes, barrier);
@@ -108,7 +108,7 @@ class GradientLoads {
       }
       if (threadIdx.x < kDeltaChunkRows / 4)
         copy_async(shared_address(tile.factors + threadIdx.x * 4), factors + threadIdx.x * 4, true);
-      const T* const from = at<T>(p.k, chunk_info.piece.sequence.batch, chunk_info.piece.start * p.shape.n,
+      const T* const from = at<T>(p.k, chunk_info.range.sequence.batch, chunk_info.range.start * p.shape.n,
                                   key_head(chunk_info), 0);
       load_async<kThreads>(tile.k, from, p.k.stride[1], chunk_info.rows, p.shape.D, threadIdx.x);
       commit_copies();
@@ -120,11 +120,11 @@ class GradientLoads {
     if constexpr (kHasTma) {
       if (threadIdx.x != 0) return;
       uint64_t* const barrier = &tile.barriers->values;
-      const int64_t row = chunk_info.piece.start * p.shape.n;
+      const int64_t row = chunk_info.range.start * p.shape.n;
       arrive_expect_tx(barrier, 2 * Values::kBytes + token_rows(chunk_info.many_tokens) * Sizes::kSlab * 2 +
                                     (Sizes::kHasBothStates ? Tiles::kStateBytes : 0));
       copy_rows(tile.u, maps.v, row, v, chunk_info.head, chunk_info, barrier);
-      copy_rows(tile.dout, maps.dout, chunk_info.piece.start, v, chunk_info.output_head, chunk_info, barrier);
+      copy_rows(tile.dout, maps.dout, chunk_info.range.start, v, chunk_info.output_head, chunk_info, barrier);
       copy_rows(tile.g, maps.dz, row, v, chunk_info.head, chunk_info, barrier);
       if (Sizes::kHasBothStates) {
         copy_state(tile.gradients, maps.gradients, chunk_info.number, v, barrier);
@@ -133,14 +133,14 @@ class GradientLoads {
                               [&](int, const TmaCoords& at) { tma_prefetch(maps.gradients, at); });
       }
     } else {
-      const int64_t batch = chunk_info.piece.sequence.batch, row = chunk_info.piece.start * p.shape.n;
+      const int64_t batch = chunk_info.range.sequence.batch, row = chunk_info.range.start * p.shape.n;
       const int cols = p.shape.V - v;
       load_async<kThreads>(tile.u, at<T>(p.v, batch, row, chunk_info.head, v), p.v.stride[1], chunk_info.rows,
                            cols, threadIdx.x);
       load_async<kThreads>(tile.g, at<T>(p.dz, batch, row, chunk_info.head, v), p.dz.stride[1],
                            chunk_info.rows, cols, threadIdx.x);
       load_tokens<kThreads>(tile.dout,
-                            at<T>(p.dout, batch, chunk_info.piece.start, chunk_info.output_head, v),
+                            at<T>(p.dout, batch, chunk_info.range.start, chunk_info.output_head, v),
                             p.dout.stride[1], cols, chunk_info);
       if (Sizes::kHasBothStates) {
         load_state(tile.gradients, p.gradients, chunk_info.number, v);
@@ -167,11 +167,11 @@ class GradientLoads {
     if constexpr (kHasTma) {
       if (threadIdx.x % Threads != 0) return;
       arrive_expect_tx(&tile.barriers->queries, token_rows(chunk_info.many_tokens) * D * 2);
-      copy_rows(tile.q, maps.q, chunk_info.piece.start, 0, query_head_index(chunk_info), chunk_info,
+      copy_rows(tile.q, maps.q, chunk_info.range.start, 0, query_head_index(chunk_info), chunk_info,
                 &tile.barriers->queries);
     } else {
       load_tokens<Threads>(tile.q,
-                           at<T>(p.q, chunk_info.piece.sequence.batch, chunk_info.piece.start,
+                           at<T>(p.q, chunk_info.range.sequence.batch, chunk_info.range.start,
                                  query_head_index(chunk_info), 0),
                            p.q.stride[1], p.shape.D, chunk_info);
       commit_copies();
@@ -183,15 +183,15 @@ class GradientLoads {
       if (threadIdx.x != 0) return;
 #pragma unroll
       for (int col = 0; col < D; col += 64) {
-        tma_prefetch(maps.q, {col, static_cast<int>(chunk_info.piece.start), query_head_index(chunk_info),
-                              static_cast<int>(chunk_info.piece.sequence.batch)});
+        tma_prefetch(maps.q, {col, static_cast<int>(chunk_info.range.start), query_head_index(chunk_info),
+                              static_cast<int>(chunk_info.range.sequence.batch)});
       }
     } else {
       constexpr int kLines = D / 64;
-      const T* const from = at<T>(p.q, chunk_info.piece.sequence.batch, chunk_info.piece.start,
+      const T* const from = at<T>(p.q, chunk_info.range.sequence.batch, chunk_info.range.start,
                                   query_head_index(chunk_info), 0);
       const int row = threadIdx.x / kLines, col = threadIdx.x % kLines * 64;
-      if (row < chunk_info.piece.length && col < p.shape.D) prefetch(from + row * p.q.stride[1] + col);
+      if (row < chunk_info.range.length && col < p.shape.D) prefetch(from + row * p.q.stride[1] + col);
     }
   }
 
@@ -212,10 +212,10 @@ class GradientLoads {
   __device__ void wait_values(const ChunkInfo& chunk_info, int slab) const {
     if constexpr (kHasTma) {
       wait(&tile.barriers->values, slab & 1);
-      if (chunk_info.rows < kDeltaChunkRows || chunk_info.piece.length < token_rows(chunk_info.many_tokens)) {
+      if (chunk_info.rows < kDeltaChunkRows || chunk_info.range.length < token_rows(chunk_info.many_tokens)) {
         clear_after<kThreads>(tile.u, chunk_info.rows, kDeltaChunkRows);
         clear_after<kThreads>(tile.g, chunk_info.rows, kDeltaChunkRows);
-        clear_after<kThreads>(tile.dout, chunk_info.piece.length, token_rows(chunk_info.many_tokens));
+        clear_after<kThreads>(tile.dout, chunk_info.range.length, token_rows(chunk_info.many_tokens));
         sync_tiles();
       }
     } else {
@@ -236,7 +236,7 @@ class GradientLoads {
   __device__ void wait_queries(const ChunkInfo& chunk_info) const {
     if constexpr (kHasTma) {
       wait(&tile.barriers->queries, 0);
-      clear_after<Threads>(tile.q, chunk_info.piece.length, token_rows(chunk_info.many_tokens));
+      clear_after<Threads>(tile.q, chunk_info.range.length, token_rows(chunk_info.many_tokens));
     } else {
       wait_copies<0>();
     }
@@ -268,7 +268,7 @@ class GradientLoads {
 #pragma unroll
     for (int i = 0; i < Cols; i += 64) {
       tma_load(shared_address(tile.block(i).data), maps,
-               {col + i, static_cast<int>(row), head, static_cast<int>(chunk_info.piece.sequence.batch)},
+               {col + i, static_cast<int>(row), head, static_cast<int>(chunk_info.range.sequence.batch)},
                barrier);
     }
   }
@@ -313,11 +313,11 @@ class GradientLoads {
     const int thread = threadIdx.x % Threads;
     if constexpr (!Sizes::kHasBothStates) {
       if (!chunk_info.many_tokens) {
-        load_async<Threads>(HalfTile<T, Cols>{tile}, from, stride, chunk_info.piece.length, cols, thread);
+        load_async<Threads>(HalfTile<T, Cols>{tile}, from, stride, chunk_info.range.length, cols, thread);
         return;
       }
     }
-    load_async<Threads>(tile, from, stride, chunk_info.piece.length, cols, thread);
+    load_async<Threads>(tile, from, stride, chunk_info.range.length, cols, thread);
   }
 };
 

@@ -68,7 +68,7 @@ struct GradientGrid {
 // Chunk data of a block, in shared memory: in registers it would be spilled, and the L1 cache is small beside
 // the shared memory.
 struct ChunkInfo {
-  TokenRange piece;
+  TokenRange range;
   uint32_t number;  // index of chunk and memory head
   int head, output_head, rows;
   bool first;        // first query head of the memory head

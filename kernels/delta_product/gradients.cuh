@@ -58,8 +58,8 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
     chunk_info.number = chunk_and_head;
     chunk_info.first = output_head == head * grid.members.by;
     chunk_info.many_tokens = many_tokens;
-    chunk_info.piece = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
-    chunk_info.rows = chunk_info.piece.length * p.shape.n;
+    chunk_info.range = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
+    chunk_info.rows = chunk_info.range.length * p.shape.n;
     *tile.chunk_info = chunk_info;
     // (Letting the other threads continue to their own wait meanwhile is slower.)
     if (kHasTma && chunk_info.rows > 0) start(chunk_info);

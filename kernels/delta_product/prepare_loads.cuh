@@ -157,10 +157,10 @@ __device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
   const int n = p.shape.n;
   ChunkLoads<T> chunk;
   if (chunk_head.chunk < chunk_count) {
-    const TokenRange piece =
+    const TokenRange range =
         chunk_at(p.shape.tokens, chunk_head.chunk, delta_chunk_tokens(n), sequence_chunks);
-    const int64_t batch = piece.sequence.batch, first_row = piece.start * n;
-    chunk.rows = piece.length * n;
+    const int64_t batch = range.sequence.batch, first_row = range.start * n;
+    chunk.rows = range.length * n;
     chunk.keys = at<T>(p.k, batch, first_row, chunk_head.head / p.shape.key_share, 0);
     if (ReadKeys) chunk.read_keys = at<T>(p.b, batch, first_row, chunk_head.head, 0);
     if (chunk.rows > 0) {  // else no thread waits for the copies
@@ -174,7 +174,7 @@ __device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
           chunk.upper |= is_upper(p.beta.data, beta) << half;
         }
         if (p.g.data == nullptr) continue;
-        const int64_t gate = offset_of(p.g, batch, piece.start + row / n, chunk_head.head);
+        const int64_t gate = offset_of(p.g, batch, range.start + row / n, chunk_head.head);
         copy_element_async(space.log_decay() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
         chunk.upper |= is_upper(p.g.data, gate) << (half + 2);
       }

@@ -32,7 +32,7 @@ __device__ inline void run_reverse_store_warps(const ReverseParams& params, cons
                                    warp_of_role);
     arrive_warp(&barriers.state_empty[state_pipe.stage]);
     T* const dz =
-        at<T>(p.dz, work.piece.sequence.batch, (work.piece.start + c * tokens) * n, work.head, work.col);
+        at<T>(p.dz, work.range.sequence.batch, (work.range.start + c * tokens) * n, work.head, work.col);
     wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
     store_rows<kReverseStoreWarps>(space.update(state_pipe.stage), dz, p.dz.stride[1],
                                    chunk_length(work, tokens, c) * n, cols, warp_of_role);

@@ -91,7 +91,7 @@ __device__ inline void run_reverse_load_warps(const ReverseParams& params, const
   using Keys = BlockTile<T, D>;
   const DeltaReverse& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads;
-  const int64_t batch = work.piece.sequence.batch, token = work.piece.start, row = token * n,
+  const int64_t batch = work.range.sequence.batch, token = work.range.start, row = token * n,
                 first_head = static_cast<int64_t>(work.head) * group;
   const StageCopier<Keys> keys(at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
                                p.shape.D, thread);

@@ -28,11 +28,11 @@ __device__ inline float2 inverse_lengths(const AFragment<K>& q) {
 // two rows.
 __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFactors& chunk_factors, int n,
                                            int first, bool has_factors, float2 factor, float2 log) {
-  const int seen_by_all = (first + 1) * n, seen = (first + kTileRows) * n;
+  const int visible_to_all = (first + 1) * n, visible = (first + kTileRows) * n;
   if (has_factors) {
 #pragma unroll
     for (int tile = 0; tile < kChunkTiles; ++tile) {
-      if (tile * kTileRows >= seen) continue;
+      if (tile * kTileRows >= visible) continue;
 #pragma unroll
       for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
         float(&x)[4] = scores.at[i];
@@ -50,7 +50,7 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
   const int left = (first + lane_row() + 1) * n - lane_col();
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile) {
-    if ((tile + 1) * kTileRows <= seen_by_all) continue;
+    if ((tile + 1) * kTileRows <= visible_to_all) continue;
 #pragma unroll
     for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
 #pragma unroll
@@ -88,7 +88,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
   const auto load_query = [&](int chunk, int member) {
     if (chunk < work.chunks) {
       const TileCopier<32, typename Storage::Query> rows(
-          at<T>(p.q, work.piece.sequence.batch, work.piece.start,
+          at<T>(p.q, work.range.sequence.batch, work.range.start,
                 (static_cast<int64_t>(work.head) * group + member) / p.shape.query_share, 0),
           p.q.stride[1], p.shape.D, lane());
       const int token = chunk * tokens + first;
@@ -156,7 +156,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
       wgmma_wait<kPrefetchScores ? 1 : 0>(o);
       keep_registers(masked_scores);
       if (last) arrive_state_empty<Cluster>(barriers.state_empty[state_pipe.stage]);
-      T* const to = at<T>(p.o, work.piece.sequence.batch, work.piece.start + c * tokens,
+      T* const to = at<T>(p.o, work.range.sequence.batch, work.range.start + c * tokens,
                           static_cast<int64_t>(work.head) * group + member, work.col);
       store_rows<T>(o, to, p.o.stride[1], first, chunk_length(work, tokens, c), cols);
       if (!kPrefetchScores) start_scores(next_chunk, next_member);

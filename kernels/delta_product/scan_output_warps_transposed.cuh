@@ -32,7 +32,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
   // Phases of barriers as in run_output_warps().
 
   const TileCopier<128, typename Storage::TransposedOutputStorage::Query> queries(
-      at<T>(p.q, work.piece.sequence.batch, work.piece.start,
+      at<T>(p.q, work.range.sequence.batch, work.range.start,
             static_cast<int64_t>(work.head) * group / p.shape.query_share, 0),
       p.q.stride[1], p.shape.D, 32 * warp + lane());
   const auto load_query = [&](int chunk, int member) {
@@ -116,7 +116,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       round_to_a_fragment<T>(rounded, o);
       store_transposed(group_storage.out, rounded, warp);
       sync_group();
-      T* const to = at<T>(p.o, work.piece.sequence.batch, work.piece.start + c * tokens,
+      T* const to = at<T>(p.o, work.range.sequence.batch, work.range.start + c * tokens,
                           static_cast<int64_t>(work.head) * group + member, work.col);
       store_rows<4>(group_storage.out, to, p.o.stride[1], chunk_length(work, tokens, c), cols, warp);
     }

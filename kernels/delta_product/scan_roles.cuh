@@ -11,7 +11,7 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
   const DeltaScan& p = params.scan;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n);
   auto& barriers = space.barriers();
-  const int64_t batch = work.piece.sequence.batch, row = work.piece.start * n;
+  const int64_t batch = work.range.sequence.batch, row = work.range.start * n;
   using Keys = BlockTile<T, D>;
   const StageCopier<Keys> keys(at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
                                p.shape.D, thread);

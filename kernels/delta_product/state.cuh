@@ -166,7 +166,7 @@ __device__ inline void load_initial_state(State<D>& s, const DeltaShape& shape, 
       s.slab[i / 8].at[i % 8][j] = d == col + j / 2 * 8 && d < shape.D ? 1.f : 0.f;
     });
   } else if (initial.data != nullptr && (work.is_first || !grid.is_local)) {
-    const int64_t number = grid.is_local ? work.piece.sequence.index : work.state_index;
+    const int64_t number = grid.is_local ? work.range.sequence.index : work.state_index;
     const float* from = static_cast<const float*>(initial.data) + offset_of(initial, number, work.head);
     for_each_state_element(s, shape, work, first_col, from, initial.stride[2], initial.stride[3],
                            [](float& x, const float& at) { x = at; });
@@ -177,7 +177,7 @@ template <int D>
 __device__ inline void store_final_state(State<D>& s, const DeltaShape& shape, const ScanGrid& grid,
                                          const BlockWork& work, int first_col, const OutputTensor<4>& final) {
   if (!work.is_last && !grid.is_local) return;
-  const int64_t number = grid.is_local ? work.state_index : work.piece.sequence.index;
+  const int64_t number = grid.is_local ? work.state_index : work.range.sequence.index;
   float* to = static_cast<float*>(final.data) + offset_of(final, number, work.head);
   if (work.is_transition) to += shape.V * final.stride[3];
   for_each_state_element(s, shape, work, first_col, to, final.stride[2], final.stride[3],

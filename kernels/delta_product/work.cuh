@@ -28,7 +28,7 @@ __device__ inline TokenRange chunk_at(const SequenceLayout& all, int64_t number,
 }
 
 struct BlockWork {
-  TokenRange piece;
+  TokenRange range;
   int64_t state_index;  // index of the initial and final state
   int64_t first_chunk;  // index of the first chunk
   int head, col;        // head; first column
@@ -75,7 +75,7 @@ __device__ inline bool find_work(const DeltaShape& shape, const ScanGrid& grid, 
     // The whole block waits for this result. Avoiding the 64-bit divisions of the other branch saves 0.5 us.
     const unsigned sequence = grid.segments.divide(number), index = number - sequence * grid.segments.by;
     const int64_t before = index * grid.segment_chunks;
-    work.piece = {sequence_at(shape.tokens, sequence), index, index * grid.segment, 0};
+    work.range = {sequence_at(shape.tokens, sequence), index, index * grid.segment, 0};
     work.chunks = static_cast<int>(min(grid.segment_chunks, grid.chunks - before));
     work.first_chunk = sequence * grid.chunks + before;
     starts = index == 0, ends = index + 1 == grid.segments.by;
@@ -84,17 +84,17 @@ __device__ inline bool find_work(const DeltaShape& shape, const ScanGrid& grid, 
     int64_t length;
     if (grid.segment == 0) {
       const Sequence sequence = sequence_at(shape.tokens, number);
-      work.piece = {sequence, 0, sequence.start, 0};
+      work.range = {sequence, 0, sequence.start, 0};
       length = sequence.end - sequence.start;
     } else {
-      work.piece = token_range_at(shape.tokens, number, grid.segment);
-      length = work.piece.length;
-      if (length == 0 && work.piece.index != 0) return false;
-      starts = work.piece.index == 0, ends = work.piece.start + length == work.piece.sequence.end;
+      work.range = token_range_at(shape.tokens, number, grid.segment);
+      length = work.range.length;
+      if (length == 0 && work.range.index != 0) return false;
+      starts = work.range.index == 0, ends = work.range.start + length == work.range.sequence.end;
     }
     work.chunks = static_cast<int>((length + tokens - 1) / tokens);
-    work.first_chunk = first_token_range(shape.tokens, work.piece.sequence, tokens) +
-                       (work.piece.start - work.piece.sequence.start) / tokens;
+    work.first_chunk = first_token_range(shape.tokens, work.range.sequence, tokens) +
+                       (work.range.start - work.range.sequence.start) / tokens;
   }
   work.is_first = grid.reverse ? ends : starts;
   work.is_last = grid.reverse ? starts : ends;
@@ -103,9 +103,9 @@ __device__ inline bool find_work(const DeltaShape& shape, const ScanGrid& grid, 
 
 // Blocks of a launch; each block has `of` groups of columns.
 inline int64_t block_count(const DeltaShape& shape, const ScanGrid& grid, int groups_per_block = 1) {
-  const int64_t pieces =
+  const int64_t ranges =
       grid.segment == 0 ? shape.tokens.sequences : token_range_count(shape.tokens, grid.segment);
-  return pieces * shape.heads * divide_up(column_groups(shape, grid), groups_per_block);
+  return ranges * shape.heads * divide_up(column_groups(shape, grid), groups_per_block);
 }
 
 // Groups of columns that a launch with `is_local` does not skip, if every sequence has two segments or more.
@@ -116,7 +116,7 @@ inline int64_t count_local_groups(const DeltaShape& shape, const ScanGrid& grid)
 
 // Tokens of chunk c of the block.
 __device__ inline int chunk_length(const BlockWork& work, int tokens, int c) {
-  const int64_t left = work.piece.sequence.end - work.piece.start - static_cast<int64_t>(c) * tokens;
+  const int64_t left = work.range.sequence.end - work.range.start - static_cast<int64_t>(c) * tokens;
   return left < tokens ? static_cast<int>(left) : tokens;
 }
 

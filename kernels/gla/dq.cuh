@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
   const ChunkBlock block(shape, warp);
-  const TokenRange& piece = block.piece;
-  if (piece.length == 0) return;
+  const TokenRange& range = block.range;
+  if (range.length == 0) return;
 
   block.load<kWarpgroupThreads>(tile.g, p.g, block.head, 0, shape.M);
   block.load<kWarpgroupThreads>(tile.k, p.k, block.head, 0, shape.M);
@@ -67,13 +67,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
                 [&](int) { add_slab<Side::earlier, T>(a, dq, tile.dout, tile.v, tile.s, warp); });
   store_diagonal(tile.own, a, warp);
   __syncwarp();
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.s, p.k, {}, piece, block.head, shape.M);
+  reads.template split_into_blocks<kWarpgroupThreads>(tile.s, p.k, {}, range, block.head, shape.M);
   // The loads of q are in flight during the read. Rows and columns outside of the array are clamped and not
   // stored.
   uint32_t q_pairs[M / 8][2];
-  const T* q_rows = chunk_rows<T>(p.q, piece, block.query_head);
+  const T* q_rows = chunk_rows<T>(p.q, range, block.query_head);
   for_each_register_pair<M / 8>([&](int n, int i) {
-    const int row = min(kWarpRows * warp + lane_row() + 8 * i, piece.length - 1);
+    const int row = min(kWarpRows * warp + lane_row() + 8 * i, range.length - 1);
     q_pairs[n][i] = *reinterpret_cast<const uint32_t*>(q_rows + row * p.q.stride[1] +
                                                        min(8 * n + lane_col(), shape.M - 2));
   });
@@ -81,14 +81,14 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
 
   // w = q dq without the rows' own tokens, then the remaining terms of dq, and q for the reverse scan.
   const SharedTile<T, kChunk, M> keys{reads.is_factored ? tile.k.data : tile.s.data};
-  float* w_rows = chunk_rows<float>(p.gate_terms.w, piece, block.query_head);
+  float* w_rows = chunk_rows<float>(p.gate_terms.w, range, block.query_head);
   Accumulator<M / 8> q;
 #pragma unroll
   for (int n = 0; n < M / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = kWarpRows * warp + lane_row() + 8 * i, col = 8 * n + lane_col();
-      const bool exists = row < piece.length && col < shape.M;
+      const bool exists = row < range.length && col < shape.M;
       float2 scaled_q = unpack_pair<T>(q_pairs[n][i]);
       scaled_q.x *= shape.scale, scaled_q.y *= shape.scale;
       float& left = dq.at[n][2 * i];
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   __syncthreads();  // v and do have been read: their tiles are the buffers for the stores
 #pragma unroll
   for (int m = 0; m < M; m += kSlab) {
-    store_rows<T>(dq, tile.v, warp, p.dq, piece, block.query_head, m, shape.M, 0, m / 8);
-    store_rows<T>(q, tile.dout, warp, p.q_scan, piece, block.query_head, m, shape.M, 0, m / 8);
+    store_rows<T>(dq, tile.v, warp, p.dq, range, block.query_head, m, shape.M, 0, m / 8);
+    store_rows<T>(q, tile.dout, warp, p.q_scan, range, block.query_head, m, shape.M, 0, m / 8);
   }
 }
 

@@ -54,7 +54,7 @@ struct HeadGradientBlock {
   bool has_partner_terms;  // the warpgroup has terms with rows of the partner
   bool has_gates, is_at_start;
   int key, keys, query_head, head, key_head, q_head;
-  TokenRange piece, partner;
+  TokenRange range, partner;
   const T *dout, *values, *s, *ds;
   const OutputTensor<4>* out;  // the output, dq or dk
 
@@ -87,7 +87,7 @@ struct HeadGradientBlock {
   __device__ void store_dg_parts() const;
 
   __device__ void store_columns(const Accumulator<8>& sums, int buffer_col, int col) const {
-    store_rows_as<T>(sums, x.block(buffer_col), opaque_value(warp), *out, piece, opaque_value(query_head),
+    store_rows_as<T>(sums, x.block(buffer_col), opaque_value(warp), *out, range, opaque_value(query_head),
                      key + col, shape.D);
   }
   __device__ int first() const { return kWarpRows * warp + lane_row(); }  // first of the lane's two rows
@@ -110,8 +110,8 @@ struct HeadGradientBlock {
   // (Values derived from the thread index are recomputed for each slab, as there are no registers for them.)
   __device__ void load_rows(int v) const {
     const int thread = opaque_value(this->thread);
-    load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], piece.length, shape.V - v, thread);
-    load_async<kThreads>(tile.v, values + v, p.v.stride[1], piece.length, shape.V - v, thread);
+    load_async<kThreads>(tile.dout, dout + v, p.dout.stride[1], range.length, shape.V - v, thread);
+    load_async<kThreads>(tile.v, values + v, p.v.stride[1], range.length, shape.V - v, thread);
   }
   __device__ void load_states(const Slab& at) const {
     const int thread = opaque_value(this->thread);
@@ -144,19 +144,19 @@ __device__ inline bool HeadGradientBlock<T, D>::init() {
   block_index /= parts;
   query_head = static_cast<int>(block_index % shape.query_heads), head = query_head / group;
   key_head = head / shape.key_share, q_head = query_head / shape.query_share;
-  piece = token_range_at(shape.tokens, block_index / shape.query_heads, kChunk);
+  range = token_range_at(shape.tokens, block_index / shape.query_heads, kChunk);
   has_gates = p.dg.data != nullptr;
-  if (piece.length == 0) {
+  if (range.length == 0) {
     if (has_gates && thread == 0) p.partner_gate_terms[blockIdx.x] = 0.f;
     return false;
   }
-  partner = partner_chunk(piece);
-  const bool second = piece.index % 2 == 1;
+  partner = partner_chunk(range);
+  const bool second = range.index % 2 == 1;
   has_partner_terms = __shfl_sync(~0u, static_cast<int>(is_dk != second), 0) != 0;
-  dout = chunk_rows<T>(p.dout, piece, query_head);
-  values = chunk_rows<T>(p.v, piece, head);
+  dout = chunk_rows<T>(p.dout, range, query_head);
+  values = chunk_rows<T>(p.v, range, head);
   const int64_t state = static_cast<int64_t>(shape.V) * shape.D;
-  const int64_t pair = first_token_range(shape.tokens, piece.sequence, kHeadPair) + piece.index / 2;
+  const int64_t pair = first_token_range(shape.tokens, range.sequence, kHeadPair) + range.index / 2;
   s = static_cast<const T*>(p.states) + (pair * shape.heads + head) * state + key;
   ds = static_cast<const T*>(p.gradients) + (pair * shape.query_heads + query_head) * state + key;
 
@@ -168,20 +168,20 @@ template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::start() {
   load_rows(0);
   load_partner(0);
-  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, piece, q_head) + key, p.q.stride[1], piece.length, keys,
+  load_async<kThreads>(tile.q, chunk_rows<T>(p.q, range, q_head) + key, p.q.stride[1], range.length, keys,
                        thread);
-  load_async<kThreads>(tile.k, chunk_rows<T>(p.k, piece, key_head) + key, p.k.stride[1], piece.length, keys,
+  load_async<kThreads>(tile.k, chunk_rows<T>(p.k, range, key_head) + key, p.k.stride[1], range.length, keys,
                        thread);
   commit_copies();
   load_states({0, 0});
   commit_copies();
   prefetch_states(next_slab({0, 0}));
   if (warp == 0) {
-    GatePair::load(shape.g, piece.sequence, is_dk ? partner.start : piece.start, head,
-                   is_dk ? partner.length : piece.length)
+    GatePair::load(shape.g, range.sequence, is_dk ? partner.start : range.start, head,
+                   is_dk ? partner.length : range.length)
         .store_prefix_sums(is_dk ? tile.partner_sums : tile.sums);
   }
-  is_at_start = piece.index < 2 && p.initial.data != nullptr;
+  is_at_start = range.index < 2 && p.initial.data != nullptr;
   x.data = is_dk ? tile.v.data : tile.dout.data, y.data = is_dk ? tile.dout.data : tile.v.data;
   h.data = is_dk ? tile.ds.data : tile.s.data;
   z.data = is_dk ? tile.q.data : tile.k.data, own.data = is_dk ? tile.k.data : tile.q.data;

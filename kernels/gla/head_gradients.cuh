@@ -61,11 +61,11 @@ __device__ inline float2 row_products(const Accumulator<N>& x, const Tile& rows,
 }
 
 // The thread's part of <S, dS> before the first token of the sequence, for keys `key` to `key` + D - 1.
-__device__ inline float initial_state_dot(const HeadGradients& p, const TokenRange& piece, int query_head,
+__device__ inline float initial_state_dot(const HeadGradients& p, const TokenRange& range, int query_head,
                                           int key, int D) {
   const HeadShape& shape = p.shape;
   const auto rows = [&](const InputTensor<4>& x, int head) {
-    return static_cast<const float*>(x.data) + piece.sequence.index * x.stride[0] + head * x.stride[1];
+    return static_cast<const float*>(x.data) + range.sequence.index * x.stride[0] + head * x.stride[1];
   };
   const float* state = rows(p.initial, query_head / (shape.query_heads / shape.heads));
   const float* gradient = rows(p.dinitial, query_head);
@@ -195,7 +195,7 @@ __device__ inline void HeadGradientBlock<T, D>::finish_columns(int col) {
 template <typename T, int D>
 __device__ inline void HeadGradientBlock<T, D>::compute_gradient() {
   fill(gradient, 0.f);
-  if (has_gates && is_at_start && !is_second()) state_dot = initial_state_dot(p, piece, query_head, key, D);
+  if (has_gates && is_at_start && !is_second()) state_dot = initial_state_dot(p, range, query_head, key, D);
   if (shape.V > kWide) {
     __syncthreads();
     load_rows(0);
@@ -305,10 +305,10 @@ __device__ inline void HeadGradientBlock<T, D>::store_dg_parts() const {
   }
   if (lane() == 0) p.partner_gate_terms[blockIdx.x] = partner_sum;
   const unsigned terms_per_token = shape.query_heads * ((shape.D + D - 1) / D);
-  const int64_t token = piece.sequence.batch * shape.tokens.tokens + piece.start + 2 * lane();
+  const int64_t token = range.sequence.batch * shape.tokens.tokens + range.start + 2 * lane();
   float* dg = p.dg_parts + token * terms_per_token + blockIdx.x % terms_per_token;
-  if (2 * lane() < piece.length) *dg = outside + after + earlier;
-  if (2 * lane() + 1 < piece.length) dg[terms_per_token] = outside + later + row.y + earlier + col.x;
+  if (2 * lane() < range.length) *dg = outside + after + earlier;
+  if (2 * lane() + 1 < range.length) dg[terms_per_token] = outside + later + row.y + earlier + col.x;
 }
 
 template <typename T, int D>

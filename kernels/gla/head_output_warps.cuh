@@ -75,8 +75,8 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
     if (!kHolds) named_barrier_sync(1, 128);
     const SharedTile<T, kChunk, kSlab> out =
         kHolds ? output_buffer_at(output_warpgroup).block(0) : stage.q.block(0);
-    const TokenRange piece{range.sequence, 0, range.start + token, range.count_rows(token)};
-    store_rows_as<T>(o, out, row_block, p.o, piece, query_head, col, shape.V);
+    const TokenRange chunk_range{range.sequence, 0, range.start + token, range.count_rows(token)};
+    store_rows_as<T>(o, out, row_block, p.o, chunk_range, query_head, col, shape.V);
     if (!kHolds) arrive(&ring.stage_empty[at.stage]);
     at.skip(params.output_warpgroups, params.stages), of_values.skip(params.output_warpgroups, params.values);
     from.skip(params.output_warpgroups, params.state_stages);

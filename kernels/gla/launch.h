@@ -26,9 +26,9 @@ __host__ __device__ inline int count_state_heads(const HeadRead& read) {
 }
 
 // The other chunk of the pair; its length is 0 if the sequence ends before it.
-__device__ inline TokenRange partner_chunk(const TokenRange& piece) {
-  const int64_t index = piece.index ^ 1, start = piece.sequence.start + index * kChunk;
-  return {piece.sequence, index, start, static_cast<int>(clamp(piece.sequence.end - start, 0, kChunk))};
+__device__ inline TokenRange partner_chunk(const TokenRange& range) {
+  const int64_t index = range.index ^ 1, start = range.sequence.start + index * kChunk;
+  return {range.sequence, index, start, static_cast<int>(clamp(range.sequence.end - start, 0, kChunk))};
 }
 
 template <typename T, int D, bool Reverse>

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
   const ChunkBlock block(shape, warp);
-  if (block.piece.length == 0) return;
+  if (block.range.length == 0) return;
 
   block.load<kWarpgroupThreads>(tile.g, p.g, block.head, 0, shape.M);
   block.load<kWarpgroupThreads>(tile.k, p.k, block.head, 0, shape.M);
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   RowReads<T, M> reads;
   reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {warp_scratch(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.raw, p.k, {}, block.piece, block.head, shape.M);
+  reads.template split_into_blocks<kWarpgroupThreads>(tile.raw, p.k, {}, block.range, block.head, shape.M);
   wait_copies<0>();
   __syncthreads();
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.s);
     add_score_product<Side::earlier, T>(o, w, tile.v, warp);
-    store_rows<T>(o, staging, warp, p.o, block.piece, block.query_head, v, shape.V);
+    store_rows<T>(o, staging, warp, p.o, block.range, block.query_head, v, shape.V);
   });
 }
 

@@ -24,7 +24,7 @@ struct ChunkBlock {
   const int warp, warpgroup;               // index in the warpgroup; index of the warpgroup
   const int query_head, group_size, head;  // queries: number of query heads of the memory head
   const int64_t chunk;
-  TokenRange piece;
+  TokenRange range;
 
   __device__ ChunkBlock(const GsaShape& shape, int warp, int warpgroup = 0)
       : shape(shape),
@@ -34,7 +34,7 @@ struct ChunkBlock {
         group_size(shape.query_heads / shape.heads),
         head(query_head / group_size),
         chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
-        piece(token_range_at(shape.tokens, chunk, kChunk)) {}
+        range(token_range_at(shape.tokens, chunk, kChunk)) {}
 
   // True for the first of the query heads that share the memory head.
   __device__ bool is_group_leader() const { return query_head % group_size == 0; }
@@ -42,7 +42,7 @@ struct ChunkBlock {
   // Called by all threads of the block. Starts the copy of the rows of head `of`, from column `col`.
   template <int Threads, class Tile>
   __device__ void load(const Tile& tile, const InputTensor<4>& from, int of, int col, int width) const {
-    load_rows<Threads>(tile, from, piece, of, col, width);
+    load_rows<Threads>(tile, from, range, of, col, width);
   }
   // Starts the copy of `rows` rows of the state, from row `first`.
   template <int Threads, class Tile>
@@ -55,7 +55,7 @@ struct ChunkBlock {
   __device__ void load_slots(const G& to_g, const InputTensor<4>& g, const S& to_s,
                              const InputTensor<4>& s) const {
     load<Threads>(to_g, g, head, 0, shape.M);
-    load_weights<Threads>(to_s, s, g, piece, head, shape.M);
+    load_weights<Threads>(to_s, s, g, range, head, shape.M);
     commit_copies();
   }
 };
@@ -93,11 +93,11 @@ __device__ inline void add_slab(Scores& a, Accumulator<N>& sums, const Tile& x, 
 // 16 bytes each.
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows(const Accumulator<N>& sums, const SharedTile<T, kChunk, kSlab>& staging,
-                                  int warp, const OutputTensor<4>& array, const TokenRange& piece, int head,
+                                  int warp, const OutputTensor<4>& array, const TokenRange& range, int head,
                                   int first_col, int cols, int at = 0, int n0 = 0) {
-  T* to = chunk_rows<T>(array, piece, head) + first_col;
+  T* to = chunk_rows<T>(array, range, head) + first_col;
   const int64_t stride = array.stride[1];
-  const int rows = piece.length;
+  const int rows = range.length;
   cols -= first_col;
   __syncwarp();
   for_each_register_pair<Eights>([&](int n, int i) {

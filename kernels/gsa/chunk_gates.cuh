@@ -47,22 +47,22 @@ __device__ inline void apply_shift(Accumulator<N>& x) {
 
 // The rows of one chunk and head of an array [B, T, heads, width].
 template <typename T, template <int> class Array>
-__device__ inline auto chunk_rows(const Array<4>& array, const TokenRange& piece, int head) {
-  return at<T>(array, piece.sequence.batch, piece.start, head);
+__device__ inline auto chunk_rows(const Array<4>& array, const TokenRange& range, int head) {
+  return at<T>(array, range.sequence.batch, range.start, head);
 }
 // Called by all threads of the block. Starts the copy of these rows, columns `col` to `width`.
 template <int Threads, class Tile>
-__device__ inline void load_rows(const Tile& tile, const InputTensor<4>& from, const TokenRange& piece,
+__device__ inline void load_rows(const Tile& tile, const InputTensor<4>& from, const TokenRange& range,
                                  int head, int col, int width) {
-  load_async<Threads>(tile, chunk_rows<typename Tile::Element>(from, piece, head) + col, from.stride[1],
-                      piece.length, width - col, threadIdx.x);
+  load_async<Threads>(tile, chunk_rows<typename Tile::Element>(from, range, head) + col, from.stride[1],
+                      range.length, width - col, threadIdx.x);
 }
 
 // 1 - e^g of two neighbouring columns. Rows and columns outside of the array are clamped.
 template <typename T>
-__device__ inline uint32_t complement_pair(const InputTensor<4>& g, const TokenRange& piece, int head,
+__device__ inline uint32_t complement_pair(const InputTensor<4>& g, const TokenRange& range, int head,
                                            int slots, int row, int col) {
-  const float* gates = chunk_rows<float>(g, piece, head) + min(row, piece.length - 1) * g.stride[1];
+  const float* gates = chunk_rows<float>(g, range, head) + min(row, range.length - 1) * g.stride[1];
   const float2 pair = *reinterpret_cast<const float2*>(gates + min(col, slots - 2));
   return pack_pair<T>(one_minus_exp(pair.x), one_minus_exp(pair.y));
 }
@@ -70,16 +70,16 @@ __device__ inline uint32_t complement_pair(const InputTensor<4>& g, const TokenR
 // Called by all threads of the block. Starts the copy of s, or writes 1 - e^g if s is absent.
 template <int Threads, typename T, int M>
 __device__ inline void load_weights(const SharedTile<T, kChunk, M>& s, const InputTensor<4>& from,
-                                    const InputTensor<4>& g, const TokenRange& piece, int head, int slots) {
+                                    const InputTensor<4>& g, const TokenRange& range, int head, int slots) {
   if (from.data != nullptr) {
-    load_rows<Threads>(s, from, piece, head, 0, slots);
+    load_rows<Threads>(s, from, range, head, 0, slots);
     return;
   }
-  const float* gates = chunk_rows<float>(g, piece, head);
+  const float* gates = chunk_rows<float>(g, range, head);
   for (int i = threadIdx.x; i < kChunk * M / 4; i += Threads) {
     const int row = i / (M / 4), col = i % (M / 4) * 4;
     Pack<4> pack = zeros<4>();
-    if (row < piece.length && col < slots) pack = load<4>(gates + row * g.stride[1] + col);
+    if (row < range.length && col < slots) pack = load<4>(gates + row * g.stride[1] + col);
     *reinterpret_cast<uint2*>(&s.at(row, col)) = {
         pack_pair<T>(one_minus_exp(pack.at[0]), one_minus_exp(pack.at[1])),
         pack_pair<T>(one_minus_exp(pack.at[2]), one_minus_exp(pack.at[3]))};

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 1)
   using Block = GatedDkvBlock<T, M, Memories>;
   extern __shared__ __align__(128) unsigned char shared[];
   Block block(p, shared);
-  if (block.piece.length == 0) return;
+  if (block.range.length == 0) return;
   block.start_loads();
   // Loads of the states for the edge, while the copies are in flight. The states are in the L2 cache: the
   // block of the previous chunk has read them.
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 1)
   // added last.
   Accumulator<8> u;
   fill(u, 0.f);
-  const float* w_rows = chunk_rows<float>(p.w, block.piece, block.query_head);
+  const float* w_rows = chunk_rows<float>(p.w, block.range, block.query_head);
   if (is_factored) {
     block.template accumulate_memories<true>(u, w_rows);
   } else {

@@ -50,7 +50,7 @@ struct GatedDkvBlock {
   const int warp, warpgroup, query_head, head;
   const bool is_group_leader;  // whether this is the first query head of the memory head
   const int64_t chunk;
-  const TokenRange piece;
+  const TokenRange range;
   RowWrites<T, M> writes;
 
   __device__ GatedDkvBlock(const GatedDkv& p, unsigned char* shared)
@@ -63,7 +63,7 @@ struct GatedDkvBlock {
         head(query_head / (shape.query_heads / shape.heads)),
         is_group_leader(query_head % (shape.query_heads / shape.heads) == 0),
         chunk(blockIdx.x / static_cast<unsigned>(shape.query_heads)),
-        piece(token_range_at(shape.tokens, chunk, kChunk)) {}
+        range(token_range_at(shape.tokens, chunk, kChunk)) {}
 
   // Starts the copies of g and s, then of the first slab of the first memory.
   __device__ void start_loads() const;
@@ -92,11 +92,11 @@ struct GatedDkvBlock {
   __device__ const DkvMemory& memory(int i) const { return p.memory[i + 2 - Memories]; }
   // The first row of the memory in the states [D + V, M].
   __device__ int first_row(int i) const { return i + 2 - Memories == 0 ? 0 : shape.D; }
-  __device__ bool has_state_dot() const { return is_group_leader && piece.index > 0; }
+  __device__ bool has_state_dot() const { return is_group_leader && range.index > 0; }
 
   template <class Tile>
   __device__ void load(const Tile& to, const InputTensor<4>& from, int of, int col, int width) const {
-    load_async<kThreads>(to, chunk_rows<T>(from, piece, of) + col, from.stride[1], piece.length, width - col,
+    load_async<kThreads>(to, chunk_rows<T>(from, range, of) + col, from.stride[1], range.length, width - col,
                          threadIdx.x);
   }
   __device__ void load_slab(int i, int col, bool with_x = true) const {
@@ -127,8 +127,8 @@ struct GatedDkvBlock {
 
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::start_loads() const {
-  load_rows<kThreads>(tile.g, p.g, piece, head, 0, shape.M);
-  load_weights<kThreads>(tile.s, p.s, p.g, piece, head, shape.M);
+  load_rows<kThreads>(tile.g, p.g, range, head, 0, shape.M);
+  load_weights<kThreads>(tile.s, p.s, p.g, range, head, shape.M);
   commit_copies();
 #pragma unroll
   for (int i = 0; i < Memories; ++i) load(tile.y(i), memory(i).y_scan, query_head, 0, shape.M);
@@ -175,7 +175,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::store_state_dot(const Stat
         state_dot.template add<T>(two);
       }
     } else if (is_group_leader) {
-      state_dot.add_start(m.initial, m.dinitial, piece, head, m.width, shape.M, threadIdx.x);
+      state_dot.add_start(m.initial, m.dinitial, range, head, m.width, shape.M, threadIdx.x);
     }
   }
   state_dot.store(tile.state_dot + threadIdx.x / 32 * M);
@@ -193,7 +193,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::load_unscaled() const {
 
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::prefetch_w(const float* w_rows) const {
-  for (int j = threadIdx.x; j < piece.length * (M / 32); j += kThreads) {
+  for (int j = threadIdx.x; j < range.length * (M / 32); j += kThreads) {
     const int col = j % (M / 32) * 32;
     if (col < shape.M) prefetch(w_rows + j / (M / 32) * p.w.stride[1] + col);
   }
@@ -263,7 +263,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::store_dx(int i, const AFra
     if (IsFactored) apply_shift<T>(dx);  // the product with s~ below contains 2^factor_shift
     add_tile_product_transposed<2>(dx, tile.end, kWarpRows * warp, tile.gradient, warpgroup_col);
     if (IsFactored) apply_shift<T, true>(dx);
-    store_rows_as<T, kEights>(dx, tile.x, warp, memory(i).dx, piece, query_head, col + warpgroup_col, width,
+    store_rows_as<T, kEights>(dx, tile.x, warp, memory(i).dx, range, query_head, col + warpgroup_col, width,
                               warpgroup_col);
   }
 }
@@ -297,7 +297,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::accumulate_memories(Accumu
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::load_w(float2 (&w)[8][2], const float* w_rows) const {
   for_each_register_pair([&](int n, int i, int row, int col) {
-    w[n][i] = *reinterpret_cast<const float2*>(w_rows + min(row, piece.length - 1) * p.w.stride[1] +
+    w[n][i] = *reinterpret_cast<const float2*>(w_rows + min(row, range.length - 1) * p.w.stride[1] +
                                                min(col, shape.M - 2));
   });
 }
@@ -312,7 +312,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::compute_ds(Accumulator<8>&
   for_each_register_pair([&](int n, int i, int row, int col) {
     const int tile_row = kWarpRows * warp + 8 * i, tile_col = writes.first_column() + 8 * n;
     auto& c = *reinterpret_cast<float2*>(&lane_element(tile.g, tile_row, tile_col));
-    const bool exists = row < piece.length && col < shape.M;
+    const bool exists = row < range.length && col < shape.M;
     float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]};
     const float2 s = load_lane_pair<T>(IsFactored ? tile.end : tile.s, tile_row, tile_col);
     const float2 r = IsFactored ? c : float2{1.f, 1.f};
@@ -330,7 +330,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::compute_ds(Accumulator<8>&
       if (IsFactored) {
         y = load_lane_pair<T>(tile.y(j), tile_row, tile_col);
       } else if (exists) {
-        y = unpack_pair<T>(*reinterpret_cast<const uint32_t*>(chunk_rows<T>(memory(j).y, piece, query_head) +
+        y = unpack_pair<T>(*reinterpret_cast<const uint32_t*>(chunk_rows<T>(memory(j).y, range, query_head) +
                                                               row * memory(j).y.stride[1] + col));
         own *= p.y_scale;
       }
@@ -349,21 +349,21 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::store(const Accumulator<8>
                 SharedTile<T, kChunk, M>::kBytes + 2 * SharedTile<T, kChunk, kSlab>::kBytes);
   if (p.s.data == nullptr) {
     __syncthreads();
-    const float* g = chunk_rows<float>(p.g, piece, head);
+    const float* g = chunk_rows<float>(p.g, range, head);
     for_each_register_pair([&](int n, int i, int row, int col) {
-      if (row >= piece.length || col >= shape.M) return;
+      if (row >= range.length || col >= shape.M) return;
       const float2 gate = *reinterpret_cast<const float2*>(g + row * p.g.stride[1] + col);
       weight_term.at(row, col) = -exp2_fast(kLog2E * gate.x) * u.at[n][2 * i];
       weight_term.at(row, col + 1) = -exp2_fast(kLog2E * gate.y) * u.at[n][2 * i + 1];
     });
   }
   if (p.s.data != nullptr) {
-    store_rows_as<T>(u, warpgroup == 0 ? tile.x : tile.read, warp, p.ds, piece, query_head,
+    store_rows_as<T>(u, warpgroup == 0 ? tile.x : tile.read, warp, p.ds, range, query_head,
                      writes.first_column(), shape.M);
   }
   __syncthreads();
   const auto store_dg = [&](const auto& rest) {
-    store_gate_gradients<kThreads, 4 * kWarpgroups>(tile.g, tile.state_dot, p.dg, piece, query_head, shape.M,
+    store_gate_gradients<kThreads, 4 * kWarpgroups>(tile.g, tile.state_dot, p.dg, range, query_head, shape.M,
                                                     rest);
   };
   if (p.s.data != nullptr) {

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 2)
     gsa_dq_kernel(const __grid_constant__ GsaDq p) {
   extern __shared__ __align__(128) unsigned char shared[];
   GsaDqBlock<T, M> block(p, shared);
-  if (block.piece.length == 0) return;
+  if (block.range.length == 0) return;
   block.start_loads();
   wait_copies<2>();
   __syncthreads();

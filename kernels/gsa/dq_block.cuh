@@ -83,7 +83,7 @@ struct GsaDqBlock : ChunkBlock {
     return {of[0], of[8]};
   }
   __device__ void store_slots(const Accumulator<8>& sums, const OutputTensor<4>& to) const {
-    store_rows<T>(sums, staging, warp, to, piece, query_head, first_slot, first_slot + slots);
+    store_rows<T>(sums, staging, warp, to, range, query_head, first_slot, first_slot + slots);
   }
   // Barrier of the warps with the same rows.
   __device__ void sync_row_warps() const {
@@ -91,7 +91,7 @@ struct GsaDqBlock : ChunkBlock {
   }
   // Makes the compiler compute addresses inside of loops. Hoisted, the addresses of loads that rarely run
   // cost more registers than they save.
-  __device__ void recompute_addresses() { asm volatile("" : "+l"(piece.start), "+r"(piece.length)); }
+  __device__ void recompute_addresses() { asm volatile("" : "+l"(range.start), "+r"(range.length)); }
 };
 
 template <typename T, int M>
@@ -142,14 +142,14 @@ template <typename T, int M>
 __device__ inline void GsaDqBlock<T, M>::load_self_weights() const {
   const SharedTile<T, kWarpRows, M> to{tile.q.data + kWarpRows * warp * kSlab};
   if (p.s.data != nullptr) {
-    load_async<32>(to, chunk_rows<T>(p.s, piece, head) + kWarpRows * warp * p.s.stride[1], p.s.stride[1],
-                   piece.length - kWarpRows * warp, shape.M, lane());
+    load_async<32>(to, chunk_rows<T>(p.s, range, head) + kWarpRows * warp * p.s.stride[1], p.s.stride[1],
+                   range.length - kWarpRows * warp, shape.M, lane());
     return;
   }
   for_each_register_pair<M / 8>([&](int n, int i) {
     const int row = kWarpRows * warp + lane_row() + 8 * i;
     *reinterpret_cast<uint32_t*>(&lane_element(to, 8 * i, 8 * n)) =
-        complement_pair<T>(p.g, piece, head, shape.M, row, 8 * n + lane_col());
+        complement_pair<T>(p.g, range, head, shape.M, row, 8 * n + lane_col());
   });
 }
 
@@ -161,11 +161,11 @@ __device__ inline void GsaDqBlock<T, M>::load_read_weights(bool is_z) {
   if (is_z) {
     if (!IsFactored) {
       wait_copies<0>();
-      reads.template split_into_blocks<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+      reads.template split_into_blocks<kThreads>(tile.hv, p.s, p.g, range, head, shape.M);
     }
   } else if (!kLoadsSelfWeights<IsFactored>) {
     __syncthreads();
-    load_weights<kThreads>(tile.hv, p.s, p.g, piece, head, shape.M);
+    load_weights<kThreads>(tile.hv, p.s, p.g, range, head, shape.M);
     commit_copies();
     wait_copies<0>();
     __syncthreads();

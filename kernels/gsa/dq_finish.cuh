@@ -51,12 +51,12 @@ __device__ inline void GsaDqBlock<T, M>::apply_jacobian(Accumulator<8>& z, Accum
   const SharedTile<T, kChunk, M> weights{kLoadsSelfWeights<IsFactored> ? tile.q.data
                                                                        : tile.hv.data + first_slot};
   const float inverse_scale = shape.scale == 0.f ? 0.f : 1.f / shape.scale;
-  float* const w_first = chunk_rows<float>(p.gate_terms.w, piece, query_head) + first_slot + lane_col();
+  float* const w_first = chunk_rows<float>(p.gate_terms.w, range, query_head) + first_slot + lane_col();
   // The lane's two rows of w, and the number of their columns.
   const int row = kWarpRows * warp + lane_row();
   float* const w_rows[2] = {w_first + row * p.gate_terms.w.stride[1],
                             w_first + (row + 8) * p.gate_terms.w.stride[1]};
-  const int w_cols[2] = {row < piece.length ? slots : 0, row + 8 < piece.length ? slots : 0};
+  const int w_cols[2] = {row < range.length ? slots : 0, row + 8 < range.length ? slots : 0};
   differentiate_feature(
       z, dp, self_score(0), self_score(1),
       [&](int n, int i) { return load_lane_pair<T>(weights, kWarpRows * warp + 8 * i, 8 * n); },
@@ -163,7 +163,7 @@ __device__ inline void GsaDqBlock<T, M>::store_dq(const AFragment<4>& f, const A
       sync_row_warps();
       add_accumulator(dq, warp_scratch(tile.hv, warp) + warpgroup * kEights * 128);
     }
-    store_rows<T, kEights>(dq, staging, warp, p.dq, piece, query_head, d + col, shape.D);
+    store_rows<T, kEights>(dq, staging, warp, p.dq, range, query_head, d + col, shape.D);
   }
 }
 

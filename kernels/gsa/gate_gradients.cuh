@@ -8,16 +8,16 @@ namespace girih::kernels {
 // store_rows for an array of T or fp32: columns col.. of `cols`.
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows_as(const Accumulator<N>& sums, const SharedTile<T, kChunk, kSlab>& staging,
-                                     int warp, const OutputTensor<4>& to, const TokenRange& piece, int head,
+                                     int warp, const OutputTensor<4>& to, const TokenRange& range, int head,
                                      int col, int cols, int at = 0) {
   if (to.dtype != DType::f32) {
-    store_rows<T, Eights>(sums, staging, warp, to, piece, head, col, cols, at);
+    store_rows<T, Eights>(sums, staging, warp, to, range, head, col, cols, at);
     return;
   }
-  float* rows = chunk_rows<float>(to, piece, head) + col;
+  float* rows = chunk_rows<float>(to, range, head) + col;
   for_each_register_pair<Eights>([&](int n, int i) {
     const int row = kWarpRows * warp + lane_row() + 8 * i, c = 8 * n + lane_col();
-    if (row < piece.length && c < cols - col) {
+    if (row < range.length && c < cols - col) {
       *reinterpret_cast<float2*>(rows + row * to.stride[1] + c) = {sums.at[n][2 * i], sums.at[n][2 * i + 1]};
     }
   });
@@ -72,10 +72,10 @@ struct StateDot {
   // Adds the product at the start of a sequence, where the state and its gradient are fp32 arrays. Without an
   // initial state the product is zero.
   __device__ void add_start(const InputTensor<4>& state, const InputTensor<4>& gradient,
-                            const TokenRange& piece, int head, int rows, int slots, int thread) {
+                            const TokenRange& range, int head, int rows, int slots, int thread) {
     if (state.data == nullptr) return;
     const auto at = [&](const InputTensor<4>& x, int row, int col) {
-      return static_cast<const float*>(x.data)[offset_of(x, piece.sequence.index, head, row, col)];
+      return static_cast<const float*>(x.data)[offset_of(x, range.sequence.index, head, row, col)];
     };
     for (int row = thread / kPacks; row < rows; row += kRowsPerIteration) {
 #pragma unroll
@@ -101,12 +101,12 @@ struct StateDot {
 // part of the rows and first sums the rows before them. Called by all threads after a barrier.
 template <int Threads, int DotWarps, int M, class Beyond>
 __device__ inline void store_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* state_dot,
-                                            const OutputTensor<4>& to, const TokenRange& piece, int head,
+                                            const OutputTensor<4>& to, const TokenRange& range, int head,
                                             int slots, const Beyond& weight_term) {
   constexpr int kShare = kChunk * M / Threads;
   const int m = threadIdx.x % M, from = static_cast<int>(threadIdx.x) / M * kShare;
-  float* dg = chunk_rows<float>(to, piece, head) + from * to.stride[1] + m;
-  const int rows = m < slots ? piece.length - from : 0;
+  float* dg = chunk_rows<float>(to, range, head) + from * to.stride[1] + m;
+  const int rows = m < slots ? range.length - from : 0;
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < DotWarps; ++i) sum += state_dot[i * M + m];

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;
   const ChunkBlock block(shape, warp);
-  if (block.piece.length == 0) return;
+  if (block.range.length == 0) return;
 
   const auto load_keys = [&](int d) {
     block.load<kWarpgroupThreads>(tile.q, p.q, block.query_head, d, shape.D);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
                 [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.hk, p.s, p.g, block.piece, block.head, shape.M);
+  reads.template split_into_blocks<kWarpgroupThreads>(tile.hk, p.s, p.g, block.range, block.head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without the division
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     add_product_transposed<T>(o, f, tile.hv);
     add_score_product<Side::earlier, T>(o, w, tile.v, warp);
     for_each_register<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? divisor.x : divisor.y; });
-    store_rows<T>(o, tile.q, warp, p.o, block.piece, block.query_head, v, shape.V);
+    store_rows<T>(o, tile.q, warp, p.o, block.range, block.query_head, v, shape.V);
   });
 }
 

@@ -38,11 +38,11 @@ struct ChunkRange {
       start = sequence.start;
       end = sequence.end;
     } else {
-      const TokenRange piece = token_range_at(tokens, segment_index, segment);
-      if (piece.length == 0 && piece.index != 0) return false;
-      sequence = piece.sequence;
-      start = piece.start;
-      end = start + piece.length;
+      const TokenRange range = token_range_at(tokens, segment_index, segment);
+      if (range.length == 0 && range.index != 0) return false;
+      sequence = range.sequence;
+      start = range.start;
+      end = start + range.length;
     }
     is_last_segment = Reverse ? start == sequence.start : end == sequence.end;
     if (is_local_scan && is_last_segment) return false;

@@ -53,10 +53,10 @@ struct RowReads {
   // the block before the first read. Ends with a barrier.
   template <int Threads>
   __device__ void split_into_blocks(const Tile& raw, const InputTensor<4>& weights, const InputTensor<4>& g,
-                                    const TokenRange& piece, int head, int slots) {
+                                    const TokenRange& range, int head, int slots) {
     if (is_factored) return;
     __syncthreads();
-    load_weights<Threads>(raw, weights, g, piece, head, slots);
+    load_weights<Threads>(raw, weights, g, range, head, slots);
     commit_copies();
     split_by_blocks(at);
     wait_copies<0>();

@@ -132,7 +132,7 @@ template <class Array, class F>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const Array& array,
                                                                              int64_t index,
                                                                              const F& f) const {
-  using Place =
+  using Element =
       std::conditional_t<std::is_same_v<decltype(array(0)), const InputTensor<4>&>, const float, float>;
 #pragma unroll 1
   for (int i = 0; i < Slabs; ++i) {
@@ -143,7 +143,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(con
     for_each_strided_element<kN, 4>(
         [&](int n) -> float(&)[4] { return reinterpret_cast<float(&)[4]>(elements[n * kWarpgroupThreads]); },
         kWarpRows* warp + lane_row(), current.cols, lane_col(), cols,
-        static_cast<Place*>(of.data) + index * of.stride[0] + head * of.stride[1] +
+        static_cast<Element*>(of.data) + index * of.stride[0] + head * of.stride[1] +
             current.col * of.stride[2] + col * of.stride[3],
         of.stride[2], of.stride[3], f);
   }

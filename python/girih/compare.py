@@ -145,7 +145,7 @@ def compare(plan: Plan) -> bool:
     at every rate."""
     everything = plan.known_cells()
     for cell in everything:
-        plan.read_result(cell)  # what is damaged is said before hours of training
+        plan.read_result(cell)  # reports damage before hours of training
     failed = train_missing(plan)
     cells, left_out = {}, []
     for cell in everything:

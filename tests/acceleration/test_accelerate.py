@@ -355,9 +355,9 @@ def test_steps_keep_within_their_limits(family, limit):
 def test_without_a_gpu_there_is_a_warning():
     with pytest.warns(
         UserWarning, match="without a GPU the layers compute the same, but hardly faster"
-    ) as said:
+    ) as warned:
         accelerate(model_of("lfm2")).undo()
-    assert said[0].filename == __file__
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
@@ -834,7 +834,7 @@ def test_a_norm_with_any_activation(activation):
     assert ours or rows[0].why == f"the activation {activation!r}"
 
 
-# ---- what is said, and what is taken back ------------------------------------------------------------------
+# ---- warnings, the report, and the end of a patch --------------------------------------------------------
 
 PATHS = {
     "qwen3_next": {
@@ -863,8 +863,8 @@ def test_a_report_has_every_function_and_how_it_is_computed(family):
         assert {(row.function, row.path) for row in rows} == PATHS[family]
         assert {row.count for row in rows} == {3 if family == "qwen3_next" else 4}
         assert report[0].split() == ["layer", "function", "path", "why"]
-        said = [line.split()[:3] for line in report[1:]]
-        assert said == [[row.layer, f"x{row.count}", row.function] for row in rows]
+        lines = [line.split()[:3] for line in report[1:]]
+        assert lines == [[row.layer, f"x{row.count}", row.function] for row in rows]
         other = acceleration.rows(model_of(family))
         assert {row.count for row in other} == {1 if family == "qwen3_next" else 2}
     undone = acceleration.rows()
@@ -911,16 +911,16 @@ def test_packed_embeddings_keep_apart_as_words_do(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("said", ["seq_idx", "cu_seq_lens_q", "cu_seqlens"])
+@pytest.mark.parametrize("form", ["seq_idx", "cu_seq_lens_q", "cu_seqlens"])
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba", "falcon_h1", "granitemoehybrid", "lfm2"])
-def test_bounds_that_are_said_count_more_than_positions_that_go_on(family, said):
+def test_bounds_that_are_said_count_more_than_positions_that_go_on(family, form):
     model = model_of(family)
     parts, batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
-    bounds = batch["seq_idx" if said == "seq_idx" else "cu_seq_lens_q"]
+    bounds = batch["seq_idx" if form == "seq_idx" else "cu_seq_lens_q"]
     with accelerate(model):
         want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
         positions = torch.arange(sum(LENGTHS))[None]
-        found = model(batch["input_ids"], position_ids=positions, **{said: bounds})
+        found = model(batch["input_ids"], position_ids=positions, **{form: bounds})
     assert off(found.logits, want) < 1e-5
 
 

@@ -4,7 +4,7 @@
     Mamba-2 layer       2048 wide, 64 heads of 64, states of 128, one group
     decoding            4 Qwen3-Next layers, 1 and 64 sequences, transformers' cache, token by token
 
-One row of 8192 tokens in bf16; times of the card, peak memory above what is there before. A peer that
+One row of 8192 tokens in bf16; times of the card, peak memory above the memory in use before. A peer that
 transformers would take where it is installed (flash-linear-attention, causal-conv1d, mamba-ssm) counts as
 "transformers".
 """

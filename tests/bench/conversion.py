@@ -10,7 +10,7 @@ A byte-level Llama is trained on the corpus of `make train`. From its checkpoint
                                   the replaced models once more, from random weights, on these tokens alone
 
 All see the same windows in the same order and have one schedule of the learning rate (`girih.train`'s: AdamW,
-warm-up over a twentieth of the steps, cosine to zero), which begins anew after the checkpoint. Held-out bits
+warm-up over a twentieth of the steps, cosine to zero), which restarts after the checkpoint. Held-out bits
 a byte are measured from token 0 on: right after the conversion, before the first step.
 
 FOLDER/conversion.json holds all of it. A run is written there when it is finished, and not trained again; the
@@ -242,7 +242,7 @@ def trained(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Mod
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started - curve.seconds
     run = {
-        "conversion": to_json(conversion.told) if conversion else None,
+        "conversion": to_json(conversion.spec) if conversion else None,
         "schedule": way.schedule,
         "from_scratch": way.scratch,
         "parameters": model.num_parameters(),

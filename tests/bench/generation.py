@@ -277,8 +277,8 @@ def time_in_cpp(folder, batch, device):
     seconds = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(done.stderr)
-    said = re.search(r"tokens in ([\d.]+) s.*first after ([\d.]+) s.*, ([\d.]+) ms a token", done.stderr)
-    whole, first, each = map(float, said.groups())
+    match = re.search(r"tokens in ([\d.]+) s.*first after ([\d.]+) s.*, ([\d.]+) ms a token", done.stderr)
+    whole, first, each = map(float, match.groups())
     return {"ms_a_token": each, "mean_ms": each, "start_s": round(seconds - whole + first, 2)}
 
 

@@ -122,7 +122,7 @@ def graphed(call):
 
 
 def peak_bytes(call):
-    """The most that one call holds above what is there before it."""
+    """Peak memory of one call above the memory in use before it."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
 """Fills the tables of README.md and docs/ from the files of results and from the library: `make docs`.
 
-A page holds a table between `<!-- table NAME -->` and `<!-- end -->`; all between is written anew. With
-`--check` nothing is written, and the pages that would change are named.
+A page holds a table between `<!-- table NAME -->` and `<!-- end -->`; the script rewrites all lines between
+them. With `--check` nothing is written, and the pages that would change are named.
 """
 
 import json
@@ -328,7 +328,7 @@ TABLES = {
 
 
 def filled(text):
-    """A page with every table made anew."""
+    """A page with every table rewritten."""
     start, *parts = text.split("<!-- table ")
     for part in parts:
         name, rest = part.split(" -->\n", 1)

@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(run, folder, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (["--tokens", 512], "it is of another steps; name another folder"),
         (["--seed", 1], "it is of another seed"),
@@ -258,11 +258,11 @@ def test_a_loss_that_is_not_finite_is_a_failure(run, folder, monkeypatch, capsys
         (["--draw", "--folder", "/nowhere"], "/nowhere/conversion.json: no such file"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(run, folder, capsys, options, said):
+def test_what_cannot_be_done_is_refused_in_one_line(run, folder, capsys, options, message):
     before = (folder / "conversion.json").read_bytes()
     assert run("--folder", folder, "--work", folder, *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("conversion: ") and said in line
+    assert line.startswith("conversion: ") and message in line
     assert (folder / "conversion.json").read_bytes() == before
 
 

@@ -368,7 +368,7 @@ def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
 @pytest.mark.parametrize("convert_layers", [girih.inject, girih.replace_attention])
 def test_layers_may_be_named_by_anything_that_is_gone_through_once(convert_layers):
     conversion = convert_layers(base_model(), layers=(layer for layer in (0,)))
-    assert conversion.told.layers == (0,) and len(conversion.layers) == 1
+    assert conversion.spec.layers == (0,) and len(conversion.layers) == 1
 
 
 @torch.no_grad()
@@ -744,8 +744,8 @@ def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path)
 
 
 def test_an_entry_has_the_options_that_its_path_reads():
-    told = Injection("linear_attention", weight=0.25, cross=True, max_self_attn_length=4)
-    assert to_json(told) == {
+    spec = Injection("linear_attention", weight=0.25, cross=True, max_self_attn_length=4)
+    assert to_json(spec) == {
         "how": "inject",
         "mixer": "linear_attention",
         "layers": None,
@@ -754,7 +754,7 @@ def test_an_entry_has_the_options_that_its_path_reads():
         "cross": True,
         "max_self_attn_length": 4,
     }
-    assert from_json(to_json(told)) == told
+    assert from_json(to_json(spec)) == spec
     delta = Injection(n=3, gate="kv")
     assert {"n", "gate", "virtual_tokens", "norm_eps"} < to_json(delta).keys() and from_json(
         to_json(delta)
@@ -848,7 +848,7 @@ def test_of_two_conversions_either_can_be_undone_alone(first, tmp_path):
     kinds = ["ReplacedLlamaAttention", "InjectedLlamaAttention"]
     kinds[first] = "LlamaAttention"
     assert [type(layer.self_attn).__name__ for layer in model.model.layers] == kinds
-    assert [told["how"] for told in model.config.girih] == [["replace", "inject"][1 - first]]
+    assert [spec["how"] for spec in model.config.girih] == [["replace", "inject"][1 - first]]
     assert model._is_stateful
     model.save_pretrained(tmp_path)
     loaded = girih.from_pretrained(tmp_path)

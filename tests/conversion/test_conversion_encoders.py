@@ -276,8 +276,8 @@ SEQUENCES = [[5, 9, 12, 7, 7, 11], [3], [8, 8, 4, 6, 12, 22, 9, 11, 5], [4, 31]]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("said", ["position_ids", "cu_seqlens", "seq_idx"])
-def test_packed_sequences_know_nothing_of_each_other(model, said):
+@pytest.mark.parametrize("form", ["position_ids", "cu_seqlens", "seq_idx"])
+def test_packed_sequences_know_nothing_of_each_other(model, form):
     ids = torch.tensor([[token for each in SEQUENCES for token in each]])
     lengths = [len(each) for each in SEQUENCES]
     call = {
@@ -286,7 +286,7 @@ def test_packed_sequences_know_nothing_of_each_other(model, said):
         "seq_idx": torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].int(),
     }
     want = torch.cat([model(torch.tensor([each])).logits for each in SEQUENCES], 1)
-    close(model(ids, **{said: call[said]}).logits, want, 1e-9)
+    close(model(ids, **{form: call[form]}).logits, want, 1e-9)
 
 
 def test_packed_sequences_beside_attention_that_reads_one_row_are_refused():

@@ -35,9 +35,9 @@ def alone(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("said", COLLATORS)
-def test_packed_sequences_know_nothing_of_each_other(model, said):
-    output = model(**packed(**COLLATORS[said]))
+@pytest.mark.parametrize("form", COLLATORS)
+def test_packed_sequences_know_nothing_of_each_other(model, form):
+    output = model(**packed(**COLLATORS[form]))
     close(output.logits, alone(model))
     assert output.past_key_values is None
 
@@ -63,19 +63,19 @@ def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("said", ["position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("form", ["position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx"])
 @pytest.mark.parametrize("positions", [False, True], ids=["", "positions do not restart"])
-def test_a_mask_of_ones_and_other_positions_let_no_sequence_see_another(model, said, positions):
+def test_a_mask_of_ones_and_other_positions_let_no_sequence_see_another(model, form, positions):
     if model.config.model_type == "girih":
         pytest.skip("girih's own models take packed sequences without a mask only")
     batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
-    value = batch["cu_seq_lens_q" if said == "cu_seqlens" else said]
+    value = batch["cu_seq_lens_q" if form == "cu_seqlens" else form]
     call = {"attention_mask": torch.ones_like(batch["input_ids"])}
     if positions:
         call["position_ids"] = torch.arange(18)[None]
-    if positions and said == "position_ids":
+    if positions and form == "position_ids":
         pytest.skip("nothing else says where they start")
-    close(model(batch["input_ids"], **call | {said: value}).logits, alone(model))
+    close(model(batch["input_ids"], **call | {form: value}).logits, alone(model))
 
 
 def test_a_padding_mask_of_packed_sequences_is_refused():
@@ -190,13 +190,13 @@ def test_a_layer_called_by_itself_reads_its_own_arguments(way):
     block = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool() & causal
     expected = torch.cat((call(x[:, :4]), call(x[:, 4:])), 1)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    for said in (
+    for keywords in (
         {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])},
         {"cu_seqlens": bounds},
         {"cu_seq_lens_q": bounds},
         {"seq_idx": torch.tensor([[0] * 4 + [1] * 5])},
     ):
-        close(call(x, attention_mask=block, **said), expected)
+        close(call(x, attention_mask=block, **keywords), expected)
 
 
 @pytest.mark.parametrize(

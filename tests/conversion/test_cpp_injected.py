@@ -346,12 +346,12 @@ def test_schedules_have_the_weights_of_python(schedule, options):
     ids=str,
 )
 def test_schedules_are_refused_in_the_words_of_python(schedule, options):
-    said = []
+    messages = []
     for kind in (girih.MixSchedule, _C.MixSchedule):
         with pytest.raises(ValueError) as refused:
             kind(schedule, **options)
-        said.append(str(refused.value))
-    assert said[0] == said[1]
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
 
 
 def test_an_unknown_schedule_names_those_there_are():

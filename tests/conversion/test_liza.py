@@ -22,8 +22,8 @@ SIZES = Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, HEADS, K
 
 def path_of(**options):
     torch.manual_seed(0)
-    told = Injection(**options)
-    path = PATHS[told.mixer](SIZES, told).double()
+    spec = Injection(**options)
+    path = PATHS[spec.mixer](SIZES, spec).double()
     with torch.no_grad():
         for weight in path.parameters():
             weight.normal_()
@@ -40,7 +40,7 @@ def qkv(x):
     return x.split([HEADS * D, KV_HEADS * D, KV_HEADS * D], -1)
 
 
-def written_out(path, x, told):
+def written_out(path, x, spec):
     """One row x `[T, channels]`, by maths: Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
     raw = x.view(len(x), -1, D)
 
@@ -51,20 +51,20 @@ def written_out(path, x, told):
         return y / y.norm()
 
     def mean(column, t):  # eq. 5
-        if told.pool == "past":
+        if spec.pool == "past":
             return sum(raw[s, column] for s in range(t + 1)) / (t + 1)
         return sum(raw[s, column] for s in range(max(t - 2, 0), t + 1)) / 3
 
     def virtual(column, t, m):  # eq. 22, 23
         differences = [(-1) ** k * math.comb(m, k) * unit(column, t - k) for k in range(m + 1)]
         derivative = sum(differences) / 2**m
-        angle, y = 2 * math.pi * m / told.n, unit(column, t)
+        angle, y = 2 * math.pi * m / spec.n, unit(column, t)
         cos, sin = math.cos(angle), math.sin(angle)
         turn = torch.tensor([[cos, -sin], [sin, cos]], dtype=x.dtype)
         rotary = torch.cat([turn @ y[i : i + 2] for i in range(0, D, 2)])
-        if told.virtual_tokens == "both":
+        if spec.virtual_tokens == "both":
             return (derivative + rotary) / 2
-        return derivative if told.virtual_tokens == "derivative" else rotary
+        return derivative if spec.virtual_tokens == "derivative" else rotary
 
     outputs = []
     for head in range(HEADS):
@@ -72,16 +72,16 @@ def written_out(path, x, told):
         columns = {"k": HEADS + memory, "v": HEADS + KV_HEADS + memory}
         S = torch.zeros(D, D, dtype=x.dtype)
         for t in range(len(x)):
-            beta = math.prod(torch.sigmoid(mean(columns[letter], t)) for letter in told.gate)
-            for m in range(told.n):  # eq. 16
+            beta = math.prod(torch.sigmoid(mean(columns[letter], t)) for letter in spec.gate)
+            for m in range(spec.n):  # eq. 16
                 k, v = virtual(columns["k"], t, m), virtual(columns["v"], t, m)
-                if told.gate_per == "head":
+                if spec.gate_per == "head":
                     beta = beta.mean().expand(D)
                 S = S + torch.outer(k, beta * v - S.T @ (beta * k))
             o = S.T @ unit(head, t)
-            outputs.append(o / (o.square().mean() + told.norm_eps).sqrt() * path.norm.weight)  # eq. 6
-            if told.between_chunks and (t + 1) % told.chunk == 0:  # eq. 24
-                S = S.tanh() if told.between_chunks == "tanh" else torch.nn.functional.gelu(S)
+            outputs.append(o / (o.square().mean() + spec.norm_eps).sqrt() * path.norm.weight)  # eq. 6
+            if spec.between_chunks and (t + 1) % spec.chunk == 0:  # eq. 24
+                S = S.tanh() if spec.between_chunks == "tanh" else torch.nn.functional.gelu(S)
     return torch.stack(outputs).view(HEADS, len(x), D).transpose(0, 1).flatten(1)
 
 

@@ -121,7 +121,7 @@ TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
         Counts counts;
         nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
         check_steps(model, decode, text, prompt);
-        // Of each kind the first runs as ever: a token, and one that ends a chunk.
+        // The first step of each kind runs eagerly: a token, and a token that ends a chunk.
         const int kinds = has_cat(config) ? 2 : 1;
         CHECK(counts.recorded == kinds);
         CHECK(counts.replayed == steps - kinds);
@@ -154,7 +154,7 @@ TEST_CASE("Steps after padded prompts are replayed, CAT's by how many chunks end
   }
 }
 
-TEST_CASE("Keys stay where they are while there is room, and are recorded anew where there is more",
+TEST_CASE("Keys stay where they are while there is room; a larger buffer is recorded again",
           "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int prompt = 180, steps = 90, slots = 256;
@@ -227,7 +227,7 @@ TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
   }
 }
 
-TEST_CASE("What cannot be recorded runs as ever, and says so once", "[decoding]") {
+TEST_CASE("A step that cannot be recorded runs eagerly, with one warning", "[decoding]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : decoded()) {
     INFO(name_of(config));

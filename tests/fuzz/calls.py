@@ -3,8 +3,8 @@
     python tests/fuzz/calls.py [--count 100000] [--seed 0] [--device cuda] [--jobs 2]
 
 Calls are drawn from `girih.ops.describe()`: right ones of every shape, dtype, layout and option, and the same
-with one to three arguments spoilt. A call that crashes or hangs is told by its number, and `--only NUMBER`
-makes it once more.
+with one to three arguments spoilt. A call that crashes or hangs is reported by its number, and `--only
+NUMBER` makes it once more.
 """
 
 import inspect
@@ -261,14 +261,14 @@ def problem_of(draw: Draw) -> str | None:
         if draw.device == "cuda":
             torch.cuda.synchronize()
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        said = str(error).splitlines()[0] if str(error) else ""
-        if "INTERNAL ASSERT" in said or "CUDA error" in said:
-            return f"{type(error).__name__}: {said}"
-        named = said.startswith("girih.") and any(re.search(rf"\b{n}\b", said) for n in names_of(draw))
-        draw.refused = bool(named or SCHEMA.search(said))
+        reason = str(error).splitlines()[0] if str(error) else ""
+        if "INTERNAL ASSERT" in reason or "CUDA error" in reason:
+            return f"{type(error).__name__}: {reason}"
+        named = reason.startswith("girih.") and any(re.search(rf"\b{n}\b", reason) for n in names_of(draw))
+        draw.refused = bool(named or SCHEMA.search(reason))
         if draw.refused:
             return None
-        return f"no argument is named: {type(error).__name__}: {said}"
+        return f"no argument is named: {type(error).__name__}: {reason}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if not draw.spoilt and (o.device.type != draw.device or o.dtype != draw.dtype):

@@ -4,7 +4,7 @@
 
 A folder that `save_pretrained` wrote is damaged in one to three places (the configuration's fields and text,
 the tensors' header and bytes, the index, what is a file and what a folder) and read. One that crashes, hangs
-or takes all memory is told by its number, and `--only NUMBER` reads it once more.
+or takes all memory is reported by its number, and `--only NUMBER` reads it once more.
 """
 
 import functools
@@ -100,7 +100,7 @@ def whole(kind: int, sharded: bool) -> Path:
 
 
 class Damage:
-    """One folder, damaged by what a number draws; `said` tells how."""
+    """One folder, damaged by what a number draws; `changes` lists them."""
 
     def __init__(self, seed: int, number: int, folder: Path):
         self.random = random.Random(f"{seed}:{number}")
@@ -113,12 +113,12 @@ class Damage:
         places += [self.index] * 2 * self.sharded
         places += [self.injection] * 3 * (kind == len(MODELS) - 1)
         config = (folder / CONFIG).read_bytes()
-        self.said = []
+        self.changes = []
         for place in self.random.choices(places, k=self.random.choice([1, 1, 1, 2, 3])):
             try:
                 place()
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-                self.said.append("(what was damaged already)")
+                self.changes.append("(what was damaged already)")
         file = folder / CONFIG
         self.config_is_whole = file.is_file() and file.read_bytes() == config
 
@@ -148,10 +148,10 @@ class Damage:
             name = self.random.choice(FIELDS)
             if self.random.random() < 0.1:
                 config.pop(name, None)
-                self.said.append(f"{name} is missing")
+                self.changes.append(f"{name} is missing")
             else:
                 config[name] = self.anything()
-                self.said.append(f"{name} = {config[name]!r:.60}")
+                self.changes.append(f"{name} = {config[name]!r:.60}")
         if self.random.random() < 0.05:
             config["".join(self.random.choices(string.ascii_letters, k=5))] = self.anything()
         (self.folder / CONFIG).write_bytes(written(config))
@@ -165,16 +165,16 @@ class Damage:
         change = self.random.random()
         if change < 0.1:
             entries.append(dict(entry))
-            self.said.append("an injection twice")
+            self.changes.append("an injection twice")
         elif change < 0.2:
             entry.pop(name, None)
-            self.said.append(f"{FIELD}.{name} is missing")
+            self.changes.append(f"{FIELD}.{name} is missing")
         elif change < 0.25:
             entry[f"{name}_"] = entry.pop(name, None)
-            self.said.append(f"{FIELD}.{name} is renamed")
+            self.changes.append(f"{FIELD}.{name} is renamed")
         else:
             entry[name] = self.anything()
-            self.said.append(f"{FIELD}.{name} = {entry[name]!r:.60}")
+            self.changes.append(f"{FIELD}.{name} = {entry[name]!r:.60}")
         (self.folder / CONFIG).write_bytes(written(config))
 
     def text(self) -> None:
@@ -182,7 +182,7 @@ class Damage:
         file = self.folder / CONFIG
         what, data = self.garbled(file.read_bytes())
         file.write_bytes(data)
-        self.said.append(f"{CONFIG} {what}")
+        self.changes.append(f"{CONFIG} {what}")
 
     def garbled(self, data: bytes) -> tuple[str, bytes]:
         at, to = sorted(self.random.randint(0, len(data)) for _ in range(2))
@@ -217,7 +217,7 @@ class Damage:
 
         def becomes(key: str, value: Any) -> None:
             entry[key] = value
-            self.said.append(f"{file.name}: {name}: {key} = {value!r:.60}")
+            self.changes.append(f"{file.name}: {name}: {key} = {value!r:.60}")
 
         def offsets() -> None:
             some = [
@@ -267,28 +267,28 @@ class Damage:
 
         def gone() -> None:
             del header[name]
-            self.said.append(f"{file.name}: no {name}")
+            self.changes.append(f"{file.name}: no {name}")
 
         def extra() -> None:
             header[self.choice("more", "", "\0", "model.embed_tokens", "lm_head.weight")] = dict(entry)
-            self.said.append(f"{file.name}: one more tensor")
+            self.changes.append(f"{file.name}: one more tensor")
 
         def renamed() -> None:
             header[f"{name}_"] = header.pop(name)
-            self.said.append(f"{file.name}: {name} is renamed")
+            self.changes.append(f"{file.name}: {name} is renamed")
 
         def swapped() -> None:
             header[name], header[other] = header[other], header[name]
-            self.said.append(f"{file.name}: {name} and {other} swapped")
+            self.changes.append(f"{file.name}: {name} and {other} swapped")
 
         def replaced() -> None:
             header[self.choice(name, "__metadata__")] = value = self.anything()
-            self.said.append(f"{file.name}: {name} or metadata = {value!r:.60}")
+            self.changes.append(f"{file.name}: {name} or metadata = {value!r:.60}")
 
         def part_missing() -> None:
             key = self.random.choice(list(entry))
             del entry[key]
-            self.said.append(f"{file.name}: {name} has no {key}")
+            self.changes.append(f"{file.name}: {name} has no {key}")
 
         self.choice(
             *(offsets, offsets, offsets, shape, shape, shape, dtype, dtype),
@@ -298,7 +298,7 @@ class Damage:
         length = len(text)
         if self.random.random() < 0.1:
             what, text = self.garbled(text)
-            self.said.append(f"header {what}")
+            self.changes.append(f"header {what}")
         if self.random.random() < 0.2:
             some = [
                 length + 1,
@@ -313,10 +313,10 @@ class Damage:
                 total + length,
             ]
             length = self.random.choice(some) % 2**64
-            self.said.append(f"header of {length} bytes")
+            self.changes.append(f"header of {length} bytes")
         if self.random.random() < 0.1:
             rest = self.choice(rest[:-1], rest[:-4], rest[: total // 2], b"", rest + bytes(8))
-            self.said.append(f"{len(rest)} bytes of data for {total}")
+            self.changes.append(f"{len(rest)} bytes of data for {total}")
         file.write_bytes(length.to_bytes(8, "little") + text + rest)
 
     def tensor_bytes(self) -> None:
@@ -329,7 +329,7 @@ class Damage:
         else:
             what, data = self.garbled(data)
         file.write_bytes(data)
-        self.said.append(f"{file.name} {what}")
+        self.changes.append(f"{file.name} {what}")
 
     def index(self) -> None:
         """The index of several files of tensors."""
@@ -355,7 +355,7 @@ class Damage:
             )
             data = written(change)
         file.write_bytes(data)
-        self.said.append(f"{INDEX} {what}")
+        self.changes.append(f"{INDEX} {what}")
 
     def kind(self) -> None:
         """What should be a file is none."""
@@ -367,7 +367,7 @@ class Damage:
         elif what != "missing":
             to = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
             file.symlink_to(to.get(what, what))
-        self.said.append(f"{file.name} is {what}")
+        self.changes.append(f"{file.name} is {what}")
 
 
 class Raw(float):
@@ -430,17 +430,17 @@ def problem_of(damage: Damage, language: str) -> str | None:
         logits, rows = logits_of(damage.folder, reader_of(damage, language))
     except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         # StrictDataclassError: transformers 5.17 refuses a value of its own configuration fields.
-        said = str(error)
+        reason = str(error)
         if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
-            return f"{type(error).__name__}: {said:.300}"
-        if "INTERNAL ASSERT" in said:
-            return f"an internal assertion: {said:.300}"
-        if len(said) > 20_000:
-            return f"a message of {len(said)} characters: {said:.300}"
+            return f"{type(error).__name__}: {reason:.300}"
+        if "INTERNAL ASSERT" in reason:
+            return f"an internal assertion: {reason:.300}"
+        if len(reason) > 20_000:
+            return f"a message of {len(reason)} characters: {reason:.300}"
         return (
             None
-            if NAMES.search(said) or str(damage.folder) in said
-            else f"names nothing: {type(error).__name__}: {said:.300}"
+            if NAMES.search(reason) or str(damage.folder) in reason
+            else f"names nothing: {type(error).__name__}: {reason:.300}"
         )
     except Exception as error:
         return f"{type(error).__name__}: {error!s:.300}"
@@ -453,7 +453,7 @@ def attempt(seed: int, number: int, language: str) -> tuple[str, str | None]:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         damage = Damage(seed, number, Path(folder))
-        return "; ".join(damage.said), problem_of(damage, language)
+        return "; ".join(damage.changes), problem_of(damage, language)
 
 
 if __name__ == "__main__":

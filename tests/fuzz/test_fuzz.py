@@ -56,9 +56,9 @@ def test_a_worker_that_dies_is_told_by_its_number_and_the_others_go_on(tmp_path)
         text=True,
         timeout=120,
     )
-    said = run.stdout.splitlines()
-    assert run.returncode == 1 and said[-1].endswith("some are wrong")
-    assert sorted(said[:-1]) == [
+    lines = run.stdout.splitlines()
+    assert run.returncode == 1 and lines[-1].endswith("some are wrong")
+    assert sorted(lines[:-1]) == [
         "try 3: the process died with -11",
         "try 4: the process died with 1",
         "try 6: six: it is wrong",

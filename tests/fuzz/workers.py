@@ -1,6 +1,6 @@
 """Processes that make numbered tries, and one that reports which of them die and goes on behind their try.
 
-A try hangs on the seed and its number alone, so `--only NUMBER` repeats one.
+A try depends only on the seed and its number, so `--only NUMBER` repeats one.
 """
 
 import argparse

@@ -71,9 +71,9 @@ def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
     record = gpu.added({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
     add_to(monkeypatch, gpu.ROOT / changed, b"\nprint(1)\n")
-    told = gpu.complaint(record)
-    assert told.endswith(": changed since the last green run on a GPU: run make test-gpu")
-    assert set(told.split(":")[0].split(", ")) == (set(gpu.parts()) if parts is None else parts)
+    complaint = gpu.complaint(record)
+    assert complaint.endswith(": changed since the last green run on a GPU: run make test-gpu")
+    assert set(complaint.split(":")[0].split(", ")) == (set(gpu.parts()) if parts is None else parts)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_stages_of_several_commands_add_up_while_the_state_stays():
 def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monkeypatch):
     commands = []
     monkeypatch.setattr(gpu.Runner, "run", lambda self, command: commands.append(command) or (code, printed))
-    told = gpu.Runner(1, False, []).fuzz()
-    assert (told["green"], told["passed"], told["failed"]) == (green, *counts)
+    result = gpu.Runner(1, False, []).fuzz()
+    assert (result["green"], result["passed"], result["failed"]) == (green, *counts)
     assert (
         (gpu.ROOT / commands[0][1]).exists() and "--device=cuda" in commands[0] and "--seed=0" in commands[0]
     )
@@ -247,8 +247,8 @@ def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
     monkeypatch.setattr(
         gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (code, printed)
     )
-    told = gpu.Runner(100, False, ["gsa"]).racecheck()
-    assert (told["green"], told["passed"], told["failed"]) == (green, *counts)
+    result = gpu.Runner(100, False, ["gsa"]).racecheck()
+    assert (result["green"], result["passed"], result["failed"]) == (green, *counts)
     (command,) = commands
     assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     program = next(i for i, word in enumerate(command) if word.endswith(".py"))
@@ -257,10 +257,12 @@ def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
 
 def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
     commands = []
-    said = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
-    monkeypatch.setattr(gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (0, said))
-    told = gpu.Runner(100, False, ["gsa", "gate_activations"]).racecheck()
-    assert told["green"] and told["passed"] == 10
+    output = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
+    monkeypatch.setattr(
+        gpu.Runner, "run", lambda self, command, **own: commands.append(command) or (0, output)
+    )
+    result = gpu.Runner(100, False, ["gsa", "gate_activations"]).racecheck()
+    assert result["green"] and result["passed"] == 10
     of_calls, of_tests = commands
     assert "--operators=gsa" in of_calls and "tests/kernels/test_gate_activations_kernels.py" in of_tests
     assert "tests/kernels/test_gsa_kernels.py" not in of_tests

@@ -459,7 +459,7 @@ def test_what_they_refuse():
     position, rate, all_heads = torch.arange(6, device=DEVICE), normal(8), normal(2, 6, 4, 16)
     x, weight, label = normal(4, 16), normal(16), torch.zeros(4, dtype=torch.long, device=DEVICE)
     ops = torch.ops.girih
-    for call, said in [
+    for call, message in [
         (lambda: ops.residual_norm(x[:, :12].contiguous(), None, weight[:12], 0.1, x.dtype), "multiple of 8"),
         (lambda: ops.residual_norm(x, None, weight[:8], 0.1, x.dtype), r"weight has shape \[8\]"),
         (lambda: ops.residual_norm(x, x[:2], weight, 0.1, x.dtype), r"branch has shape \[2, 16\]"),
@@ -488,7 +488,7 @@ def test_what_they_refuse():
         (lambda: ops.cross_entropy_(x, label.int(), -100), "labels are Int"),
         (lambda: ops.cross_entropy_(x[:, :9].contiguous(), label, -100), "multiple of 8"),
     ]:
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             call()
 
 

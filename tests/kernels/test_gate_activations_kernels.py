@@ -163,7 +163,7 @@ def test_equal_calls_have_the_same_bits():
 
 def test_what_they_refuse():
     x, bias, ops = normal(4, 16), normal(16), torch.ops.girih
-    for call, said in [
+    for call, message in [
         (lambda: ops.row_gates(x.double(), "sigmoid", bias, None, 1.0), "x is Double"),
         (lambda: ops.row_gates(x, "tanh", bias, None, 1.0), "a gate is 'tanh'"),
         (lambda: ops.row_gates(x, "none", None, None, 1.0), ": gate is 'none'"),
@@ -176,5 +176,5 @@ def test_what_they_refuse():
             r"dy has shape \[2, 16\]",
         ),
     ]:
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             call()

@@ -249,7 +249,7 @@ def test_equal_calls_have_the_same_bits():
 
 def test_what_they_refuse():
     x, ops = normal(2, 6, 4, 40).to(DEVICE), torch.ops.girih
-    for call, said in [
+    for call, message in [
         (lambda: ops.virtual_rows(x[..., :12], x, x, 2), "q is Float"),
         (lambda: ops.virtual_rows(x.double(), x, x, 2), "q is Double"),
         (lambda: ops.virtual_rows(x, x[0], x, 2), "k has shape"),
@@ -268,7 +268,7 @@ def test_what_they_refuse():
         (lambda: ops.channel_gate(x, 0), "n is 0"),
         (lambda: ops.channel_gate_backward(x, x, 2), r"dbeta has shape \[2, 6, 4, 40\]"),
     ]:
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             call()
 
 

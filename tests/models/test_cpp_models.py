@@ -376,8 +376,8 @@ NORM = "model.norm.weight"
 )
 def test_a_damaged_header_is_refused(change, words, folder):
     header(folder, change)
-    said = refusal(folder)
-    assert said.startswith(f"{folder}/model.safetensors: ") and words in said and len(said) < 400
+    error = refusal(folder)
+    assert error.startswith(f"{folder}/model.safetensors: ") and words in error and len(error) < 400
 
 
 @pytest.mark.parametrize("shape", [[0, 3], [2**62, 2**62, 0]], ids=str)
@@ -389,8 +389,8 @@ def test_a_tensor_without_elements_is_one_of_the_file(shape, folder):
         entries["more"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
 
     header(folder, with_one_more)
-    said = refusal(folder)
-    assert said.startswith(f"{folder}/model.safetensors: ") and "more" in said and "unknown" in said
+    error = refusal(folder)
+    assert error.startswith(f"{folder}/model.safetensors: ") and "more" in error and "unknown" in error
 
 
 def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):

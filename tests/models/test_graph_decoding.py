@@ -603,7 +603,7 @@ def test_a_step_that_cannot_be_recorded_runs_by_itself(graphs, hybrid, monkeypat
 
 @needs_cuda
 def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
-    """PyTorch's generator of random numbers and its memory are as ever."""
+    """PyTorch's generator of random numbers and its memory are unchanged."""
     model, step = model_of("hybrid", "cuda"), Attention.step
 
     def sample():

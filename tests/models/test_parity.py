@@ -181,12 +181,12 @@ def test_a_state_is_left_alone_without_use_cache(pair):
 def test_wrong_masks_and_packing_are_refused_in_the_same_words(pair, wrong):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (1, 4))
-    said = []
+    messages = []
     for call in (python, cpp.forward):
         with pytest.raises(ValueError) as refused:
             call(ids, **wrong)
-        said.append(str(refused.value))
-    assert said[0] == said[1]
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
 
 
 def test_gradients_are_equal(pair):
@@ -233,7 +233,7 @@ def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
 
 @torch.no_grad()
 def test_places_of_cat_end_alike_over_several_calls():
-    said = []
+    messages = []
     fields = SIZES | {"mixer": "cat", "max_position_embeddings": 12}
     python = GirihForCausalLM(config_of(**fields)).eval()
     cpp = _C.LanguageModel(json.dumps(fields | {"num_slots": 64}))
@@ -250,8 +250,8 @@ def test_places_of_cat_end_alike_over_several_calls():
         ):
             with pytest.raises(ValueError, match="13 tokens; expected at most max_position_embeddings") as no:
                 call()
-            said.append(str(no.value))
-    assert len(set(said)) == 1
+            messages.append(str(no.value))
+    assert len(set(messages)) == 1
 
 
 def test_greedy_generation_is_equal(pair):

@@ -1,7 +1,8 @@
 """Each layer against its equations, written here: a mistake shared by both languages shows nowhere else.
 
-The recurrences are those that the operators are held against; everything around them is said once more, from
-the layers' docstrings and the papers. The norms' eps is 1, or they would hide the scale of what they read.
+The recurrences are those that the operators are held against; everything around them is written a second
+time, from the layers' docstrings and the papers. The norms' eps is 1, or they would hide the scale of what
+they read.
 """
 
 import math

@@ -102,7 +102,7 @@ def close(a, b):
 
 
 def tensors_of(state):
-    """The tensors of a state, in one order; of keys and values what is there."""
+    """The tensors of a state, in one order; keys and values up to their length."""
     if isinstance(state, AttentionState):
         state = state._replace(k=state.k[:, : state.tokens], v=state.v[:, : state.tokens])
     if isinstance(state, tuple):
@@ -569,10 +569,10 @@ def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer)
     build(good())
     given = vars(good()) | {"num_kv_heads": None, "head_dim": None}
     for wrong in spoilt:
-        with pytest.raises(ValueError) as said:
+        with pytest.raises(ValueError) as refused:
             good(**wrong)
-        assert next(iter(wrong)) in str(said.value)
-        with pytest.raises(ValueError, match=re.escape(str(said.value))):
+        assert next(iter(wrong)) in str(refused.value)
+        with pytest.raises(ValueError, match=re.escape(str(refused.value))):
             build(SimpleNamespace(**given | wrong))
 
 

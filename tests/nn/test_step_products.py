@@ -116,11 +116,11 @@ def test_mixers_that_have_products_name_all_that_reads_x():
         layer = block_of(mixer).mixer
         if layer.products() is None:
             continue
-        said = {id(product.weight) for product in layer.products()}
+        products = {id(product.weight) for product in layer.products()}
         linears = [
             m for name, m in layer.named_modules() if isinstance(m, torch.nn.Linear) and name != "o_proj"
         ]
-        assert said == {id(m.weight) for m in linears}, mixer
+        assert products == {id(m.weight) for m in linears}, mixer
 
 
 def test_products_in_pytorch():

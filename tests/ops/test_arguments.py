@@ -29,12 +29,12 @@ def to(x, device):
 
 
 def refuse(case, keywords, *words, device="cpu"):
-    said = message(case, {name: to(x, device) for name, x in keywords.items()})
-    assert said.startswith(f"girih.{case.op}: ")
+    text = message(case, {name: to(x, device) for name, x in keywords.items()})
+    assert text.startswith(f"girih.{case.op}: ")
     for word in words:
-        assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", said), f"{word!r} is not in: {said}"
+        assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), f"{word!r} is not in: {text}"
     on_meta = message(case, {name: to(x, "meta") for name, x in keywords.items()})
-    assert on_meta == said.replace(f"{device}:0", "meta").replace(device, "meta")
+    assert on_meta == text.replace(f"{device}:0", "meta").replace(device, "meta")
 
 
 def draw(case, T=4, **how):
@@ -129,8 +129,8 @@ def test_bounds_of_packed_sequences(case, device):
 def test_a_tensor_on_another_device(case):
     name = list(case.data)[1]
     keywords = draw(case)
-    said = message(case, keywords | {name: keywords[name].to("meta")})
-    assert f"{name} is on meta" in said
+    text = message(case, keywords | {name: keywords[name].to("meta")})
+    assert f"{name} is on meta" in text
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)

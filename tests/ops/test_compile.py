@@ -11,7 +11,7 @@ in_half_precision = True
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    # The caches on disk do not know that the library was built anew: they would bring back an older graph.
+    # The caches on disk do not see that the library was rebuilt and would return an older graph.
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()

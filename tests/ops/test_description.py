@@ -83,8 +83,8 @@ def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
 
 @pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)
 def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
-    said = message(case := case_with(name, option["name"]), draw(case) | {option["name"]: "sine"})
-    assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in said
+    text = message(case := case_with(name, option["name"]), draw(case) | {option["name"]: "sine"})
+    assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in text
 
 
 @pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
@@ -97,12 +97,12 @@ def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
     else:
         wrong += [math.nan, math.inf, -math.inf]
     for value in wrong:
-        said = message(case, draw(case) | {number: value})
-        assert f"{number} is " in said and re.search(
-            "but should be (a finite number|at least|[0-9]+ to)", said
+        text = message(case, draw(case) | {number: value})
+        assert f"{number} is " in text and re.search(
+            "but should be (a finite number|at least|[0-9]+ to)", text
         )
         for end in ("least", "most"):
-            assert end not in option or option["type"].startswith("float") or f"{option[end]:g}" in said
+            assert end not in option or option["type"].startswith("float") or f"{option[end]:g}" in text
 
 
 @pytest.mark.parametrize("name", [name for name in DESCRIPTION])
@@ -110,15 +110,15 @@ def test_a_required_tensor_that_is_none_is_named(name):
     case = next(case for case in CASES if case.op == name)
     for tensor in DESCRIPTION[name]["tensors"]:
         if not tensor["state"] and not tensor["optional"]:
-            said = message(case, draw(case) | {tensor["name"]: None})
-            assert said.startswith(f"girih.{name}: {tensor['name']} is None but should be a tensor ")
+            text = message(case, draw(case) | {tensor["name"]: None})
+            assert text.startswith(f"girih.{name}: {tensor['name']} is None but should be a tensor ")
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_another_thing_for_a_state_is_named(case):
     for wrong in (torch.zeros(2, 2), (None, None), object()):
-        said = message(case, draw(case) | {"state": wrong})
-        assert said.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in said
+        text = message(case, draw(case) | {"state": wrong})
+        assert text.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in text
 
 
 # What a call takes on a GPU: the case, sizes beside its own, and the path.
@@ -169,11 +169,11 @@ PATHS = [
 def test_explain_tells_the_path(name, sizes, dtype, path):
     case = NAMED[name]
     inputs = case.draw(5, dtype=dtype, gate_dtype=torch.float32, **sizes)
-    told = ops.explain(case.op, **arguments(inputs), device="cuda")
-    assert told.path == path and told.why and str(told) == f"{path}: {told.why}"
+    explanation = ops.explain(case.op, **arguments(inputs), device="cuda")
+    assert explanation.path == path and explanation.why and str(explanation) == f"{path}: {explanation.why}"
     assert ops.explain(case.op, **arguments(inputs)).path == "aten"
     on_meta = ops.explain(case.op, **arguments(inputs.map(lambda x: x.to("meta"))))
-    assert on_meta == told
+    assert on_meta == explanation
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -197,8 +197,8 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
 def test_explain_tells_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
-    told = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
-    assert told.path == "fp32"
+    explanation = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
+    assert explanation.path == "fp32"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -207,8 +207,8 @@ def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
     wide = case.draw(70, dtype=torch.float32)
     cast = case.draw(70, dtype=dtype, gate_dtype=torch.float32)
     with torch.autocast("cpu", dtype):
-        told = ops.explain(case.op, **arguments(wide), device="cuda")
-    assert told == ops.explain(case.op, **arguments(cast), device="cuda")
+        explanation = ops.explain(case.op, **arguments(wide), device="cuda")
+    assert explanation == ops.explain(case.op, **arguments(cast), device="cuda")
 
 
 def test_autocast_is_what_brings_a_call_to_the_tensor_cores():

@@ -127,7 +127,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
         materialize_grads=True,
     )
 
-    told = ops.describe()[case.op]
+    description = ops.describe()[case.op]
 
     def call(move):
         tensors = [move(x.detach()) if isinstance(x, torch.Tensor) else x for x in args]
@@ -135,7 +135,9 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
         results = getattr(torch.ops.girih, f"{case.op}_forward")(*tensors, **options, save=True)
         saved = list(results[len(outs) :]) if isinstance(results, tuple) else []
         # An output that backward is given too is returned once.
-        saved += [results[0] for kept in told["saved"] if kept["name"] == told["output"]["name"]]
+        saved += [
+            results[0] for kept in description["saved"] if kept["name"] == description["output"]["name"]
+        ]
         found = getattr(torch.ops.girih, f"{case.op}_backward")(*given, *tensors, *saved, **options)
         return [x for x in found if x is not None]
 

@@ -61,14 +61,14 @@ def python_text(folder, prompt, **options):
 
 def test_greedy_text_is_that_of_python_alone_and_in_a_batch(folder):
     texts = [bytes(python_text(folder, prompt, max_new_tokens=24)) for prompt in PROMPTS]
-    written, said = run("girih-generate", folder, PROMPTS[1], "--max-new-tokens", 24)
-    assert written == texts[1] + b"\n"
+    stdout, stderr = run("girih-generate", folder, PROMPTS[1], "--max-new-tokens", 24)
+    assert stdout == texts[1] + b"\n"
     assert re.fullmatch(
-        r"24 tokens in [^;]+ s, \d+ tokens/s; [^;]+, then \d+ tokens/s, [\d.]+ ms a token\n", said
+        r"24 tokens in [^;]+ s, \d+ tokens/s; [^;]+, then \d+ tokens/s, [\d.]+ ms a token\n", stderr
     )
-    together, said = run("girih-generate", folder, *PROMPTS, "--max-new-tokens", 24)
+    together, stderr = run("girih-generate", folder, *PROMPTS, "--max-new-tokens", 24)
     assert together == b"".join(text + b"\n" for text in texts)
-    assert said.startswith("72 tokens in ")
+    assert stderr.startswith("72 tokens in ")
 
 
 @needs_cuda
@@ -79,8 +79,8 @@ def test_text_on_cuda_is_that_of_python(folder, batch):
     ids = torch.tensor([[*prompt.encode()] for prompt in prompts], device="cuda")
     model = AutoModelForCausalLM.from_pretrained(folder).eval().cuda()
     text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
-    written, _ = run("girih-generate", folder, *prompts, "--max-new-tokens", 64, "--device", "cuda")
-    assert written == b"".join(bytes(row) + b"\n" for row in text.tolist())
+    stdout, _ = run("girih-generate", folder, *prompts, "--max-new-tokens", 64, "--device", "cuda")
+    assert stdout == b"".join(bytes(row) + b"\n" for row in text.tolist())
 
 
 def saved_gsa(folder, vocab_size):
@@ -96,9 +96,9 @@ def gsa(tmp_path_factory):
 
 
 def ids_of(folder, *options, prompt="7 8 299", quiet=("--quiet",)):
-    written, said = run("girih-generate", folder, "--ids", *quiet, *options, given=prompt)
-    assert bool(said) != bool(quiet)
-    return [int(word) for word in written.split()]
+    stdout, stderr = run("girih-generate", folder, "--ids", *quiet, *options, given=prompt)
+    assert bool(stderr) != bool(quiet)
+    return [int(word) for word in stdout.split()]
 
 
 def test_token_ids_go_in_and_out(gsa):
@@ -181,16 +181,16 @@ def test_a_text_ends_at_its_end(gsa):
 )
 def test_what_cannot_be_done_is_a_line(gsa, arguments, given, word):
     arguments = [str(a).format(gsa) for a in arguments]
-    written, said = run("girih-generate", *arguments, given=given, code=2)
-    assert not written and said.count("\n") == 1 and word in said
+    stdout, stderr = run("girih-generate", *arguments, given=given, code=2)
+    assert not stdout and stderr.count("\n") == 1 and word in stderr
 
 
 @pytest.mark.parametrize(
     "arguments", [["--seed", "-1"], ["--max-new-tokens", "-1"], ["--lines", "1"], ["--top-k", "x"], ["--odd"]]
 )
 def test_arguments_that_do_not_fit_are_refused(gsa, arguments):
-    written, said = run("girih-generate", gsa, "--ids", *arguments, given="1", code=2)
-    assert not written and arguments[0] in said
+    stdout, stderr = run("girih-generate", gsa, "--ids", *arguments, given="1", code=2)
+    assert not stdout and arguments[0] in stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
@@ -204,14 +204,14 @@ def test_a_text_that_cannot_be_written_is_an_error(gsa):
 
 def test_help_tells_what_is_left_out():
     """And is no error."""
-    told = {
+    documented = {
         "girih-generate": {"--max-new-tokens": "64", "--temperature": "0"},
         "girih-train": {"--mixer": "gsa", "--size": "small", "--at-once": "32768", "--seed": "0"},
     }
-    for program, options in told.items():
-        said = run(program, "--help")[0].decode()
+    for program, options in documented.items():
+        usage = run(program, "--help")[0].decode()
         for name, value in options.items():
-            assert re.search(rf"^ +{name} [^\n]*[=\[]{value}\b", said, re.MULTILINE), name
+            assert re.search(rf"^ +{name} [^\n]*[=\[]{value}\b", usage, re.MULTILINE), name
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +221,9 @@ def of_bytes(tmp_path_factory):
 
 def test_standard_input_is_one_prompt_with_all_its_lines(of_bytes):
     how = ("--quiet", "--max-new-tokens", 6)
-    written, _ = run("girih-generate", of_bytes, *how, given="two\nlines\n")
-    assert written == run("girih-generate", of_bytes, "two\nlines\n", *how)[0]
-    assert written.startswith(b"two\nlines\n") and len(written) == 10 + 6 + 1
+    stdout, _ = run("girih-generate", of_bytes, *how, given="two\nlines\n")
+    assert stdout == run("girih-generate", of_bytes, "two\nlines\n", *how)[0]
+    assert stdout.startswith(b"two\nlines\n") and len(stdout) == 10 + 6 + 1
 
 
 def test_prompts_without_a_token_are_counted_from_1(gsa):
@@ -231,8 +231,8 @@ def test_prompts_without_a_token_are_counted_from_1(gsa):
         ("1\n\n2\n", "prompts: number 2 is empty"),
         ("", "prompts is empty; expected at least one"),
     ):
-        written, said = run("girih-generate", gsa, "--ids", "--lines", given=given, code=2)
-        assert not written and said == f"girih-generate: {words}\n"
+        stdout, stderr = run("girih-generate", gsa, "--ids", "--lines", given=given, code=2)
+        assert not stdout and stderr == f"girih-generate: {words}\n"
 
 
 def test_a_text_of_no_new_token_is_its_prompt(gsa):
@@ -246,8 +246,8 @@ def test_each_of_several_texts_ends_at_its_end(gsa):
     prompts, how = ["7 8 299", "5", "1 2"], ("--ids", "--quiet", "--max-new-tokens", 12)
 
     def texts(folder, *options):
-        written, _ = run("girih-generate", folder, *prompts, *how, *options)
-        return written.decode().splitlines()
+        stdout, _ = run("girih-generate", folder, *prompts, *how, *options)
+        return stdout.decode().splitlines()
 
     def cut(text, prompt, ends):
         words, asked = text.split(), len(prompt.split())
@@ -272,13 +272,13 @@ def test_each_of_several_texts_ends_at_its_end(gsa):
 
 
 def test_the_line_about_time_adds_up(gsa):
-    said = run("girih-generate", gsa, "--ids", "1", "2 3", "4", "--max-new-tokens", 400)[1]
-    tokens, seconds, rate, first, then, each = map(float, re.findall(r"\d+(?:\.\d+)?", said))
+    stderr = run("girih-generate", gsa, "--ids", "1", "2 3", "4", "--max-new-tokens", 400)[1]
+    tokens, seconds, rate, first, then, each = map(float, re.findall(r"\d+(?:\.\d+)?", stderr))
     assert tokens == 1200 and rate == pytest.approx(1200 / seconds, rel=0.01 / seconds)
     assert first + 399 * each / 1e3 == pytest.approx(seconds, abs=0.02)
     assert then * each / 1e3 == pytest.approx(3, rel=0.02)
-    said = run("girih-generate", gsa, "--ids", "1", "--max-new-tokens", 1)[1]
-    assert re.fullmatch(r"1 tokens in \S+ s, \d+ tokens/s; the first after \S+ s\n", said)
+    stderr = run("girih-generate", gsa, "--ids", "1", "--max-new-tokens", 1)[1]
+    assert re.fullmatch(r"1 tokens in \S+ s, \d+ tokens/s; the first after \S+ s\n", stderr)
 
 
 def test_a_text_appears_as_it_is_written(of_bytes):
@@ -304,8 +304,8 @@ def test_more_tokens_to_choose_from_than_there_are_are_all(gsa):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_refused(gsa, tmp_path):
     for program, arguments in (("girih-generate", ["1", "--ids"]), ("girih-train", ["--size", "tiny"])):
-        _, said = run(program, gsa, *arguments, "--device", "cuda", code=2)
-        assert said == f"{program}: --device is cuda, but no GPU is available\n"
+        _, stderr = run(program, gsa, *arguments, "--device", "cuda", code=2)
+        assert stderr == f"{program}: --device is cuda, but no GPU is available\n"
 
 
 # ---- girih-train ------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ def corpus(tmp_path_factory):
 
 
 def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
-    written, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
-    lines = [line for line in written.decode(errors="replace").splitlines() if line.startswith("step ")]
+    stdout, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
+    lines = [line for line in stdout.decode(errors="replace").splitlines() if line.startswith("step ")]
     bits = [float(line.split()[2]) for line in lines]
     assert bits[-1] < 5 < 7.5 < bits[0]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -338,8 +338,8 @@ def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
     assert model.num_parameters() == result["parameters"]
     again, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
     assert again.startswith(b"this run is finished")
-    _, said = run("girih-train", corpus, "--size", "tiny", "--folder", tmp_path / "run", code=2)
-    assert "other arguments" in said
+    _, stderr = run("girih-train", corpus, "--size", "tiny", "--folder", tmp_path / "run", code=2)
+    assert "other arguments" in stderr
 
 
 @pytest.mark.usefixtures("handlers")
@@ -360,7 +360,7 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, mo
     options = [*model, "--size", "tiny", "--seed", 3]
     run("girih-train", corpus, *options, "--steps", 1, "--folder", tmp_path / "first", "--device", "cpu")
     options += ["--steps", 40]
-    written, _ = run("girih-train", corpus, *options, "--folder", tmp_path / "cpp", "--device", "cpu")
+    stdout, _ = run("girih-train", corpus, *options, "--folder", tmp_path / "cpp", "--device", "cpu")
     first = tmp_path / "first" / "model"
     monkeypatch.setattr(train, "GirihForCausalLM", lambda config: GirihForCausalLM.from_pretrained(first))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -373,7 +373,7 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, mo
     def losses(text):
         return [float(line.split()[2]) for line in text.splitlines() if line.startswith("step ")]
 
-    ours, theirs = losses(written.decode(errors="replace")), losses(capsys.readouterr().out)
+    ours, theirs = losses(stdout.decode(errors="replace")), losses(capsys.readouterr().out)
     assert len(ours) == 40 and ours == pytest.approx(theirs, abs=0.003)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("cpp", "python")]
     configs = [(tmp_path / name / "model" / "config.json").read_text() for name in ("cpp", "python")]
@@ -449,17 +449,17 @@ def test_a_corpus_is_known_by_its_bytes(tmp_path):
     again, _ = run("girih-train", texts[1], *options)
     assert again.startswith(b"this run is finished")
     texts[0].write_text("two " * 2000)
-    _, said = run("girih-train", texts[0], *options, code=2)
-    assert "a run of other arguments is in it" in said
+    _, stderr = run("girih-train", texts[0], *options, code=2)
+    assert "a run of other arguments is in it" in stderr
 
 
 def test_a_batch_that_is_read_in_parts_is_trained_as_one(corpus, tmp_path):
     found = []
-    for at_once, said in ((512, ""), (200, ", in 4 parts each,")):
+    for at_once, parts in ((512, ""), (200, ", in 4 parts each,")):
         options = ["--size", "tiny", "--steps", 12, "--at-once", at_once, "--device", "cpu"]
-        written, _ = run("girih-train", corpus, *options, "--folder", tmp_path / str(at_once))
-        first, *lines = written.decode(errors="replace").splitlines()[1:]
-        assert first.startswith(f"12 steps of 8 x 64 bytes{said} of ")
+        stdout, _ = run("girih-train", corpus, *options, "--folder", tmp_path / str(at_once))
+        first, *lines = stdout.decode(errors="replace").splitlines()[1:]
+        assert first.startswith(f"12 steps of 8 x 64 bytes{parts} of ")
         found.append([float(line.split()[2]) for line in lines if line.startswith("step ")])
     assert len(found[0]) == 12 and found[1] == pytest.approx(found[0], abs=0.005)
 
@@ -485,11 +485,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(corpus, tmp_path):
         while not list(stopped.glob("checkpoints/step-*")) and process.poll() is None:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGTERM)
-        _, said = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert b"the same command continues" in said
-    written, _ = run("girih-train", corpus, *options, "--folder", stopped)
-    assert b", from step " in written.splitlines()[1]
+        _, stderr = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert b"the same command continues" in stderr
+    stdout, _ = run("girih-train", corpus, *options, "--folder", stopped)
+    assert b", from step " in stdout.splitlines()[1]
     files = [folder / "model" / "model.safetensors" for folder in (whole, stopped)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -501,8 +501,8 @@ def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(c
     with subprocess.Popen([BIN / "girih-train", *options], stdout=subprocess.PIPE) as process:
         while not list(texts.glob("run/checkpoints/step-*")) and process.poll() is None:
             time.sleep(0.01)
-        _, said = run("girih-train", *options, code=2)
-        assert "another run is at work" in said
+        _, stderr = run("girih-train", *options, code=2)
+        assert "another run is at work" in stderr
         os.kill(process.pid, signal.SIGINT)
         process.communicate()
     assert process.returncode == 128 + signal.SIGINT
@@ -531,8 +531,8 @@ def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(c
 )
 def test_a_run_that_cannot_be_is_refused_in_a_line(corpus, tmp_path, arguments, word):
     arguments = [a.format(corpus) for a in arguments]
-    written, said = run("girih-train", *arguments, "--folder", tmp_path / "run", code=2)
-    assert not written and said.count("\n") == 1 and word in said
+    stdout, stderr = run("girih-train", *arguments, "--folder", tmp_path / "run", code=2)
+    assert not stdout and stderr.count("\n") == 1 and word in stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -594,15 +594,15 @@ def test_a_corpus_may_be_as_short_as_20_contexts(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(1, 129)) * 10)
     tiny(tmp_path / "text", tmp_path / "run")
     (tmp_path / "text").write_bytes((tmp_path / "text").read_bytes()[:-1])
-    _, said = tiny(tmp_path / "text", tmp_path / "other", code=2)
-    assert "1279 bytes are too short, 1280 or more are needed" in said
+    _, stderr = tiny(tmp_path / "text", tmp_path / "other", code=2)
+    assert "1279 bytes are too short, 1280 or more are needed" in stderr
 
 
 def test_a_finished_run_says_what_it_was(corpus, tmp_path):
     """In a folder of folders that were not there, with nothing left that only a run that goes on needs."""
     folder = tmp_path / "some" / "where"
     options = ["--mixer", "trellis,cat", "--options", " chunk=8   gated=false", "--context", 32, "--seed", 5]
-    written, _ = tiny(corpus, folder, *options, steps=3)
+    stdout, _ = tiny(corpus, folder, *options, steps=3)
     there = {path.name for path in folder.iterdir()}
     assert there == {"arguments.json", "model", "result.json", "sample.txt"}
     result = json.loads((folder / "result.json").read_text())
@@ -618,7 +618,7 @@ def test_a_finished_run_says_what_it_was(corpus, tmp_path):
     arguments = json.loads((folder / "arguments.json").read_text())
     digest = arguments["corpus_digest"]
     assert arguments == common | {"seed": 5, "trainer": "girih-train", "corpus_digest": digest}
-    lines = written.splitlines()
+    lines = stdout.splitlines()
     assert lines[0].decode() == f"trellis,cat, {parameters} parameters, on cpu"
     assert lines[1].decode() == f"3 steps of 16 x 32 bytes of {corpus}"
     assert json.loads(lines[-1]) == result
@@ -627,22 +627,22 @@ def test_a_finished_run_says_what_it_was(corpus, tmp_path):
 def test_a_model_with_a_head_of_its_own_has_the_parameters_of_its_size(corpus, tmp_path):
     """After more steps than the size has."""
     steps, option = SIZES["tiny"].steps + 1, "tie_word_embeddings=false"
-    written, _ = tiny(corpus, tmp_path / "run", "--context", 32, "--options", option, steps=steps)
+    stdout, _ = tiny(corpus, tmp_path / "run", "--context", 32, "--options", option, steps=steps)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     model = GirihForCausalLM.from_pretrained(tmp_path / "run" / "model")
     want = config_of_size("gsa", with_context(SIZES["tiny"], 32), options=option)
     assert model.config.intermediate_size == want.intermediate_size
     assert model.num_parameters() == result["parameters"] == GirihForCausalLM(want).num_parameters()
     assert result["steps"] == steps and result["tokens"] == steps * 512
-    assert written.splitlines()[1].decode() == f"{steps} steps of 16 x 32 bytes of {corpus}"
+    assert stdout.splitlines()[1].decode() == f"{steps} steps of 16 x 32 bytes of {corpus}"
 
 
 def test_a_sample_is_shown_whole(corpus, tmp_path):
     """Also one with a zero byte, as a model that has learnt nothing writes it."""
     options = ["--mixer", "trellis,cat", "--options", "chunk=8 gated=false", "--context", 32, "--seed", 5]
-    written, _ = tiny(corpus, tmp_path / "run", *options, steps=3)
+    stdout, _ = tiny(corpus, tmp_path / "run", *options, steps=3)
     sample = (tmp_path / "run" / "sample.txt").read_bytes()
-    assert len(sample) == 64 + 256 and b"\n\n" + sample + b"\n\n" in written
+    assert len(sample) == 64 + 256 and b"\n\n" + sample + b"\n\n" in stdout
 
 
 def test_an_adaptive_run_is_measured_by_each_of_its_chunks(corpus, tmp_path):
@@ -747,10 +747,10 @@ def test_a_step_is_adamw_of_a_gradient_no_longer_than_1(corpus, tmp_path):
 
 def test_every_fortieth_of_a_run_is_a_line_and_so_is_its_end(corpus, tmp_path):
     begun = time.monotonic()
-    written, _ = tiny(corpus, tmp_path / "run", "--mixer", "attention", steps=41)
+    stdout, _ = tiny(corpus, tmp_path / "run", "--mixer", "attention", steps=41)
     passed = time.monotonic() - begun
     form = r"step (\d+)/41  ([\d.]+) bits per byte  (\d+) tokens/s"
-    lines = re.findall(form, written.decode(errors="replace"))
+    lines = re.findall(form, stdout.decode(errors="replace"))
     steps, bits, rates = ([float(x) for x in column] for column in zip(*lines, strict=True))
     assert steps == [*range(2, 41, 2), 41]
     assert all(abs(a - b) < 1.5 for a, b in pairwise(bits))
@@ -787,9 +787,9 @@ def test_a_second_signal_ends_a_run_at_once(corpus, tmp_path):
             time.sleep(0.01)
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
-        said = process.communicate()[1]
+        stderr = process.communicate()[1]
     assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert not said and not (tmp_path / "run" / "checkpoints").exists()
+    assert not stderr and not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_run_without_a_folder_lives_in_one_of_its_name(corpus, tmp_path):
@@ -813,8 +813,8 @@ def test_a_run_without_a_folder_lives_in_one_of_its_name(corpus, tmp_path):
 def test_damaged_files_of_a_run_are_named(name, text, corpus, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / name).write_text(text)
-    _, said = run_of(corpus, tmp_path / "run", {}, code=2)
-    assert f"file {tmp_path}/run/{name}: it is damaged; remove it or its folder" in said
+    _, stderr = run_of(corpus, tmp_path / "run", {}, code=2)
+    assert f"file {tmp_path}/run/{name}: it is damaged; remove it or its folder" in stderr
 
 
 def test_a_corpus_may_have_any_name(tmp_path):
@@ -828,10 +828,10 @@ def test_a_corpus_may_have_any_name(tmp_path):
 
 
 def test_parts_are_of_one_sequence_at_least(corpus, tmp_path):
-    written, _ = tiny(corpus, tmp_path / "run", "--at-once", 1)
-    assert written.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 8 parts each, of ")
-    written, _ = tiny(corpus, tmp_path / "other", "--at-once", 511)
-    assert written.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 2 parts each, of ")
+    stdout, _ = tiny(corpus, tmp_path / "run", "--at-once", 1)
+    assert stdout.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 8 parts each, of ")
+    stdout, _ = tiny(corpus, tmp_path / "other", "--at-once", 511)
+    assert stdout.splitlines()[1].startswith(b"1 steps of 8 x 64 bytes, in 2 parts each, of ")
 
 
 def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
@@ -855,11 +855,11 @@ def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
 @pytest.mark.parametrize("name", SIZE_FIELDS)
 def test_what_the_size_sets_is_no_option(name, tmp_path):
     value = {"mixer": "gla", "chunks": "[4]"}.get(name, "8")
-    _, said = tiny(tmp_path / "none", tmp_path / "run", "--options", f"num_slots=4 {name}={value}", code=2)
-    assert f"{name} is not an option; the size or --{name} sets it" in said
+    _, stderr = tiny(tmp_path / "none", tmp_path / "run", "--options", f"num_slots=4 {name}={value}", code=2)
+    assert f"{name} is not an option; the size or --{name} sets it" in stderr
 
 
 @pytest.mark.parametrize("context", [0, -1, 3 * 64, 1024])
 def test_a_context_that_does_not_divide_a_step_is_refused(context, tmp_path):
-    _, said = tiny(tmp_path / "none", tmp_path / "run", "--context", context, code=2)
-    assert f"context {context}: expected a divisor of the 512 tokens of a step" in said
+    _, stderr = tiny(tmp_path / "none", tmp_path / "run", "--context", context, code=2)
+    assert f"context {context}: expected a divisor of the 512 tokens of a step" in stderr

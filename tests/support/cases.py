@@ -520,8 +520,8 @@ CASES = [
     cat_attention("c4", chunk=4, sizes=GROUPED),
 ]
 
-# One of each operator, on its tensor cores where it has them: for what does not hang on the options, or takes
-# seconds.
+# One of each operator, on its tensor cores where it has them: for tests that do not depend on the options, or
+# take seconds.
 ONE_EACH = [
     next(case for case in CASES if str(case) == name)
     for name in (

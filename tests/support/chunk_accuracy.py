@@ -37,7 +37,7 @@ def start_of(inputs):
         return ops.TTTState(**inputs.state, position=position) if "first_k" in inputs.state else first
     if "step" not in inputs.state:
         return first
-    # Where a chunk begins nothing hangs on the steps before.
+    # The start of a chunk does not depend on earlier steps.
     return ops.LatticeState(**{"decay": None} | inputs.state, position=position.clamp(min=int(chunk > 1)))
 
 

@@ -23,7 +23,7 @@ GATED = (
 
 def gates(pattern, shape, generator):
     """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak, or of every 16
-    tokens one of 2, which the others take back: at another token in every slot.
+    tokens one of 2, which the others cancel: at another token in every slot.
     """
     if pattern == "strong":
         return -20 * torch.rand(shape, generator=generator) ** 4

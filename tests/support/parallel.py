@@ -35,11 +35,14 @@ for make in layers():
     names = [n for n, m in make().named_modules() if isinstance(m, torch.nn.Linear) and "o_proj" not in n]
     for name in names:
         width = make().get_submodule(name).out_features
-        said = (
+        expected = (
             f"{name.split('.')[-1]} of {type(make().get_submodule(name.rpartition('.')[0])).__name__} gives"
         )
-        told = refusal(make(), name)
-        assert told == f"{said} {width // 2} of its {width} features" + str(told)[str(told).find(":") :], told
+        message = refusal(make(), name)
+        assert (
+            message
+            == f"{expected} {width // 2} of its {width} features" + str(message)[str(message).find(":") :]
+        ), message
         assert refusal(make(), name, output_layouts=Replicate()) == (2, 9, 32), name
 dist.barrier()
 dist.destroy_process_group()

@@ -72,14 +72,14 @@ def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, 
     settings, size = other["settings"], SIZES["tiny"]
     assert plain["settings"]["context"] == size.context
     assert settings["context"] == 128 and settings["batch"] * 128 == size.batch * size.context
-    for wrong, said in (
+    for wrong, message in (
         (("--context", "100"), "context 100: expected a divisor of the 512 tokens of a step"),
         (("--tasks", "mqar", "--context", "64"), "context 64: expected none"),
         (("--options", "chunk=1"), "chunk is 1, which mixer gsa does not read"),
         (("--options", "chonk=1"), "chonk is not a field of a configuration; did you mean chunk?"),
     ):
         assert run("--mixers", "gsa", *wrong) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
@@ -322,7 +322,7 @@ def test_one_command_trains_tasks_of_both_kinds(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (("--tasks", "text", "--setting", "batch=4"), "batch is no setting of task text, expected none"),
         (
@@ -364,12 +364,12 @@ def test_one_command_trains_tasks_of_both_kinds(run, tmp_path):
         (("--tasks", "s3", "--mixers", "delta_product", "--options", "n=0"), "n"),
     ],
 )
-def test_options_of_tasks_are_checked_and_named(words, tmp_path, handlers, capsys, options, said):
+def test_options_of_tasks_are_checked_and_named(words, tmp_path, handlers, capsys, options, message):
     fixed = [] if "s3" in options[1] or "_" in options[1] or "needle" in options[1] else ["--size", "tiny"]
     fixed += ["--corpus", str(words), "--folder", str(tmp_path / "new")]
     assert compare.main([*fixed, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("girih.compare: ") and said in line
+    assert line.startswith("girih.compare: ") and message in line
     assert not (tmp_path / "new").exists()
 
 

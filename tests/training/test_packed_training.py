@@ -67,10 +67,10 @@ def alone(model):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("said", COLLATORS)
-def test_packed_sequences_know_nothing_of_each_other(model, said, training):
+@pytest.mark.parametrize("form", COLLATORS)
+def test_packed_sequences_know_nothing_of_each_other(model, form, training):
     model.train(training)
-    output = model(**collated(**COLLATORS[said]))
+    output = model(**collated(**COLLATORS[form]))
     logits, loss = alone(model)
     close(output.logits, logits)
     close(output.loss, loss)

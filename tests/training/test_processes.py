@@ -95,10 +95,10 @@ def test_one_that_a_signal_ends_answers_as_a_shell_would(tmp_path, monkeypatch):
 
 
 def test_each_process_knows_its_place_and_its_arguments(tmp_path, monkeypatch):
-    told = "['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']"
+    variables = "['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']"
     (tmp_path / "says.py").write_text(
         "import os, sys\n"
-        f"words = [os.environ[name] for name in {told}] + sys.argv[1:]\n"
+        f"words = [os.environ[name] for name in {variables}] + sys.argv[1:]\n"
         f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').write(' '.join(words))\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -125,7 +125,7 @@ def test_a_run_without_a_launcher_sees_one_gpu(visible, used, monkeypatch):
         processes.use_one_device()
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the end of the test takes back
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the end of the test restores it
     assert see(launched=False) == used and see(launched=True) == visible
 
 

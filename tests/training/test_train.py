@@ -271,8 +271,10 @@ def test_memory_that_is_full_is_one_line_that_tells_what_helps(corpus, tmp_path,
 
     monkeypatch.setattr(ByteTrainer, "training_step", full)
     assert train.main(arguments(corpus, tmp_path / "run")) == 2
-    said = "the GPU's memory is full with 512 tokens at once; the same command with --at-once 256 continues"
-    assert capsys.readouterr().err == f"girih.train: {said}\n"
+    message = (
+        "the GPU's memory is full with 512 tokens at once; the same command with --at-once 256 continues"
+    )
+    assert capsys.readouterr().err == f"girih.train: {message}\n"
 
 
 def test_an_option_that_is_not_one_is_refused_in_one_line(capsys):

@@ -180,12 +180,12 @@ def test_a_run_of_any_length_warms_up_and_logs_forty_times_at_most(steps, warm, 
     model = model_of_size("attention", RECIPE)
     recipe = replace(RECIPE, steps=steps, batch=6)
     trainer = fit(model, recipe, None, None, tmp_path, 7, at_once=16, save_steps=3)
-    told = trainer.args
-    assert (told.warmup_steps, told.logging_steps, told.max_steps) == (warm, a_log, steps)
-    assert (told.seed, told.save_steps, told.output_dir) == (7, 3, str(tmp_path))
-    assert told.per_device_train_batch_size == told.per_device_eval_batch_size == 2
-    assert told.gradient_accumulation_steps == 3
-    assert told.bf16 == torch.cuda.is_available() and not told.logging_nan_inf_filter
+    arguments = trainer.args
+    assert (arguments.warmup_steps, arguments.logging_steps, arguments.max_steps) == (warm, a_log, steps)
+    assert (arguments.seed, arguments.save_steps, arguments.output_dir) == (7, 3, str(tmp_path))
+    assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 2
+    assert arguments.gradient_accumulation_steps == 3
+    assert arguments.bf16 == torch.cuda.is_available() and not arguments.logging_nan_inf_filter
 
 
 def test_a_run_prints_a_line_a_log(tmp_path, capsys):
@@ -203,15 +203,15 @@ def test_a_sample_is_drawn_from_all_bytes():
     class Model:
         device = "cpu"
 
-        def generate(self, ids, **told):
-            self.told = told
+        def generate(self, ids, **arguments):
+            self.arguments = arguments
             return torch.cat((ids, torch.tensor([[104, 105, 255]])), 1)
 
     model = Model()
     assert write_sample(model, b"oh ", 3, 0) == "oh hi\ufffd"
-    mask = model.told.pop("attention_mask")
+    mask = model.arguments.pop("attention_mask")
     assert mask.tolist() == [[1, 1, 1]]
-    assert model.told == {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    assert model.arguments == {"max_new_tokens": 3, "do_sample": True, "temperature": 0.7, "top_k": 0}
 
 
 @pytest.mark.parametrize("chunks", [None, [4, 8]])

@@ -120,8 +120,8 @@ struct CatSm90ForwardMainloop : CatRingConsumer<CatSm90ForwardStorage<T, Tile>> 
       Accumulator<2> s;
       fill(s, 0.f);
       add_product_transposed<T>(s, q, space.own(keys), key);
-      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
-        if (!seen) s.at[n][e] = -INFINITY;
+      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool visible) {
+        if (!visible) s.at[n][e] = -INFINITY;
       });
       const float2 by = softmax.add(s, scale);
       if (key == first) {

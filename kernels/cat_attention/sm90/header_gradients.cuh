@@ -129,9 +129,9 @@ struct CatSm90HeaderMainloop {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int h = header + lane_row() + 8 * i;
-        const bool seen = All || (at < queries && query.first <= h && h < query.chunk);
+        const bool visible = All || (at < queries && query.first <= h && h < query.chunk);
         float& x = s.at[n][2 * i + j];
-        x = seen ? exp2_fast(fmaf(scale, x, -query.lse)) : 0.f;
+        x = visible ? exp2_fast(fmaf(scale, x, -query.lse)) : 0.f;
       }
     });
   }

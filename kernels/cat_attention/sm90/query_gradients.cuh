@@ -166,8 +166,8 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
       add_product_transposed<T>(s, q, keys, key);
       add_product_transposed<T>(dp, dout, values, key);
       weights(s);
-      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool seen) {
-        if (!seen) s.at[n][e] = 0.f;
+      for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool visible) {
+        if (!visible) s.at[n][e] = 0.f;
       });
       AFragment<1> of_values, of_keys;
       round_to_a_fragment<T>(of_values, s);

@@ -30,13 +30,13 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")
 
 
 class Conversion:
-    """What `replace_attention` or `inject` has done to a model: `layers` by name, `told`, and `undo()`.
+    """What `replace_attention` or `inject` has done to a model: `layers` by name, `spec`, and `undo()`.
 
     At the end of a `with` it is undone.
     """
 
     def __init__(self, model: nn.Module, conversion: Replacement | Injection):
-        self.told, self.model = conversion, outermost(model)
+        self.spec, self.model = conversion, outermost(model)
         adapted = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
         if adapted and isinstance(conversion, Replacement):
             raise ValueError(
@@ -74,16 +74,16 @@ class Conversion:
 
     def _part(self, attention: nn.Module, sizes: Projections, trains: bool) -> nn.Module:
         refuse_replaced_forward(attention)
-        if isinstance(self.told, Replacement):
+        if isinstance(self.spec, Replacement):
             refuse_unknown_returns(attention)
-            part = mixer_of(attention, sizes, self.told)
+            part = mixer_of(attention, sizes, self.spec)
         else:
-            if self.told.max_self_attn_length is not None and not hasattr(attention, "config"):
+            if self.spec.max_self_attn_length is not None and not hasattr(attention, "config"):
                 raise ValueError(
                     f"max_self_attn_length: a {type(attention).__name__} has no config that names its "
                     f"attn_implementation; expected None, or attention of {' or '.join(MASKED)} with one"
                 )
-            part = Liza(sizes, self.told)
+            part = Liza(sizes, self.spec)
         weight = sizes.weight(attention)
         # A quantized weight may be stored as numbers of any dtype.
         is_plain = weight.is_floating_point() and not hasattr(weight, "quant_state")
@@ -108,7 +108,7 @@ class Conversion:
             config, field, patterns = self._skipped
             setattr(config, field, [pattern for pattern in getattr(config, field) if pattern not in patterns])
         remaining = list(getattr(self.model.config, FIELD))
-        remaining.remove(to_json(self.told))
+        remaining.remove(to_json(self.spec))
         setattr(self.model.config, FIELD, remaining)
         if not remaining:
             delattr(self.model.config, FIELD)
@@ -121,7 +121,7 @@ class Conversion:
         self.undo()
 
     def __repr__(self) -> str:
-        return f"Conversion of {len(self.layers)} layers by {self.told}"
+        return f"Conversion of {len(self.layers)} layers by {self.spec}"
 
 
 def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, str, list[str]] | None:
@@ -273,7 +273,7 @@ def replace_attention(
     layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
     options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
 
-    Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
+    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.
 
     Raises ValueError, which names the argument: a model without such attention, a mixer or an option that is
@@ -309,7 +309,7 @@ def inject(
         learned, cross and max_self_attn_length alone. With max_self_attn_length a token costs the same memory
         wherever it stands.
 
-    Returns the `Conversion`, which `undo()` takes back. `save_pretrained` keeps it in config.json;
+    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` keeps it in config.json;
     `girih.from_pretrained` loads it.
 
     Raises ValueError, which names the argument.

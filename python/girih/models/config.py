@@ -46,8 +46,9 @@ class GirihConfig(PretrainedConfig):
     post_norm: whether trellis and lattice have an RMSNorm before the gate, by default as the papers:
         Trellis has one and Lattice has none.
     compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
-    running_positions: rotary positions of cat, model and layer, run over the chunks instead of starting anew.
-    initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a few hundred
+    running_positions: rotary positions of cat, model and layer, continue across chunks instead of starting at
+    0 in each. initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a
+    few hundred
         channels learn far sooner from it than from 0.02.
     max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
         place.
