@@ -16,7 +16,7 @@
 
 A part is an operator with kernels. `record.json` beside this file holds, for one state of every part's
 kernels and their tests (`state_hash`), the stages that were green. Stages run in commands of their own add up
-there; a change of a part restarts the part, and a failed stage stays in the record. PARTS: of these alone,
+there; a change of a part restarts the part, and a failed stage is removed from the record. PARTS: of these alone,
 the kernels' tests too. test_gpu_record.py holds the record against the tree wherever the tests run. What it
 asks of a state are `kernels`, `large` and `memcheck`; the other stages are noted there when they are green.
 

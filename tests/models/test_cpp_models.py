@@ -460,7 +460,7 @@ def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
 )
 def test_a_model_that_finds_no_memory_is_refused_before_it_asks(sizes):
     refused = pytest.raises(
-        ValueError, match=r"hidden_size.* ask for at least .* parameters; expected at most"
+        ValueError, match=r"hidden_size.* give at least .* parameters; expected at most"
     )
     config = config_of(**SIZES | sizes)
     with refused:
@@ -496,6 +496,6 @@ def test_what_is_held_against_memory_is_less_than_a_model_has(mixer, more, tmp_p
 def test_files_are_held_against_shapes_before_memory_is_asked_for(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1}))
-    assert re.match(r"vocab_size, .* ask for at least .* that its files hold", refusal(folder))
+    assert re.match(r".*vocab_size, .* give at least .* that its files hold", refusal(folder))
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 14}))
     assert "model.embed_tokens.weight has shape [13, 16]; expected [14, 16]" in refusal(folder)

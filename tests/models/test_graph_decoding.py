@@ -254,7 +254,7 @@ def test_an_assistant_is_no_step(graphs, hybrid):
 @pytest.mark.parametrize("way", [{}, {"num_beams": 2}], ids=str)
 def test_keys_that_need_room_get_it(graphs, name, way, device, monkeypatch):
     """Their tensors are others then, and so is the graph."""
-    monkeypatch.setattr(attention, "with_spare", lambda n: n + 8)
+    monkeypatch.setattr(attention, "choose_capacity", lambda n: n + 8)
     model = model_of(name, device)
     assert 0 < same_text(graphs, model, tokens(model, 2, 7), **way) < NEW - 6
     assert graphs.recorded == 4

@@ -22,14 +22,14 @@ def in_both_languages(request, monkeypatch):
     if request.param == "C++":
         op = torch.ops.girih.linear_cross_entropy
         monkeypatch.setattr(
-            losses._LinearCrossEntropy, "apply", lambda *arguments: op(*arguments, losses.LOGITS)
+            losses._LinearCrossEntropy, "apply", lambda *arguments: op(*arguments, losses.MAX_LOGITS)
         )
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Five rows at a time."""
-    monkeypatch.setattr(losses, "LOGITS", 5 * V + 3)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 5 * V + 3)
 
 
 def draw(dtype=torch.float64):
@@ -251,4 +251,4 @@ def test_what_the_operator_refuses():
     with pytest.raises(RuntimeError, match="expected .classes, in. with at least one class"):
         op(x, weight[:0], labels, -100, 8)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(op(x, weight, labels, -100, losses.LOGITS), x, create_graph=True)
+        torch.autograd.grad(op(x, weight, labels, -100, losses.MAX_LOGITS), x, create_graph=True)

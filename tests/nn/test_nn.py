@@ -677,7 +677,7 @@ def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
     with torch.no_grad():
         state, other = (each(x, use_cache=True)[1] for each in (layer, plain))
         for each, wrong, parts in ((layer, other, 2), (plain, state, 3)):
-            with pytest.raises(ValueError, match=f"state: it has {parts} parts; expected {5 - parts}"):
+            with pytest.raises(ValueError, match=f"state has {parts} parts; expected {5 - parts}"):
                 each(x[:, :1], state=wrong, use_cache=True)
         memory = girih.ops.GLAState(state.memory.s[:1])
         with pytest.raises(ValueError, match="state_s has shape"):
