@@ -78,7 +78,7 @@ struct FusedStorage {
   __device__ float2* tokens(int i) const {
     return reinterpret_cast<float2*>(data + i * kStageBytes + kTokens);
   }
-  // scale rho_t e^{L_t} of the tokens of query_stage i.
+  // scale rho_t e^{L_t} of the tokens of query stage i.
   __device__ float* read_factors(int i) const {
     return reinterpret_cast<float*>(state_stage(state_stages) + kBarrierBytes) + i * kDeltaChunkRows;
   }

@@ -11,12 +11,11 @@
 //
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
-//   run_loaders()        loaders: copy chunks of q, k, v to rings of stages, and sum the gates
-//   run_state_warps()  state warps: S^T in registers in fp32, 16 values for each warp; write S^T, rounded, to
-//   a ring of
-//                 states, then S <- e^{L_C} S + (w v)^T k
-//   run_output_warps()        output warps: warpgroups that compute o; they process chunks round-robin
-//   publish()     store warps: store S to global memory, once for each pair of chunks
+//   run_loaders()       loaders: copy chunks of q, k, v to rings of stages, and sum the gates
+//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in a
+//                       ring of states, then compute S <- e^{L_C} S + (w v)^T k
+//   run_output_warps()  output warps: warpgroups that compute o; they process chunks round-robin
+//   run_store_warps()   store warps: store S to global memory, once for each pair of chunks
 // So the output warps get the state through shared memory, and only the update of S is sequential. The
 // products are wgmma: with mma.sync, the loads from shared memory would be most of the time of a chunk. State
 // warps and output warps load their left factors from shared memory once; a state warp weights the values of

@@ -183,7 +183,7 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 template <int M, int Columns = M>
 struct Gates {
   static constexpr int N = Columns / 8;
-  // With factors: e^{-X}. Without, after split(): sums of log2 e^g prefix_sum each row of its block of 16
+  // With factors: e^{-X}. Without, after split(): sums of log2 e^g through each row of its block of 16
   // rows.
   SharedTile<float, kChunk, M> g;
   float* decay;   // [M], with factors: e^{L_C}
@@ -247,7 +247,7 @@ struct Gates {
       to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
     });
   }
-  // e^{sum of g prefix_sum each row} and e^{sum of g after each row}, within the 16 rows.
+  // e^{sum of g through each row} and e^{sum of g after each row}, within the 16 rows.
   __device__ void decay_from_block_start(Accumulator<N>& to) const {
     prefix_sum(to);
     for_each_register<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });

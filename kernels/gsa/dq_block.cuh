@@ -19,7 +19,7 @@ struct GsaDqBlock : ChunkBlock {
 
   const GsaDq& p;
   const Tiles tile;
-  const int first_slot;  // first_slot slot of the warpgroup
+  const int first_slot;  // first slot of the warpgroup
   // Buffer for the stores and for the scratch of the warps, free once q, do and v have been read.
   StagingTile staging;
   int slots;  // slots from `first_slot` to M

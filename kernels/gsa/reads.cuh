@@ -1,9 +1,9 @@
-// The two reads of the rows of a chunk prefix_sum its gates:
+// The two reads of the rows of a chunk through its gates:
 //
 //     value_read   y_i = e^{L_i} * (x_i H) + sum_{j<=i} a_ij e^{L_i - L_j} * s_j                  [M]
 //     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
 //
-// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g prefix_sum row i
+// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g through row i
 // for each slot.
 #pragma once
 

@@ -16,8 +16,8 @@ constexpr int64_t kMultiprocessors = 132;
 
 // Tokens of a segment, a multiple of `chunk`; 0 if the sequences are not cut. `blocks` is the number of
 // blocks without segments. With segments, most inputs are read twice and there are three launches instead of
-// one: this pays for at min_segments `min_segments` segments of at min_segments 16 chunks, if all blocks
-// still fit on the device at once.
+// one: this pays for at least `min_segments` segments of at least 16 chunks, if all blocks still fit on the
+// device at once.
 inline int64_t segment_tokens(const SequenceLayout& all, int64_t blocks, int64_t chunk,
                               int64_t min_segments = 3) {
   constexpr int64_t kMinChunks = 16;
