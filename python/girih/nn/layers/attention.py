@@ -16,9 +16,8 @@ from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.functional.state import Like, check_state, is_unobserved
-from girih.nn.functional.step import Product
 from girih.nn.layers.mixers import register_layer
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 
@@ -221,12 +220,12 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention has no cache for packed sequences; call it with use_cache=False"
             )
-        projected = projections(self, ["qkv_proj"], x)
+        projected = project(self, self.projections(), x)
         o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
         return apply_linears(o, [self.o_proj])[0], state
 
-    def products(self) -> tuple[Product, ...]:
-        return (Product(self.qkv_proj.weight),)
+    def projections(self) -> tuple[Projection, ...]:
+        return (Projection("qkv_proj"),)
 
     def core(
         self,

@@ -11,9 +11,8 @@ from girih import ops
 from girih.nn.functional.fields import heads_of
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.step import Product
 from girih.nn.layers.attention import attend_row
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 ROOM = 16  # headers by which a cache grows; growth copies the cache, and a step reads all slots
@@ -115,11 +114,11 @@ class ChunkAttention(SequenceLayer):
                 "use_cache: expected True exactly with a state that says where the rows stand (`first`), and "
                 "then without cu_seqlens"
             )
-        o, cache = self.core(projections(self, ["qkv_proj"], x), rows, use_cache, cu_seqlens)
+        o, cache = self.core(project(self, self.projections(), x), rows, use_cache, cu_seqlens)
         return apply_linears(o, [self.o_proj])[0], cache
 
-    def products(self) -> tuple[Product, ...]:
-        return (Product(self.qkv_proj.weight),)
+    def projections(self) -> tuple[Projection, ...]:
+        return (Projection("qkv_proj"),)
 
     def core(
         self, projected: Sequence[Tensor], rows: ChunkRows, use_cache: bool, cu_seqlens: Tensor | None

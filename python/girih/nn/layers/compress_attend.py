@@ -13,8 +13,10 @@ from girih.nn.functional.packing import check_packing
 from girih.nn.functional.state import check_batch, map_state
 from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
 from girih.nn.layers.mixers import register_layer
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
+
+COMPRESS = (Projection("compress"),)
 
 
 class CompressAttendState(NamedTuple):
@@ -146,7 +148,7 @@ class CompressAttend(SequenceLayer):
         `where [K]` is true (default: at chunk 0), else the compression of the preceding chunk."""
         # The compression of the last chunk is dropped. Without computing it, K = 1 would be a special case of
         # the shapes, and torch.export would not accept a dynamic T.
-        headers = F.pad(projections(self, ["compress"], tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
+        headers = F.pad(project(self, COMPRESS, tokens.flatten(2))[0], (0, 0, 1, 0))[:, :-1]
         if where is None:
             where = torch.arange(tokens.shape[1], device=tokens.device) == 0
         return torch.where(where[:, None], first.to(headers.dtype), headers)
@@ -173,9 +175,9 @@ class CompressAttend(SequenceLayer):
         if (compressions := seq_lengths.find_compressions(C)) is not None:
             # The header of the next chunk. The current token does not attend to it.
             sequences = compressions.sequences
-            header, k = projections(self, ["compress"], state.x[sequences].flatten(1))[0], n[sequences] // C
+            header, k = project(self, COMPRESS, state.x[sequences].flatten(1))[0], n[sequences] // C
             state.header[sequences] = compressions.select(header, state.header[sequences])
-            qkv = projections(self.attention, ["qkv_proj"], header[:, None])[0]
+            qkv = project(self.attention, self.attention.projections(), header[:, None])[0]
             at = ChunkRows(C + 1, k * (C + 1))
             _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
             for cache, part in zip(kv, new, strict=True):

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from girih.nn.functional.fields import head_widths, heads_of
 from girih.nn.functional.state import LayerState
-from girih.nn.functional.step import Product
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.mixers import layer_of, register
 from girih.nn.layers.norm import GatedRMSNorm
-from girih.nn.layers.projections import projections, split_heads
+from girih.nn.layers.projections import Projection, decay_projections, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -89,14 +88,9 @@ class DeltaProduct(RecurrentLayer):
         """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: the n rows of a token are adjacent."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        beta = "sigmoid", 2.0 if self.allow_neg_eigval else 1.0
-        return projections(self, ["qkv_proj", "beta_proj", "g_proj"], x, self.decay, {"beta_proj": beta})
-
-    def products(self) -> tuple[Product, ...]:
-        beta = Product(self.beta_proj.weight, "sigmoid", scale=2.0 if self.allow_neg_eigval else 1.0)
-        decay = () if self.decay is None else (self.decay.product(),)
-        return Product(self.qkv_proj.weight), beta, Product(self.g_proj.weight), *decay
+    def projections(self) -> tuple[Projection, ...]:
+        beta = Projection("beta_proj", "sigmoid", 2.0 if self.allow_neg_eigval else 1.0)
+        return Projection("qkv_proj"), beta, Projection("g_proj"), *decay_projections(self)
 
     def core(
         self,

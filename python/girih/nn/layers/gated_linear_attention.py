@@ -14,7 +14,7 @@ from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import Mixer, layer_of, register, register_layer
 from girih.nn.layers.norm import GatedRMSNorm
-from girih.nn.layers.projections import projections, split_heads
+from girih.nn.layers.projections import Projection, project, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -137,7 +137,7 @@ class GatedLinearAttention(RecurrentLayer):
                 f"state has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
             )
         conv, memory, *length = state or (None, None)
-        qkv, gate = projections(self, ["qkv_proj", "g_proj"], x)
+        qkv, gate = project(self, (Projection("qkv_proj"), Projection("g_proj")), x)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
         in_place = use_cache and state is not None

@@ -11,10 +11,10 @@ from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
-from girih.nn.functional.step import Product, RowInput
+from girih.nn.functional.step import RowInput
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import RMSNorm
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -95,22 +95,16 @@ class GatedSlotAttention(RecurrentLayer):
             g = -self.gate_logit_normalizer / tokens  # logsigmoid(decay_logits)
             logits.copy_(g - torch.log(-torch.expm1(g)))
 
-    def projected(self, x: Tensor) -> list[Tensor]:
+    def projections(self) -> tuple[Projection, ...]:
+        qkv = Projection("qkv_proj")
         if self.f_proj is None:
-            return projections(self, ["qkv_proj"], x)
-        f = ("logsigmoid", 1.0 / self.gate_logit_normalizer) if self.gated else ("linear", 1.0)
-        return projections(self, ["qkv_proj", "f_proj"], x, gates={"f_proj": f})
+            return (qkv,)
+        if not self.gated:
+            return qkv, Projection("f_proj", "linear")
+        return qkv, Projection("f_proj", "logsigmoid", 1.0 / self.gate_logit_normalizer)
 
     def output(self, o: Tensor) -> Tensor:
         return apply_linears(silu_norm(self.norm, o), [self.o_proj])[0]
-
-    def products(self) -> tuple[Product, ...]:
-        if self.f_proj is None:
-            return (Product(self.qkv_proj.weight),)
-        gate = Product(self.f_proj.weight, "linear")
-        if self.gated:
-            gate = Product(self.f_proj.weight, "logsigmoid", scale=1.0 / self.gate_logit_normalizer)
-        return Product(self.qkv_proj.weight), gate
 
     def core(
         self,

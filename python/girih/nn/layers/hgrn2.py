@@ -11,10 +11,10 @@ from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
-from girih.nn.functional.step import Product, RowInput
+from girih.nn.functional.step import RowInput
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import RMSNorm
-from girih.nn.layers.projections import projections, split_heads
+from girih.nn.layers.projections import Projection, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 
@@ -71,11 +71,8 @@ class HGRN2(RecurrentLayer):
     def set_depth(self, layer: int, num_layers: int) -> None:
         self.set_lower_bound(layer / num_layers)
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        return projections(self, ["qfv_proj"], x)
-
-    def products(self) -> tuple[Product, ...]:
-        return (Product(self.qfv_proj.weight),)
+    def projections(self) -> tuple[Projection, ...]:
+        return (Projection("qfv_proj"),)
 
     def core(
         self,

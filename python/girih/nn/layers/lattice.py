@@ -9,12 +9,11 @@ from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
-from girih.nn.functional.step import Product
 from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection, decay_projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -95,15 +94,9 @@ class Lattice(RecurrentLayer):
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        names = ["qk_proj", "v_proj", "g_proj", "gamma_proj"]
-        return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
-
-    def products(self) -> tuple[Product, ...]:
-        plain = self.qk_proj, self.v_proj, self.g_proj
-        gamma = Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias)
-        decay = () if self.decay is None else (self.decay.product(),)
-        return *(Product(linear.weight) for linear in plain), gamma, *decay
+    def projections(self) -> tuple[Projection, ...]:
+        plain = (Projection(name) for name in ("qk_proj", "v_proj", "g_proj"))
+        return *plain, Projection("gamma_proj", "sigmoid"), *decay_projections(self)
 
     def core(
         self,

@@ -12,11 +12,11 @@ from girih.nn.functional.fused import residual_norm, silu_product
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
-from girih.nn.functional.step import Product, RowInput
+from girih.nn.functional.step import RowInput
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
 from girih.nn.layers.mixers import Mixer, layer_of, register
 from girih.nn.layers.norm import RMSNorm
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -82,12 +82,8 @@ class Mamba2(RecurrentLayer):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
         nn.init.ones_(self.skip)
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        return projections(self, ["in_proj", "dt_proj", "z_proj"], x, gates={"dt_proj": ("linear", 1.0)})
-
-    def products(self) -> tuple[Product, ...]:
-        dt = Product(self.dt_proj.weight, "linear")
-        return Product(self.in_proj.weight), dt, Product(self.z_proj.weight)
+    def projections(self) -> tuple[Projection, ...]:
+        return Projection("in_proj"), Projection("dt_proj", "linear"), Projection("z_proj")
 
     def core(
         self,

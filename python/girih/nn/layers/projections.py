@@ -1,6 +1,7 @@
 """The linear projections of a layer's input, and their gates."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,40 +10,59 @@ from girih._torch_internals import is_called_plainly
 from girih.nn.functional.fused import is_product
 from girih.nn.functional.gates import apply_gate
 from girih.nn.functional.linears import has_linears_kernel
+from girih.nn.functional.step import Product
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.layer import GateLinear, check_features
 
 
-def projections(
-    layer: nn.Module,
-    names: list[str],
-    x: Tensor,
-    decay: nn.Module | None = None,
-    gates: Mapping[str, tuple[str, float]] | None = None,
-) -> list[Tensor]:
-    """The outputs of a layer's projections `names` for x, then g of the DecayGate `decay`.
+class Projection(NamedTuple):
+    """A linear projection of a layer's input: the layer's attribute `name`, and the gate of its result
+    (`gates.apply_gate`). The gate "decay" is that of a DecayGate, which has its own bias and rate."""
 
-    gates: gate and scale (`gates.apply_gate`) of a projection, by name.
+    name: str
+    gate: str = "none"
+    scale: float = 1.0
+
+
+def project(layer: nn.Module, specs: Sequence[Projection], x: Tensor) -> list[Tensor]:
+    """The gated projections of x by the layer's modules, in the order of `specs`; a DecayGate returns g.
 
     Raises unless every projection returns all of its features: the numbers of heads are fixed.
     """
-    gates = gates or {}
-    modules = [getattr(layer, name) for name in names]
-    weights = [plain_weight(module) for module in (modules if decay is None else [*modules, decay])]
+    modules = [getattr(layer, spec.name) for spec in specs]
+    weights = [plain_weight(module) for module in modules]
     use_linears = has_linears_kernel(x, weights)
-    outputs = list(torch.ops.girih.linears(x, weights)) if use_linears else [module(x) for module in modules]
-    for i, (name, module) in enumerate(zip(names, modules, strict=True)):
-        check_features(layer, name, outputs[i])
+    outputs = list(torch.ops.girih.linears(x, weights)) if use_linears else [None] * len(modules)
+    for i, (spec, module) in enumerate(zip(specs, modules, strict=True)):
+        if isinstance(module, DecayGate):
+            if use_linears:
+                check_features(module, "proj", outputs[i])
+                outputs[i] = apply_gate(outputs[i], *module.product()[1:])
+            else:
+                outputs[i] = module(x)[0]
+            continue
+        y = outputs[i] if use_linears else module(x)
+        check_features(layer, spec.name, y)
         bias = module.bias if use_linears else None  # a called module has added its bias
-        if name in gates or bias is not None:
-            gate, scale = gates.get(name, ("linear", 1.0))
-            outputs[i] = apply_gate(outputs[i], gate, bias, scale=scale)
-    if decay is not None and use_linears:
-        check_features(decay, "proj", outputs[-1])
-        outputs[-1] = apply_gate(outputs[-1], "decay", decay.dt_bias, decay.A_log)
-    elif decay is not None:
-        outputs.append(decay(x)[0])
+        gate = "linear" if spec.gate == "none" and bias is not None else spec.gate
+        outputs[i] = y if gate == "none" else apply_gate(y, gate, bias, scale=spec.scale)
     return outputs
+
+
+def decay_projections(layer: nn.Module) -> tuple[Projection, ...]:
+    """The projection to g of a layer's optional `decay`, a DecayGate."""
+    return () if layer.decay is None else (Projection("decay", "decay"),)
+
+
+def products_of(layer: nn.Module, specs: Sequence[Projection]) -> tuple[Product, ...]:
+    """`project` by the weights alone, as a decoding step computes it."""
+    modules = [getattr(layer, spec.name) for spec in specs]
+    return tuple(
+        module.product()
+        if isinstance(module, DecayGate)
+        else Product(module.weight, spec.gate, module.bias, scale=spec.scale)
+        for spec, module in zip(specs, modules, strict=True)
+    )
 
 
 def split_heads(

@@ -1,6 +1,5 @@
 """Layers with a state: a recurrent layer reads only the valid tokens of each row."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, sort_valid_first
 from girih.nn.functional.state import advance
+from girih.nn.layers.projections import project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 
@@ -38,18 +38,13 @@ class RecurrentLayer(SequenceLayer):
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """`forward` without a mask; cu_seqlens may be `[B, 2]`, the bounds of rows."""
-        o, state = self.core(self.projected(x), state, use_cache, cu_seqlens)
+        o, state = self.core(project(self, self.projections(), x), state, use_cache, cu_seqlens)
         return self.output(o), state
 
     def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:
         """Calls the layer's operator (`state.advance`); layers of an encoder override it to scan in both
         directions."""
         return advance(name, *data, **call)
-
-    def projected(self, x: Tensor) -> Sequence[Tensor]:
-        """The arguments of `core`, computed by the layer's modules; `products` describes the same by
-        weights."""
-        raise NotImplementedError
 
     def output(self, o: Tensor) -> Tensor:
         """y of core's o, computed by the layer's modules; `output_prologue` and `o_proj` describe the same by

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from girih.nn.functional.step import PLAIN, Product, RowInput
 from girih.nn.layers.layer import Layer
+from girih.nn.layers.projections import Projection, products_of
 
 # Names of the cache argument of attention modules: transformers 5.24; older versions; GPT-NeoX and
 # GPT-BigCode; models with remote code for older versions, such as OpenELM.
@@ -43,10 +44,15 @@ class SequenceLayer(Layer):
         x = kwargs.pop("hidden_states")
         return self.attention_call(super().__call__, x, self.layer_idx, **kwargs)
 
-    def products(self) -> tuple[Product, ...] | None:
-        """The projections of x, for a layer that is `o_proj(core(projections of x))`: a decoding step
-        computes them in one launch from their weights. None: a step calls the layer."""
+    def projections(self) -> tuple[Projection, ...] | None:
+        """The projections of x, for a layer that is `o_proj(core(projections of x))`. None: another layer."""
         return None
+
+    def products(self) -> tuple[Product, ...] | None:
+        """`projections` by their weights: a decoding step computes them in one launch. None: a step calls the
+        layer."""
+        specs = self.projections()
+        return None if specs is None else products_of(self, specs)
 
     def core(
         self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None

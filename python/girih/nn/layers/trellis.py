@@ -9,12 +9,11 @@ from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
-from girih.nn.functional.step import Product
 from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection, decay_projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -112,17 +111,10 @@ class Trellis(RecurrentLayer):
         nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        names = ["v_proj", "a_proj", "g_proj", "gamma_proj", *self.reads]
-        return projections(self, names, x, self.decay, {"gamma_proj": ("sigmoid", 1.0)})
-
-    def products(self) -> tuple[Product, ...]:
-        def plain(*names: str) -> list[Product]:
-            return [Product(getattr(self, name).weight) for name in names]
-
-        gamma = Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias)
-        decay = () if self.decay is None else (self.decay.product(),)
-        return *plain("v_proj", "a_proj", "g_proj"), gamma, *plain(*self.reads), *decay
+    def projections(self) -> tuple[Projection, ...]:
+        plain = (Projection(name) for name in ("v_proj", "a_proj", "g_proj"))
+        reads = (Projection(name) for name in self.reads)
+        return *plain, Projection("gamma_proj", "sigmoid"), *reads, *decay_projections(self)
 
     def core(
         self,

@@ -9,12 +9,11 @@ from girih.nn.functional.fields import heads_of
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState
-from girih.nn.functional.step import Product
 from girih.nn.layers.decay import initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import GatedRMSNorm
-from girih.nn.layers.projections import projections
+from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 
@@ -83,15 +82,9 @@ class TTTLinear(RecurrentLayer):
         nn.init.zeros_(self.inner_bias)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projected(self, x: Tensor) -> list[Tensor]:
-        names = ["v_proj", "g_proj", "gamma_proj", "q_proj", "k_proj"]
-        return projections(self, names, x, None, {"gamma_proj": ("sigmoid", 1.0)})
-
-    def products(self) -> tuple[Product, ...]:
-        v, g, q, k = (
-            Product(getattr(self, name).weight) for name in ("v_proj", "g_proj", "q_proj", "k_proj")
-        )
-        return v, g, Product(self.gamma_proj.weight, "sigmoid", self.gamma_proj.bias), q, k
+    def projections(self) -> tuple[Projection, ...]:
+        v, g, q, k = (Projection(name) for name in ("v_proj", "g_proj", "q_proj", "k_proj"))
+        return v, g, Projection("gamma_proj", "sigmoid"), q, k
 
     def core(
         self,
