@@ -22,7 +22,7 @@ from emulated import (
     unwritten,
     walled,
 )
-from test_emulated_lattice_exact import OBJECTIVES
+from test_emulated_lattice_fp32 import OBJECTIVES
 from test_emulated_trellis import MAPS
 
 pytestmark = needs_headers
