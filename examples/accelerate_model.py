@@ -1,9 +1,9 @@
-"""A model of transformers with its linear layers on girih: the same weights, the same text.
+"""A transformers model with its linear layers accelerated by girih: the same weights and the same text.
 
 python examples/accelerate_model.py                  a small random Qwen3-Next, on the CPU or a GPU
 python examples/accelerate_model.py Qwen/Qwen3-Next-80B-A3B-Instruct "A girih is"
 
-(Not named accelerate.py: it would stand in the way of the package of that name.)
+(The file is not named accelerate.py, because that name would shadow the package accelerate.)
 """
 
 import sys
@@ -55,7 +55,7 @@ def main():
     acceleration = girih.accelerate(model)
     print(acceleration.report())
     after, faster = written(model, ids)
-    print(f"as it comes {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
+    print(f"unmodified {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
     acceleration.undo()
 
 

@@ -8,12 +8,12 @@ import torch
 from girih import _library
 from hypothesis import HealthCheck, settings
 
-SUPPORT = Path(__file__).parent / "support"  # what tests share, and the programs that they start
+SUPPORT = Path(__file__).parent / "support"  # shared modules, and programs that tests start
 
-#: CMake's tree of the running torch: programs, C++ tests.
+#: The CMake build tree for the running torch: programs, C++ tests.
 TREE = Path(__file__).parents[1] / "build" / _library.loaded.name
 
-# The same examples on every run: a red run is red again when someone looks. `make test FULL=1` takes 100.
+# Examples are derandomized, so that a failure is reproducible. `make test FULL=1` runs 100 examples a test.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -25,11 +25,11 @@ settings.register_profile(
 settings.register_profile("full", settings.get_profile("ci"), max_examples=100)
 settings.load_profile("full" if os.environ.get("GIRIH_FULL") else "ci")
 
-# The tensors are tiny and pytest-xdist runs one worker a core.
+# The tensors are tiny, and pytest-xdist runs one worker per core.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # and of the programs that tests start: more would wait for one another
+os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start: more threads would contend for cores
 
-if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also judges the attention of other libraries
+if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also checks the attention kernels of other libraries
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
 
@@ -38,7 +38,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture
 def handlers():
-    """A command takes the signals over; a test gives them back."""
+    """Restores the signal handlers that a command replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -46,8 +46,8 @@ def handlers():
 
 
 class Place(str):
-    """A device, and in half precision the dtype of what is drawn there. Places of two dtypes are two, so that
-    pytest makes each of them its fixtures."""
+    """A device string with the dtype of the tensors drawn for it, None for the default. Devices that differ
+    only in dtype are unequal, so that pytest creates fixtures for each."""
 
     dtype: torch.dtype | None = None
 
@@ -73,7 +73,7 @@ HALVES = [
 
 
 def pytest_addoption(parser):
-    parser.addoption("--each", type=int, help="run at most so many parametrisations of every test")
+    parser.addoption("--each", type=int, help="maximum number of parametrisations of every test")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config, items):
     of_test = {}
     for item in items:
         of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
-    # Drawn, not evenly spaced: in a product of parameters that would meet one value of some again and again.
+    # A random sample: an even spacing would always select the same value of some parameter.
     drawn = {
         item
         for name, some in of_test.items()
@@ -93,8 +93,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
-    """`device`: the CPU and CUDA; where a module says `in_half_precision = True`, CUDA in bf16 and fp16 too,
-    where the kernels use the tensor cores."""
+    """Parametrises `device` with the CPU and CUDA. Modules with `in_half_precision = True` also run on CUDA
+    in bf16 and fp16, where the kernels use the tensor cores."""
     if "device" in metafunc.fixturenames:
         halves = HALVES if getattr(metafunc.module, "in_half_precision", False) else []
         metafunc.parametrize("device", [*PLACES.values(), *halves], scope="session")

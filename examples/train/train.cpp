@@ -1,7 +1,7 @@
-// A small language model learns a text, byte by byte, and goes on with its beginning:
+// Trains a small language model on a text, byte by byte, and completes the beginning of the text:
 //   train TEXT MODEL [STEPS]
-// from_pretrained reads the folder MODEL, here and in Python. girih-train does more: it holds a part out,
-// keeps checkpoints and follows a schedule.
+// from_pretrained reads the folder MODEL in C++ and in Python. girih-train has more features: a held-out
+// part, checkpoints and a schedule.
 #include <girih/girih.h>
 #include <torch/torch.h>
 
@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
     return 1;
   }
   std::ifstream file(argv[1], std::ios::binary);
-  std::vector<int64_t> bytes;  // each is a token
+  std::vector<int64_t> bytes;  // one token per byte
   for (std::istreambuf_iterator<char> at(file), end; at != end; ++at)
     bytes.push_back(static_cast<unsigned char>(*at));
   const auto text = torch::tensor(bytes);

@@ -46,7 +46,7 @@ TEST_CASE("A state continues a sequence in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("Padding does nothing in every mixer", "[nn]") {
+TEST_CASE("Padding has no effect in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -62,7 +62,7 @@ TEST_CASE("Padding does nothing in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("Masked tokens might as well not be there, call after call", "[nn]") {
+TEST_CASE("Masked tokens have no effect across calls", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     // Attention's rotary positions count masked tokens.
@@ -86,7 +86,7 @@ TEST_CASE("Masked tokens might as well not be there, call after call", "[nn]") {
   }
 }
 
-TEST_CASE("A state is written only for the next one", "[nn]") {
+TEST_CASE("A state is written only when the next state is requested", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -100,7 +100,7 @@ TEST_CASE("A state is written only for the next one", "[nn]") {
   }
 }
 
-TEST_CASE("Rows of a state are chosen and repeated in every mixer", "[nn]") {
+TEST_CASE("Rows of a state can be selected and repeated in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   const auto order = at::tensor({1, 0, 1});
   const auto chosen = [&](const Tensor& x) { return x.index_select(0, order); };
@@ -138,8 +138,7 @@ TEST_CASE("A state of another batch is refused in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("A state may be begun under autocast and continued outside, or the reverse, in every mixer",
-          "[nn]") {
+TEST_CASE("A state may move between autocast and full precision in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     at::manual_seed(0);
@@ -169,7 +168,7 @@ TEST_CASE("A state may be begun under autocast and continued outside, or the rev
   }
 }
 
-TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]") {
+TEST_CASE("CAT refuses more tokens than it has positions, masked or not", "[nn]") {
   nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
                                      .num_hidden_layers = 1,
                                      .mixer = "cat",
@@ -181,7 +180,7 @@ TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]
   CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1), at::ones({1, 2 * kChunk + 1})), c10::ValueError);
 }
 
-TEST_CASE("CAT counts the tokens of all calls against its places", "[nn]") {
+TEST_CASE("CAT counts the tokens of all calls against its positions", "[nn]") {
   const at::NoGradGuard no_grad;
   auto model = in_double({.vocab_size = 11,
                           .hidden_size = kHidden,
@@ -198,7 +197,7 @@ TEST_CASE("CAT counts the tokens of all calls against its places", "[nn]") {
   CHECK_THROWS_AS(model(ids(2, 1), Tensor(), state, true), c10::ValueError);
 }
 
-TEST_CASE("A mask of past and present tokens is read at its end in every mixer", "[nn]") {
+TEST_CASE("A mask that covers past tokens applies its last columns in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -236,7 +235,7 @@ TEST_CASE("CAT keeps a slot for each header and for one chunk", "[nn]") {
   CHECK(slots() == 64 + kChunk - 1);
 }
 
-TEST_CASE("Packed sequences are the sequences in every mixer", "[nn]") {
+TEST_CASE("Packed sequences equal separate sequences in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -277,7 +276,7 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
   CHECK(has(groups.decayed, "model.embed_tokens.weight"));
 }
 
-TEST_CASE("The last part of a name says whether a parameter decays in every mixer", "[nn]") {
+TEST_CASE("The last part of a name decides whether a parameter has weight decay in every mixer", "[nn]") {
   const std::set<std::string> undecayed = {"A_log",  "dt_bias",      "bias",         "logit",
                                            "skip",   "header",       "key_memory",   "value_memory",
                                            "memory", "decay_logits", "inner_weight", "inner_bias"};
@@ -312,13 +311,13 @@ TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[n
   size_t found = 0;
   for (const auto& item : model->named_parameters()) {
     const bool keeps = kept.contains(item.key().substr(item.key().rfind('.') + 1)) &&
-                       !item.key().ends_with("conv.bias");  // a convolution's is no gate's
+                       !item.key().ends_with("conv.bias");  // the bias of a convolution is not a gate bias
     found += keeps;
     INFO(item.key());
     CHECK(item.value().scalar_type() == (keeps ? at::kFloat : at::kBFloat16));
     if (keeps) CHECK(item.value().equal(before[item.key()]));
   }
-  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag its logit and its mixer's 2
+  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag 3 (its logit, and 2 of its mixer)
   CHECK(at::isfinite(model->forward(ids(1, 2 * kChunk)).first).all().item<bool>());
   model->to(at::kDouble);
   for (const auto& p : model->parameters()) CHECK(p.scalar_type() == at::kDouble);
@@ -342,7 +341,7 @@ TEST_CASE("A device and a dtype keep time scales and memories in fp32 too", "[nn
   }
 }
 
-TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
+TEST_CASE("A model trained for a few steps learns and generates its text", "[nn]") {
   at::manual_seed(0);
   nn::LanguageModel model(
       nn::Config{.vocab_size = 8, .hidden_size = 32, .num_hidden_layers = 1, .num_heads = 2, .num_slots = 8});
@@ -361,7 +360,7 @@ TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]
   CHECK(written.equal(text.slice(0, 0, 1)));
 }
 
-TEST_CASE("generate writes the most likely tokens, with the state as its cache", "[nn]") {
+TEST_CASE("generate returns the most likely tokens, with the state as its cache", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -388,20 +387,20 @@ TEST_CASE("generate samples among the top tokens and stops at the end token", "[
   CHECK_THROWS_AS(model->generate(prompt, {.temperature = -1.0}), c10::ValueError);
 }
 
-TEST_CASE("A low temperature writes the most likely token, a high one any", "[nn]") {
+TEST_CASE("A low temperature selects the most likely token, a high temperature any token", "[nn]") {
   auto model = in_double(configurations()[0]);
   const auto prompt = ids(1, 4).expand({64, 4});
   const auto first = [&](double temperature) {
     return model->generate(prompt, {.max_new_tokens = 1, .temperature = temperature}).select(1, -1);
   };
   CHECK(first(1e-6).equal(first(0)));
-  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11: 64 draws leave out 3 once in 10^5 times
+  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11; 64 draws miss 3 with probability 10^-5
 }
 
-TEST_CASE("A row that has ended writes nothing but the end while others go on", "[nn]") {
+TEST_CASE("A finished row repeats the end token while other rows continue", "[nn]") {
   constexpr int64_t prompt = 4, more = 12;
   auto config = configurations()[0];
-  config.initializer_range = 1.0;  // or the same token is written again and again
+  config.initializer_range = 1.0;  // smaller weights repeat one token
   auto model = in_double(config);
   const auto text = ids(8, prompt);
   const auto free = model->generate(text, {.max_new_tokens = more}).slice(1, prompt);
@@ -414,7 +413,7 @@ TEST_CASE("A row that has ended writes nothing but the end while others go on", 
   CHECK(written.slice(1, prompt).equal(free.masked_fill(ended, end)));
 }
 
-TEST_CASE("A generator of the call's own draws the text, and leaves the default one alone", "[nn]") {
+TEST_CASE("generate uses the given generator and leaves the default generator unchanged", "[nn]") {
   auto config = configurations()[0];
   config.initializer_range = 0.2;
   auto model = in_double(config);
@@ -434,7 +433,7 @@ TEST_CASE("A generator of the call's own draws the text, and leaves the default 
   CHECK(!sampled(2, 7).equal(text));
 }
 
-TEST_CASE("A saved model is loaded as it was", "[nn]") {
+TEST_CASE("A saved model is loaded unchanged", "[nn]") {
   const auto folder =
       std::filesystem::temp_directory_path() / ("girih_saved_model_" + std::to_string(getpid()));
   for (const auto& config : configurations()) {
@@ -446,7 +445,7 @@ TEST_CASE("A saved model is loaded as it was", "[nn]") {
     CHECK(loaded(text).first.equal(model(text).first));
     CHECK(loaded->config.mixers() == config.mixers());
   }
-  // What is made afterwards has values of its own again.
+  // Modules created after loading are initialised again.
   const nn::SwiGLU fresh(64, 64);
   const auto bound = fresh->up_proj->weight.abs().max().item<double>();
   CHECK((bound > 0.12 && bound <= 0.125));
@@ -573,7 +572,7 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   unmade([&] { model->loss(tokens, tokens.to(at::kFloat)); }, "labels is Float");
 }
 
-TEST_CASE("Options that are not given", "[nn]") {
+TEST_CASE("Default values of options", "[nn]") {
   const nn::GatedSlotAttentionOptions gsa;
   CHECK((gsa.num_slots == 64 && gsa.gated && gsa.data_dependent_decay && gsa.gate_logit_normalizer == 8 &&
          gsa.feature == "softmax" && gsa.conv_size == 0 && gsa.norm_eps == 1e-6));

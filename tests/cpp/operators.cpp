@@ -1,4 +1,4 @@
-// The operators from C++: against plain loops, their gradients, steps and refusals.
+// The operators in C++: against plain loops; gradients, steps and refusals.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -23,12 +23,12 @@ Tensor gate(at::IntArrayRef sizes) { return at::log_sigmoid(random(sizes)); }
 Tensor step_size(at::IntArrayRef sizes) { return random(sizes).sigmoid(); }
 Tensor unit_columns(const Tensor& s) { return s / s.norm(2, -2, true); }
 
-// One operator, seen as a function of its data on T tokens; state and position handling are its own.
+// One operator as a function of its data on T tokens; each case handles its state and position.
 struct Case {
   const char* name;
-  std::vector<Tensor> inputs;                                  // [B, T, ...], every one with gradient
-  std::function<Tensor(const std::vector<Tensor>&)> all;       // output of all tokens
-  std::function<Tensor(const std::vector<Tensor>&)> one_each;  // the same by X_step, token by token
+  std::vector<Tensor> inputs;                                  // [B, T, ...], all differentiable
+  std::function<Tensor(const std::vector<Tensor>&)> all;       // output for all tokens
+  std::function<Tensor(const std::vector<Tensor>&)> one_each;  // the same with X_step, token by token
 };
 
 std::vector<Tensor> token(const std::vector<Tensor>& inputs, int64_t t) {
@@ -37,7 +37,7 @@ std::vector<Tensor> token(const std::vector<Tensor>& inputs, int64_t t) {
   return one;
 }
 
-// X_step on every token in turn, from `state`, which each call writes.
+// X_step on every token in turn, with a state that each call writes.
 std::function<Tensor(const std::vector<Tensor>&)> stepwise(
     const std::function<Tensor(const std::vector<Tensor>&)>& step) {
   return [step](const std::vector<Tensor>& inputs) {
@@ -178,7 +178,7 @@ TEST_CASE("gated_rms_norm is a norm times a gate", "[ops]") {
                      1e-9, 1e-9));
 }
 
-TEST_CASE("Gradients are those of finite differences", "[ops]") {
+TEST_CASE("Gradients equal finite differences", "[ops]") {
   for (const auto& op : cases()) {
     INFO(op.name);
     const auto weight = random(op.all(op.inputs).sizes());
@@ -200,7 +200,7 @@ TEST_CASE("Gradients are those of finite differences", "[ops]") {
   }
 }
 
-TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
+TEST_CASE("Steps equal the whole sequence", "[ops]") {
   const at::NoGradGuard no_grad;
   for (const auto& op : cases()) {
     if (!op.one_each) continue;  // gated_rms_norm and cat_attention have no state
@@ -209,7 +209,7 @@ TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
   }
 }
 
-TEST_CASE("No graph is kept without gradient", "[ops]") {
+TEST_CASE("No graph is recorded without gradients", "[ops]") {
   for (const auto& op : cases()) {
     INFO(op.name);
     auto inputs = op.inputs;
@@ -236,7 +236,7 @@ TEST_CASE("A state continues a sequence", "[ops]") {
   CHECK(!end.z.defined());
 }
 
-TEST_CASE("Packed sequences are the sequences", "[ops]") {
+TEST_CASE("Packed sequences equal separate sequences", "[ops]") {
   at::manual_seed(0);
   const auto q = random({1, T, H, D}), k = random({1, T, H, D}), v = random({1, T, H, D}),
              g = gate({1, T, H});

@@ -1,4 +1,4 @@
-// What a decoding step computes beside its mixers' own steps: products, and blocks by them.
+// The parts of a decoding step other than the mixers' own steps: products, and blocks computed with products.
 #include "../../csrc/nn/step.h"
 
 #include <ATen/autocast_mode.h>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kWidth = 64;
 
-// A GPU, and kernels for it.
+// A GPU with kernels is available.
 bool has_kernels() {
   return torch::cuda::is_available() &&
          nn::make_recorder(at::zeros({1, 1}, at::device(at::kCUDA).dtype(at::kLong))) != nullptr;
@@ -27,7 +27,7 @@ bool has_kernels() {
 
 Tensor draw(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
 
-// Norms and biases too, which begin at what does nothing.
+// Random norms and biases: their initial values have no effect.
 void move_vectors(torch::nn::Module& module) {
   for (auto& parameter : module.parameters()) {
     if (parameter.dim() == 1) torch::nn::init::uniform_(parameter, 0.5, 1.5);
@@ -38,7 +38,7 @@ Tensor normed(const Tensor& x, const Tensor& weight, double eps) {
   return x / (x.square().mean(-1, true) + eps).sqrt() * weight;
 }
 
-// A block of every mixer with each of its options, in fp64.
+// A block with every mixer and each of its options, in fp64.
 std::vector<std::pair<std::string, nn::Block>> blocks() {
   std::vector<std::pair<std::string, nn::Config>> all;
   for (const auto& name : nn::mixer_names()) all.emplace_back(name, nn::Config{});
@@ -62,7 +62,7 @@ std::vector<std::pair<std::string, nn::Block>> blocks() {
   return made;
 }
 
-// x [B, T, hidden_size] through the block's modules one by one.
+// x [B, T, hidden_size] through the modules of the block one by one.
 nn::Output by_modules(nn::Block& block, const Tensor& x, const nn::State& state) {
   auto& mlp = *block->mlp;
   auto [y, after] = block->mixer->forward(block->mixer_norm(x), {}, state, /*use_cache=*/true);
@@ -74,7 +74,7 @@ nn::State copy_of(const nn::State& state) {
   return state.map([](const Tensor& t) { return t.clone(); });
 }
 
-// To bf16, in which what stays in fp32 is as it was made, and to fp64 with the same values.
+// Rounds to bf16, except for parameters that stay in fp32, and converts to fp64 with the same values.
 template <class Module>
 void round_weights(Module& module) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) module.to(at::kCPU, dtype);
@@ -90,7 +90,7 @@ double error(const Tensor& found, const Tensor& wanted) {
 
 }  // namespace
 
-TEST_CASE("Products are their formulas", "[step]") {
+TEST_CASE("Products equal their formulas", "[step]") {
   const at::NoGradGuard no_grad;
   at::manual_seed(0);
   const auto x = draw({3, 1, 16}), w = draw({5, 16}), up = draw({3, 1, 16}), b = draw({5}),
@@ -140,7 +140,7 @@ TEST_CASE("Products are their formulas", "[step]") {
       CHECK(at::allclose(y[0], in(at::matmul(u, w.t()) + r), most, most));
     }
   }
-  // Gates are in fp32 where the products are not.
+  // Gates are in fp32 when the products have 16 bits.
   const auto low = [](const Tensor& t) { return t.to(at::kBFloat16); };
   const auto y = nn::products(low(x), {{low(w)}, {low(w), "sigmoid", b.to(at::kFloat)}});
   CHECK(y[0].scalar_type() == at::kBFloat16);
@@ -149,7 +149,7 @@ TEST_CASE("Products are their formulas", "[step]") {
   CHECK_THROWS_AS(nn::products(x, {{w}}, {"relu", weight}), c10::ValueError);
 }
 
-TEST_CASE("A block by products is its modules one by one in every mixer", "[step]") {
+TEST_CASE("A block computed with products equals its modules one by one in every mixer", "[step]") {
   const at::NoGradGuard no_grad;
   for (auto& [name, block] : blocks()) {
     for (const auto dtype : {at::kDouble, at::kFloat}) {
@@ -184,7 +184,7 @@ TEST_CASE("A mask and packed sequences reach a block's mixer", "[step]") {
   }
 }
 
-TEST_CASE("A linear layer with a bias keeps it", "[step]") {
+TEST_CASE("A linear layer adds its bias", "[step]") {
   const at::NoGradGuard no_grad;
   nn::SwiGLU mlp(8, 16);
   for (auto* proj : {&mlp->gate_proj, &mlp->up_proj, &mlp->down_proj}) {
@@ -196,7 +196,7 @@ TEST_CASE("A linear layer with a bias keeps it", "[step]") {
   CHECK(at::allclose(mlp(x), y));
 }
 
-TEST_CASE("The feed-forward layer is one of a sequence", "[step]") {
+TEST_CASE("The feed-forward layer works in torch::nn::Sequential", "[step]") {
   torch::nn::Sequential layers(nn::SwiGLU(8, 16), torch::nn::Linear(8, 4));
   CHECK(layers->forward(at::randn({2, 8})).sizes() == at::IntArrayRef{2, 4});
 }
@@ -213,7 +213,7 @@ TEST_CASE("A copy of a loaded embedding has values of its own", "[step]") {
   CHECK(at::allclose(embedding->weight, at::ones({5, 3})));
 }
 
-TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient", "[step]") {
+TEST_CASE("The kernel is selected for few rows of 16 bits on a GPU without gradients", "[step]") {
   at::NoGradGuard no_grad;
   const auto there = [](at::Device device, at::IntArrayRef sizes, at::ScalarType dtype) {
     const auto x = at::zeros(sizes, at::device(device).dtype(dtype));
@@ -251,7 +251,7 @@ TEST_CASE("The kernel is for few rows of 16 bits on a GPU and without gradient",
   CHECK(!nn::has_skinny_gemm(x, {{w}}));
 }
 
-TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
+TEST_CASE("Products by the kernel are as accurate as products by ATen", "[step]") {
   if (!has_kernels()) return;
   const at::NoGradGuard no_grad;
   at::manual_seed(2);
@@ -283,7 +283,7 @@ TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
         const auto exact = nn::products(x, wanted, given);
         const auto kernel = nn::products(there(x), few, before);
         const auto other = given.other.defined() ? given.other.to(dtype) : given.other;
-        const auto aten = nn::products(x.to(dtype), here, {given.kind, other, given.eps});  // a CPU's
+        const auto aten = nn::products(x.to(dtype), here, {given.kind, other, given.eps});  // on the CPU
         for (size_t i = 0; i < exact.size(); ++i) {
           INFO(wanted[i].gate);
           CHECK(kernel[i].scalar_type() == aten[i].scalar_type());
@@ -299,7 +299,7 @@ TEST_CASE("Products by the kernel are as near as those by ATen", "[step]") {
   }
 }
 
-TEST_CASE("A step by the kernel is as near as the layers' own in every mixer", "[step]") {
+TEST_CASE("A step by the kernel is as accurate as a step by the layers in every mixer", "[step]") {
   if (!has_kernels()) return;
   const at::NoGradGuard no_grad;
   for (auto& [name, block] : blocks()) {
@@ -317,7 +317,7 @@ TEST_CASE("A step by the kernel is as near as the layers' own in every mixer", "
       REQUIRE(nn::has_skinny_gemm(last, {nn::make_product(block->mlp->gate_proj)}, block->mlp_norm->input()));
       Tensor layers;
       {
-        const at::AutoGradMode with_gradient(true);  // which has no kernel
+        const at::AutoGradMode with_gradient(true);  // disables the kernel
         layers = block->forward(last, {}, copy_of(state), /*use_cache=*/true).first.detach();
       }
       const auto step = block->forward(last, {}, state, /*use_cache=*/true).first;
@@ -329,7 +329,7 @@ TEST_CASE("A step by the kernel is as near as the layers' own in every mixer", "
   }
 }
 
-TEST_CASE("Models in bf16 write on a GPU what they write in fp64", "[step]") {
+TEST_CASE("Models in bf16 on a GPU give the logits of fp64", "[step]") {
   if (!has_kernels()) return;
   const at::NoGradGuard no_grad;
   constexpr int64_t prompt = 5, steps = 3 * kChunk;

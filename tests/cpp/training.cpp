@@ -1,4 +1,4 @@
-// Training by the kernels that layers have beside their mixers, against fp64.
+// Training with the kernels of layers outside their mixers, compared with fp64.
 #include <torch/cuda.h>
 #include <torch/serialize.h>
 
@@ -33,8 +33,8 @@ std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, co
   return all;
 }
 
-// Weights that an optimizer of its own class moves, of two groups: one of two dtypes, one with a gradient in
-// every other step only and one without any.
+// Weights and an optimizer of the given class with two parameter groups: one group has weights of two dtypes;
+// the other has a weight with a gradient in every second step and a weight without gradients.
 template <class Optimizer>
 struct Moved {
   bool amsgrad;
@@ -75,7 +75,7 @@ struct Moved {
   }
 };
 
-// Of each class a step of this weight, with this gradient.
+// The weight after one step of each class, with this gradient.
 std::pair<Tensor, Tensor> stepped(const Tensor& weight, const Tensor& gradient) {
   const auto by = [&](auto one) {
     using Optimizer = typename decltype(one)::element_type;
@@ -91,7 +91,7 @@ std::pair<Tensor, Tensor> stepped(const Tensor& weight, const Tensor& gradient) 
 
 }  // namespace
 
-TEST_CASE("AdamW steps as LibTorch's does and goes on where the other stopped", "[training]") {
+TEST_CASE("AdamW equals LibTorch's AdamW and continues from its state", "[training]") {
   std::vector<at::Device> devices{at::kCPU};
   if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA);
   for (const auto& device : devices) {
@@ -116,7 +116,7 @@ TEST_CASE("AdamW steps as LibTorch's does and goes on where the other stopped", 
   }
 }
 
-TEST_CASE("AdamW of what does not lie densely, or as its gradient", "[training]") {
+TEST_CASE("AdamW supports strided weights, and gradients with other strides", "[training]") {
   at::manual_seed(6);
   const auto all = at::randn({4, 8}), gradient = at::randn({5, 4});
   for (const auto& [weight, its] : std::vector<std::pair<Tensor, Tensor>>{
@@ -130,7 +130,7 @@ TEST_CASE("AdamW of what does not lie densely, or as its gradient", "[training]"
   }
 }
 
-TEST_CASE("AdamW refuses a state of another size and tells that it has written", "[training]") {
+TEST_CASE("AdamW refuses a state of another size and increments the weight's version", "[training]") {
   const auto with = [](int64_t size) {
     auto weight = at::ones({size}).requires_grad_();
     weight.mutable_grad() = at::ones({size});
@@ -147,7 +147,7 @@ TEST_CASE("AdamW refuses a state of another size and tells that it has written",
   CHECK_THROWS(large.step());
 }
 
-TEST_CASE("Autocast holds while it lives", "[training]") {
+TEST_CASE("Autocast is active during its lifetime", "[training]") {
   const auto x = at::ones({2, 3});
   const auto product = [&] { return at::mm(x, x.t()).scalar_type(); };
   CHECK(product() == at::kFloat);
@@ -183,8 +183,8 @@ TEST_CASE("Models in bf16 train on a GPU as on a CPU", "[training]") {
     for (size_t i = 0; i < exact.size(); ++i) {
       INFO(exact[i].first << ": " << error(there[i].second, exact[i].second) << ", on a CPU "
                           << error(here[i].second, exact[i].second));
-      // The mixers' kernels round to 16 bits what a CPU has in fp32, and their errors are held to account by
-      // tests of their own: what is seen here is that the parts go together.
+      // The mixers' kernels round to 16 bits what a CPU computes in fp32; other tests check their accuracy.
+      // This test checks that the parts work together, hence the loose bound.
       CHECK(error(there[i].second, exact[i].second) <= 2 * error(here[i].second, exact[i].second) + 0.1);
     }
   }

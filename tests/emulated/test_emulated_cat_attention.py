@@ -1,4 +1,4 @@
-"""The kernels of cat_attention as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of cat_attention, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 from itertools import pairwise
@@ -39,7 +39,7 @@ def kernels(tmp_path_factory):
 
 
 def by_definition(q, k, v, chunk, scale, first):
-    """o and lse, row by row of the mask; `first`: of every chunk, that of its sequence."""
+    """o and lse, row by row of the mask; `first`: for every chunk, the first chunk of its sequence."""
     T, group = q.shape[1], q.shape[2] // k.shape[2]
     row = torch.arange(T)
     own, start = row // chunk, torch.tensor(first).repeat_interleave(chunk)[:T]
@@ -52,7 +52,7 @@ def by_definition(q, k, v, chunk, scale, first):
 
 
 def among_nan(B, T, *shape, dtype, of=None):
-    """[B, T, *shape] as rows() has it, with rows of NaN after the last."""
+    """[B, T, *shape] as rows(), with rows of NaN after the last token."""
     view = rows(B, T + 2, *shape, dtype=dtype)[:, :T]
     if of is not None:
         view.zero_()[..., : shape[-1]] = of
@@ -122,7 +122,7 @@ def check(
     found = torch.autograd.grad((o * given["dout"][..., :V].double()).sum(), list(wide.values()))
     want = {"o": o.detach()} | {f"d{name}": x for name, x in zip(wide, found, strict=True)}
     got = {name: made[name][..., : want[name].shape[-1]] for name in want}
-    # A weight e^(a - lse) errs by half a unit of what lse is rounded to, which is large where scores are.
+    # A weight e^(a - lse) errs by half a unit of the rounding of lse, which is large for large scores.
     fp32 = 3e-6 + lse.detach().where(lse.isfinite(), 0.0).abs().max().item() * 2**-24
     assert_close(got, want, fp32 if dtype == torch.float32 else 0.02)
     assert torch.allclose(made["lse"].double(), lse, atol=1e-4)
@@ -162,7 +162,7 @@ def test_fp16(kernels, groups):
 
 @pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100])
 def test_fp32(kernels, chunk):
-    """As near as fp32 is, from products of parts that tf32 holds."""
+    """Accurate to fp32, with products of tf32 parts."""
     check(kernels, 203, chunk, D=24, V=40, dtype=torch.float32)
     check(kernels, 70, chunk, H=2, G=3, D=72, V=128, scale=-0.4, dtype=torch.float32)
     check(kernels, 9 * chunk + 1, chunk, D=16, V=8, bounds=[1, 4, 4, 9], dtype=torch.float32)
@@ -189,14 +189,14 @@ def test_warpgroups_at_every_chunk(kernels, chunk, T):
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129])
 def test_warpgroups_at_every_length(kernels, T):
-    """Tiles of 128 rows, half of which a warpgroup has, and every fraction of a chunk."""
+    """Tiles of 128 rows, 64 per warpgroup, and partial chunks of every size."""
     for chunk in (4, 16):
         check(kernels, T, chunk, D=8, V=8, groups=True)
 
 
 @pytest.mark.parametrize("chunk, T", [(3, 450), (100, 350), (256, 800)])
 def test_warpgroups_for_headers_alone(kernels, chunk, T):
-    """Whose chunks do not fill tiles of queries."""
+    """Chunks that do not fill tiles of queries."""
     check(kernels, T, chunk, D=8, V=16, groups=True)
     check(kernels, T // 2, chunk, G=2, D=8, V=8, bounds=[0, 1, T // 2 // chunk], groups=True)
 
@@ -212,7 +212,8 @@ def test_warpgroups_at_every_width(kernels):
 
 @pytest.mark.parametrize("chunk", [4, 8, 16, 64])
 def test_packed_sequences_of_warpgroups(kernels, chunk):
-    """Which meet in a tile or fill several, of no chunk or of one, before and after rows of no sequence."""
+    """Sequences that share a tile or fill several, of zero or one chunks, before and after rows of no
+    sequence."""
     K = 330 // chunk
     check(kernels, 330, chunk, D=8, V=8, bounds=[0, K // 5, K // 5, K // 2, K // 2 + 1, K + 1], groups=True)
     check(kernels, 330, chunk, D=8, V=8, bounds=[1, K // 2, K - 1], groups=True)

@@ -1,4 +1,4 @@
-"""The kernels of delta_product as they stand, on the CPU (tests/emulated): forward, gradients and step."""
+"""The kernels of delta_product, emulated on the CPU (tests/emulated): forward, gradients and step."""
 
 import ctypes
 
@@ -44,7 +44,7 @@ def kernels(tmp_path_factory):
 
 
 class Draw:
-    """Random tensors, rounded to the dtype of q."""
+    """Random tensors; `dtype` is the dtype of q."""
 
     def __init__(self, seed, dtype):
         self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
@@ -56,7 +56,7 @@ class Draw:
         return low + (high - low) * torch.rand(shape, generator=self.generator)
 
     def keys(self, kind, *shape):
-        """Unit vectors, or vectors of any length; "repeated": nearly the same in every row."""
+        """Unit vectors; "normal": vectors of any length; "repeated": nearly the same vector in every row."""
         x = self.normal(*shape)
         if kind == "repeated":
             x = x[:, :1] + 0.1 * x
@@ -88,9 +88,9 @@ def check(
     cut=None,
     times=1,
 ):
-    """One call against the recurrence in float64. `begins`: where the sequence of each row begins; `numbers`:
-    the dtype of beta and g; `vector`: beta is of every channel; `cut`: into segments "both" scans are, or the
-    "forward" one; `times`: what is lost to 16 bits, at most so often.
+    """One call against the recurrence in float64. `begins`: first token of the sequence of each row;
+    `numbers`: dtype of beta and g; `vector`: per-channel beta; `cut`: the scans that are cut into segments,
+    "both" or "forward"; `times`: factor of the allowed error.
     """
     N, HQ, HK = len(lengths), heads_q or H, heads_k or H
     HO = max(HQ, H)
@@ -137,7 +137,7 @@ def check(
         bounds = torch.tensor([[low, low + length] for low, length in zip(starts, lengths, strict=True)])
     for i, (low, length) in enumerate(zip(starts, lengths, strict=True)):
         outside[0 if packed else i, low : low + length] = False
-    for name in ("q", "k", "v", "dout", "beta", "g"):  # of tokens that no sequence owns
+    for name in ("q", "k", "v", "dout", "beta", "g"):  # NaN at tokens of no sequence
         if T and tensors[name] is not None:
             x = tensors[name]
             x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
@@ -153,7 +153,7 @@ def check(
     states = chunks * H * eights(V) * eights(D)
     bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
     assert cut is None or [size > 0 for size in bytes_of.values()] == [True, cut == "both"]
-    work = {  # all bits set, and some more behind
+    work = {  # all bits set, with 256 spare bytes
         name: unwritten(size + 256, dtype=torch.uint8)
         for name, size in (
             ("prepared", chunks * H * kernels.prepared_bytes()),
@@ -214,13 +214,13 @@ def check(
         token = owned.repeat_interleave(x.shape[1] // T, 1) if T else owned
         token = token if x.dim() == 4 else token[..., 0]
         if x.dim() == 4:
-            assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: beyond its columns"
-            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
+            assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: a write outside its columns"
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
             x = x[..., : widths[of]]
         else:
-            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
         x = x.double().masked_fill(~token, 0.0)
-        if x.shape != expected.shape:  # of heads that share one, each has its part
+        if x.shape != expected.shape:  # heads that share one have partial gradients
             x = x.unflatten(2, (expected.shape[2], -1)).sum(3)
         got[name], want[name] = x, expected.masked_fill(~token, 0.0)
     assert_close(got, want, times * LOST[dtype])
@@ -288,7 +288,7 @@ def test_more_chunks_than_stages(kernels, D, n, how):
     check(kernels, 400 // n, D=D, n=n, card=2, **how)
 
 
-# On a card so small that blocks with 64 columns of V would not run all at once.
+# A card so small that blocks with 64 columns of V would not all run at once.
 @pytest.mark.parametrize("D, V", [(128, 128), (72, 104)])
 @pytest.mark.parametrize("n, T", [(1, 330), (1, 65), (3, 100), (4, 33)])
 @pytest.mark.parametrize("how", [{}, EVERY, {"gates": 5.0}], ids=["plain", "gates_unit", "strong"])
@@ -296,7 +296,7 @@ def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
     check(kernels, T, D=D, V=V, n=n, card=1, **how)
 
 
-@pytest.mark.parametrize("V", [192, 200])  # three groups of 64 columns, a chain each; four
+@pytest.mark.parametrize("V", [192, 200])  # three and four groups of 64 columns, with one chain each
 def test_two_chains_that_make_the_output_of_wide_values(kernels, V):
     check(kernels, 70, D=128, V=V, card=1, **EVERY)
     check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)
@@ -403,7 +403,7 @@ def check_step(
         "beta": draw.uniform(0, 1, N, n, H, *[D] * vector),
     }
     g = None if gates is None else -gates * draw.uniform(0, 1, N, 1, H)
-    # Every second row and head of what lies there.
+    # The state is every second row and head of a larger tensor.
     room = draw.normal(N, 2 * H, 2 * D, V + 4)
     state = room[:, ::2, ::2, :V]
     given, around = state.double(), room.clone()

@@ -1,4 +1,4 @@
-"""The exact kernels of delta_product as they stand, on the CPU (tests/emulated): forward and gradients."""
+"""The fp32 kernels of delta_product, emulated on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 
@@ -156,7 +156,7 @@ def test_gates_that_let_a_memory_grow(kernels):
 
 @pytest.mark.parametrize("shared, D", [(99, 200), (99, 128), (163, 200)])
 def test_smaller_cards(kernels, shared, D):
-    """On which a ring has one, two or three stages."""
+    """Shared memory holds one, two or three stages of a ring."""
     check(kernels, 70, D=D, gates=0.1, shared=shared)
 
 

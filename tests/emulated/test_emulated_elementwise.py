@@ -1,4 +1,4 @@
-"""The kernels of elementwise on the emulator of tests/emulated, against the formulas in float64."""
+"""The elementwise kernels, emulated on the CPU (tests/emulated), against formulas in float64."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ from test_elementwise_kernels import PAIRS, assert_close, check_rotary
 
 pytestmark = needs_headers
 INT, FLOAT = ctypes.c_int, ctypes.c_float
-AROUND = 64  # elements of NaN
+AROUND = 64  # elements of NaN on each side
 
 
 Vector = structure((POINTER, "data"), (INT, "dtype"), (NUMBER, "stride"))
@@ -49,14 +49,14 @@ def kernels(tmp_path_factory):
 
 
 class Places:
-    """Tensors with NaN around them."""
+    """Creates tensors with NaN before and after them in memory."""
 
     def __init__(self):
         self.buffers = []
 
     def __call__(self, x):
         buffer = torch.full((x.numel() + 2 * AROUND,), torch.nan, dtype=x.dtype)
-        start = -buffer.data_ptr() % 32 // buffer.element_size()  # a view at a multiple of 32 bytes
+        start = -buffer.data_ptr() % 32 // buffer.element_size()  # aligns the view to 32 bytes
         view = buffer[start + 32 : start + 32 + x.numel()].view(x.shape)
         view.copy_(x)
         self.buffers.append((buffer, start + 32, x.numel()))

@@ -1,4 +1,4 @@
-"""The gates of rows on the emulator of tests/emulated, against the formulas in float64."""
+"""The kernels of gate_activations, emulated on the CPU (tests/emulated), against formulas in float64."""
 
 import ctypes
 
@@ -31,7 +31,7 @@ def on_the_cpu(monkeypatch):
 
 
 def runner(kernels, stride=None):
-    """x's rows lie `stride` apart."""
+    """`stride`: distance of the rows of x in elements."""
 
     def run(x, dy, gate, bias, rate, scale):
         place, (rows, columns) = Places(), x.shape

@@ -1,4 +1,4 @@
-"""The kernels of gla as they stand, on the CPU (tests/emulated): forward, every gradient, the step."""
+"""The kernels of gla, emulated on the CPU (tests/emulated): forward, all gradients and the step."""
 
 import ctypes
 from bisect import bisect_left
@@ -49,7 +49,7 @@ def kernels(tmp_path_factory):
 
 
 def for_heads(x, heads):
-    """[B, T, shared, width] for each of so many heads, or as it is."""
+    """Repeats heads: [B, T, shared, width] -> [B, T, heads, width]."""
     return x.repeat_interleave(max(1, heads // x.shape[2]), 2)
 
 
@@ -73,7 +73,7 @@ def check(
     shared=SHARED,
     cut=True,
 ):
-    """One call against the recurrence in float64. kind: a gate a channel, a head, or none (plain)."""
+    """One call against the recurrence in float64. kind: a gate per channel, per head, or no gate (plain)."""
     generator = torch.Generator().manual_seed(sum(lengths) + D + 2 * V)
     at, N, scale = Layout(lengths, how), len(lengths), D**-0.5 if scale is None else scale
     B, T, exact = at.B, at.T, exact or dtype == FP32
@@ -119,7 +119,7 @@ def check(
     call.shared, call.card = shared, 132 if cut else 1
     call.key_share, call.query_share = H // HK, max(1, H // HQ)
     if by_head:
-        # As they are; what the last state's gradient gives goes to a memory's first query head.
+        # The gradient of the last state is an input of the first query head of every memory.
         of_first = torch.zeros(N, H, HO // H, D, V)
         of_first[:, :, 0] = dlast
         memory = {
@@ -246,7 +246,7 @@ def test_no_first_state(kernels, kind, dtype):
     check(kernels, [140, 140], kind, dtype=dtype, D=24, V=40, resumed=False)
 
 
-# Of 6 chunks or more, that is cut into segments (tile/segments.h as it is rewritten).
+# At least 6 chunks, which the emulator's tile/segments.h cuts into segments.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [SHARED, SHARED_86])
 def test_long_sequences(kernels, kind, shared):
@@ -254,7 +254,7 @@ def test_long_sequences(kernels, kind, shared):
     check(kernels, [385, 20], kind, D=24, V=40, H=2, queries=4, how="packed", shared=shared)
 
 
-# More chunks than rings have places, uncut.
+# More chunks than stages of the rings, without segments.
 @pytest.mark.parametrize(
     "D, T, shared",
     [

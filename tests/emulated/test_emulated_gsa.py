@@ -1,4 +1,4 @@
-"""The kernels of gsa as they stand, on the CPU (tests/emulated): forward, every gradient, the step."""
+"""The kernels of gsa, emulated on the CPU (tests/emulated): forward, all gradients and the step."""
 
 import ctypes
 
@@ -69,7 +69,7 @@ def check(
     shared=SHARED,
     cut=True,
 ):
-    """One call against the recurrence in float64. kind: gates and weights, gates alone, or ABC's logits."""
+    """One call against the recurrence in float64. kind: gates and weights, gates only, or ABC's logits."""
     generator = torch.Generator().manual_seed(sum(lengths) + D + 2 * V + 3 * M)
     at, N, HQ, scale = Layout(lengths, how), len(lengths), H * group, D**-0.5 if scale is None else scale
     B, T, exact = at.B, at.T, exact or dtype == FP32 or kind == "abc"
@@ -112,7 +112,7 @@ def check(
     first = [normal(*size) if resumed else None for size in sizes]
     dlast = [normal(*size) for size in sizes]
 
-    # That of values turned, its rows are the values, by strides or as it lies.
+    # The value memory is transposed, with values as rows: by strides (initial), or in memory.
     two = {"dlast": [state(N, H, D, M, dlast[0]), state(N, H, V, M, dlast[1].mT)], "initial": [None, None]}
     if resumed:
         turned = state(N, H, V, M, first[1].mT).mT.contiguous().mT
@@ -198,13 +198,14 @@ def test_every_gate(kernels, kind, dtype, pattern):
     + [("s_g", M, "growing", 1e-4) for M in (64, 128)],
 )
 def test_gates_above_0(kernels, kind, M, dtype, pattern, scale):
-    """Memories that grow for some tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    """Memories grow for some tokens. The scale keeps every softmax away from a single slot, where dq loses
+    precision."""
     check(kernels, [129], kind, dtype=dtype, M=M, pattern=pattern, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_weights_of_gates_far_above_0(kernels, dtype):
-    """s = 1 - e^g of a g where no series of it is near."""
+    """s = 1 - e^g for g where a series expansion is not accurate."""
     check(kernels, [66], "g", dtype=dtype, pattern="leaping", scale=0.05)
 
 
@@ -237,7 +238,7 @@ def test_grouped_queries(kernels, kind, M, dtype, pattern):
 @pytest.mark.parametrize("pattern", ["mild", "strong"])
 @pytest.mark.parametrize("kind, M", [("s_g", 72), ("g", 128)])
 def test_many_slots_on_a_smaller_card(kernels, kind, M, pattern):
-    """The gradients of key rows take one memory after the other."""
+    """The kernel of the key gradients processes one memory after the other."""
     check(kernels, [66], kind, D=72, V=136, M=M, H=2, group=2, pattern=pattern, shared=SHARED_80)
 
 
@@ -252,19 +253,19 @@ def test_no_first_state(kernels, kind, dtype):
     check(kernels, [70, 70], kind, dtype=dtype, D=24, V=40, M=40, resumed=False)
 
 
-# Of 6 chunks or more, that is cut into segments (tile/segments.h as it is rewritten).
+# At least 6 chunks, which the emulator's tile/segments.h cuts into segments.
 @pytest.mark.parametrize(
     "kind, dtype, shared", [("s_g", BF16, SHARED), ("g", FP16, SHARED_80), ("g", BF16, SHARED_86)]
 )
 @pytest.mark.parametrize("D, M", [(24, 17), (72, 72)])
 def test_long_sequences(kernels, D, M, kind, dtype, shared):
-    shared = max(shared, SHARED_80) if M > 64 else shared  # a smaller card does not take so many slots
+    shared = max(shared, SHARED_80) if M > 64 else shared  # a smaller card does not support so many slots
     check(kernels, [390], kind, dtype=dtype, D=D, V=40, M=M, shared=shared)
     if D == 24:
         check(kernels, [385, 20], kind, dtype=dtype, D=D, V=40, M=M, how="packed", shared=shared)
 
 
-# More chunks than a scan's stages have places, uncut.
+# More chunks than stages of the scan, without segments.
 @pytest.mark.parametrize("shared", [SHARED, SHARED_80, SHARED_86])
 def test_more_chunks_than_stages(kernels, shared):
     check(kernels, [500], D=24, V=24, M=40, shared=shared, cut=False)

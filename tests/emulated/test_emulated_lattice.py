@@ -1,4 +1,4 @@
-"""The kernels of lattice as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of lattice, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 
@@ -67,9 +67,9 @@ def run(
     card=4,
     tokens=lambda x: x,
 ):
-    """One call: its tensors by name, inputs and what the kernels made of them, and where the sequences end.
+    """One call: its tensors by name, inputs and results, and the position at the end of every sequence.
 
-    tokens: what becomes of keys and values that were drawn one by one.
+    tokens: maps random keys and values to the keys and values of the call.
     """
     generator = torch.Generator().manual_seed(chunk + sum(lengths))
     N, HQ = len(lengths), H * group
@@ -136,9 +136,9 @@ def run(
 
 
 def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, packed=False, **how):
-    """One call against the formula in float64.
+    """One call against the chunk formula in float64.
 
-    The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
+    The recurrence is no reference for gradients: in a perturbed memory its earlier steps are not tangent.
     """
     tensors, last_position = run(
         kernels, objective, chunk, lengths, position=position, D=D, M=M, packed=packed, **how
@@ -189,7 +189,7 @@ def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, pack
         if name.removeprefix("d") in widths:
             x = x[..., : widths[name.removeprefix("d")]]
         got[name] = x[:, :, :D, :M] if x.shape == sizes else x if x.shape[:2] != (B, T) else x[:, tokens]
-    # Half the digits: what is left where the memory before the chunk and the gradient after it cancel.
+    # A larger tolerance: the memory before the chunk and the gradient after it cancel.
     if "ddecay" in want:
         error = (got.pop("ddecay") - want["ddecay"]).norm() / want.pop("ddecay").norm()
         assert error < 0.05, f"ddecay: off by {error:.1%}"
@@ -214,7 +214,7 @@ def test_every_chunk(kernels, chunk, T, objective):
 
 @pytest.mark.parametrize("objective, rows", [("decode", 1), ("decode", 3), ("encode", 1), ("similarity", 3)])
 def test_more_chunks_than_stages(kernels, objective, rows):
-    # A row has two blocks, and each of three one: of four multiprocessors.
+    # Of four multiprocessors, one row uses two blocks per head, and three rows use one block each.
     check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
 
 
@@ -224,7 +224,7 @@ def test_more_chunks_than_any_turn_of_a_ring(kernels, objective):
 
 
 def same(x, y):
-    """Bit by bit, whatever has not been written included."""
+    """Equal bits, also in parts that are not written."""
     kind = {2: torch.int16, 4: torch.int32}[x.element_size()]
     return torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
 
@@ -243,7 +243,8 @@ def same(x, y):
     ],
 )
 def test_two_blocks_a_head_give_what_one_does(kernels, objective, lengths, how):
-    """Where a card has multiprocessors for them. Backward's kernels divide a head's chunks by it as well."""
+    """Two blocks per head if the card has enough multiprocessors. Backward kernels split a head's chunks
+    likewise."""
     heads = len(lengths) * how.get("H", 1)
     call = {"chunk": 16} | how
     two, last_position = run(kernels, objective, lengths=lengths, card=2 * heads, **call)
@@ -259,7 +260,7 @@ def test_two_blocks_a_head_give_what_one_does(kernels, objective, lengths, how):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_short_chunks_on_a_small_card(kernels, objective):
-    """Which the kernels of all other chunks take, in more of them than there are stages."""
+    """Short chunks use the general kernels here, with more chunks than stages."""
     check(kernels, objective, 8, [75], position=[3], D=24, M=40, gates=0.1, shared=SHARED_80)
     check(kernels, objective, 16, [40], position=[5], shared=SHARED_80)
 
@@ -284,7 +285,7 @@ def test_wide_memories(kernels, objective, chunk, D, M):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gates_that_shut(kernels, objective):
-    # Of what they leave, encode's reads and steps have next to nothing.
+    # Gates that nearly empty the memory leave almost no reads and steps in encode.
     check(kernels, objective, 16, [40], position=[5], D=40, gates=1.0 if objective == "encode" else 8.0)
 
 
@@ -302,7 +303,7 @@ def test_packed_sequences(kernels):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_no_read_exceeds_what_unit_columns_hold(kernels, structure, objective):
-    """Where tokens come again and gates shut, norms are what a difference leaves: never next to nothing."""
+    """With repeated tokens and closed gates, norms are small differences; their floor keeps reads bounded."""
     for chunk, gates in ((8, 5.0), (16, 5.0), (16, 40.0), (64, 5.0)):
         tokens = STRUCTURES[structure]
         made, _ = run(kernels, objective, chunk, [chunk + 20], D=24, M=24, gates=gates, tokens=tokens)

@@ -1,4 +1,4 @@
-"""The exact kernels of lattice as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The fp32 kernels of lattice, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 
@@ -110,12 +110,13 @@ def check(
         part = {name: x[row : row + 1, tokens] for name, x in leaves.items() if name not in OF_STATE}
         own = {name: leaves[name][n : n + 1] for name in OF_STATE if name in leaves}
         S = own["memory"]
-        if normalize:  # moved on the sphere
+        if normalize:  # perturbations stay on the sphere
             fixed = S.detach()
             S = fixed + (S - fixed) - fixed * (fixed * (S - fixed)).sum(2, keepdim=True)
         how = {"chunk": chunk, "objective": objective}
         if resumed:
-            # The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
+            # The recurrence is no reference for gradients: in a perturbed memory its earlier steps are not
+            # tangent.
             start = LatticeState(S, own["step"], own.get("decay"), begun[n : n + 1])
             out, final = rounded_chunks.lattice(**part, **how, state=start)
         else:
@@ -137,7 +138,7 @@ def check(
     want |= {f"d{n}": x if n in OF_STATE else x[:, tokens] for n, x in zip(leaves, found, strict=True)}
     got = {name: tensors[name] for name in want}
     got = {name: x[:, tokens] if x.shape[:2] == (B, T) else x for name, x in got.items()}
-    if chunk == 1:  # nothing is ever left of a chunk
+    if chunk == 1:  # every token completes a chunk
         assert not got.pop("last_step").any() and want.pop("last_step").abs().max() < 1e-9
     for name, x in want.items():
         assert_near(name, got[name], x, most)
@@ -168,7 +169,7 @@ def test_every_length(kernels, chunk, T):
         {"shrinkage": 0.3},
         {"shrinkage": 0.05, "gates": 0.3},
         {"normalize": False, "shrinkage": 0.05, "gates": 0.3},
-        {"shrinkage": 1e4},  # columns of zeros, which keep their old values
+        {"shrinkage": 1e4},  # columns become 0 and keep their previous values
         {"normalize": False, "shrinkage": 1e4, "gates": 0.3},
     ],
     ids=["free", "shrunk", "shrunk_gated", "free_shrunk", "all_shrunk", "free_all_shrunk"],
@@ -180,7 +181,7 @@ def test_free_norms_and_shrinkage(kernels, objective, how):
 @pytest.mark.parametrize("D, M", [(1, 3), (3, 1), (100, 64), (64, 100), (128, 128)])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_every_width(kernels, D, M, chunk):
-    # A gate's gradient is a sum of D * M products.
+    # The gradient of a gate is a sum of D * M products.
     check(kernels, 5, D=D, M=M, chunk=chunk, gates=0.1, most=5e-5 if D * M > 10_000 else 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of linear_path on the emulator of tests/emulated, against the formulas in float64."""
+"""The kernels of linear_path, emulated on the CPU (tests/emulated), against formulas in float64."""
 
 import ctypes
 
@@ -41,7 +41,7 @@ def pointers(*tensors):
 
 
 def token_rows(x):
-    """x between walls, and where its tokens are; of some heads of more."""
+    """A guarded tensor of x with one more head, and a description of its token rows for the heads of x."""
     B, T, H, D = x.shape
     wide = walled(torch.cat((x, torch.full((B, T, 1, D), torch.nan).to(x)), 2))
     return wide, TokenRows(wide.data_ptr(), T * (H + 1) * D, (H + 1) * D)

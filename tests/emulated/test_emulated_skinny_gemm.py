@@ -1,4 +1,4 @@
-"""The products of few rows on the emulator of tests/emulated, against the same in float64."""
+"""The kernel of skinny_gemm, emulated on the CPU (tests/emulated), against the formulas in float64."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from test_skinny_gemm_kernels import GATES, KINDS, draw, formula, moved
 
 pytestmark = needs_headers
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-AROUND = 64  # elements of NaN
+AROUND = 64  # elements of NaN on each side
 
 
 class Matrix(ctypes.Structure):
@@ -32,7 +32,7 @@ def kernels(tmp_path_factory):
 
 
 def run(kernels, x, wanted, given, residual):
-    """y of each matrix; all stands in NaN."""
+    """y of each matrix; all tensors are surrounded by NaN."""
     buffers = []
 
     def placed(t):

@@ -1,5 +1,5 @@
-"""The steps of lattice, trellis and ttt as they stand, on the CPU (tests/emulated): tokens one by one,
-against the recurrence.
+"""The steps of lattice, trellis and ttt, emulated on the CPU (tests/emulated), token by token against the
+recurrence.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from emulated import (
     unwritten,
     walled,
 )
-from test_emulated_lattice_exact import OBJECTIVES
+from test_emulated_lattice_fp32 import OBJECTIVES
 from test_emulated_trellis import MAPS
 
 pytestmark = needs_headers
@@ -113,7 +113,7 @@ def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
 @pytest.mark.parametrize("place, V", [(walled, 36), (surrounded, 37)], ids=["packs", "strided"])
 @pytest.mark.parametrize("chunk, gated, group", [(1, True, 1), (3, True, 2), (3, False, 1)])
 def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
-    """Slots of an odd number must not push packs out of their places."""
+    """An odd number of slots must not misalign vectors of 4."""
     generator = torch.Generator().manual_seed(chunk)
     N, T, H, D, M = 2, 5, 2, 20, 17
     HQ, widths = H * group, (D, V)
@@ -132,7 +132,7 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
     position = torch.tensor([chunk // 2, 0])
     if chunk > 1:
         for x, first in zip(memories, firsts, strict=True):
-            first[1] = x[1]  # where a chunk begins, both are the same
+            first[1] = x[1]  # equal at the start of a chunk
     start = [x.double() for m in (0, 1) for x in (firsts[m], memories[m])]
     how = {"chunk": chunk, "phi": phi, "f": f}
     want, final = recurrences.trellis(**doubled(tokens), **how, state=(*start, position))
@@ -179,7 +179,7 @@ def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
     first = place(memory + 0.1 * normal(*memory.shape))
     position = torch.tensor([chunk // 2, 0])
     if chunk > 1:
-        first[1] = memory[1]  # where a chunk begins, both are the same
+        first[1] = memory[1]  # equal at the start of a chunk
     start = (first.double(), memory.double(), position)
     how = {"chunk": chunk, "phi": phi, "f": f}
     want, final = recurrences.ttt(**doubled(tokens), **doubled(weight), **how, state=start)

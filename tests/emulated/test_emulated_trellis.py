@@ -1,4 +1,4 @@
-"""The kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of trellis and ttt, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 
@@ -23,7 +23,7 @@ from emulated import (
 
 pytestmark = needs_headers
 
-# silu, and the norm's place in the kernels' enum
+# (whether silu is applied, the norm's value in the kernels' enum)
 MAPS = {
     "identity": (0, 0),
     "silu": (1, 0),
@@ -61,8 +61,8 @@ def kernels(tmp_path_factory):
 
 
 class Run:
-    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64. Of one
-    pass, ttt's, there is no V."""
+    """One call: its tensors, the results of the kernels (`got`) and of the recurrence in float64 (`want`).
+    With one pass (ttt) there is no V."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ def test_chunks_of_a_token(kernels):
     Run(kernels, 1, [20], gates=0.05).check()
 
 
-# Every reader and loader has several tiles, and every place of the rings several of them.
+# Every reader and loader has several tiles, and every stage of the rings is reused.
 @pytest.mark.parametrize("D, lengths", [(64, [75]), (64, [30, 1, 3, 0, 22]), (128, [26, 3])])
 def test_more_chunks_than_stages(kernels, D, lengths):
     position = [2, 3, 1, 3, 2][: len(lengths)]
@@ -319,14 +319,14 @@ def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
 @pytest.mark.parametrize("phi", MAPS)
 def test_one_memory_by_every_map(kernels, phi, f, weighted):
     if weighted and phi == "softmax":
-        return  # has no kernel here
+        return  # has no kernel on tensor cores
     how = {"D": 20, "M": 40, "gates": 0.2, "phi": phi, "f": f}
     Run(kernels, 16, [21], position=[3], **how, passes=1, weighted=weighted).check()
 
 
 @pytest.mark.parametrize("f", ["layer_norm", "ln_silu", "l2norm", "l2_silu"])
 def test_one_memory_under_a_norm_of_reads(kernels, f):
-    """A decay changes next to nothing of what a norm divides: of dg roundings are left."""
+    """A norm removes almost all influence of a decay, so dg consists mostly of rounding errors."""
     run = Run(kernels, 16, [53], position=[3], gates=0.2, phi="layer_norm", f=f, passes=1)
     assert_close({"dg": run.got.pop("dg")}, {"dg": run.want.pop("dg")}, 0.05)
     run.check()

@@ -1,4 +1,4 @@
-"""The exact kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and gradients."""
+"""The fp32 kernels of trellis and ttt, emulated on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 
@@ -53,8 +53,8 @@ def kernels(tmp_path_factory):
 
 
 def expected(data, weight, memories, position, lengths, packed, chunk, maps, grads):
-    """By the recurrence in float64: o, the last memories, and the gradients of data and memories by name. A
-    chunk that goes on has its first memory as it is given, wherever in the chunk that is."""
+    """Results of the recurrence in float64: o, the last memories, and the gradients of data and memories by
+    name. A resumed chunk has the given first memory at any position."""
     passes = 2 if "v" in data else 1
     leaves = {name: x.double().requires_grad_() for name, x in (data | weight | memories).items()}
     total, o, finals = 0.0, [], []
@@ -105,7 +105,8 @@ def check(
     passes=2,
     weighted=False,
 ):
-    """Of one pass, ttt's, there is no V, and o and its gradient are rows of M in packs."""
+    """With one pass (ttt) there is no V, and the rows of o and of its gradient have M columns in vectors of
+    8."""
     generator = torch.Generator().manual_seed(D + M + chunk + sum(lengths))
     N, HQ, widths = len(lengths), H * group, (D, V)[:passes]
     V, out = (V, V) if passes == 2 else (0, M)
@@ -138,7 +139,7 @@ def check(
     def side_by_side(x):
         return walled(F.pad(x, (0, eights(x.shape[-1]) - x.shape[-1])))
 
-    # Reads take rows in packs; the rest lies as it comes.
+    # Reads use rows padded to vectors of 8; the other tensors are not padded.
     tensors = {"q": packs(data["q"])} | {f"x{m}": packs(data["kv"[m]]) for m in both}
     tensors |= {"a": surrounded(data["a"]), "gamma": surrounded(data["gamma"])}
     if weighted:
@@ -233,7 +234,7 @@ def test_wider_than_the_tensor_cores(kernels, phi, D, V, M):
 
 
 def test_wide_chunks_in_runs(kernels):
-    """More tokens a chunk than have room at once."""
+    """A chunk has more tokens than a run holds."""
     check(kernels, 70, D=130, V=40, M=20, chunk=64, gates=0.1, position=[50], H=2, group=2)
 
 

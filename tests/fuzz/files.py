@@ -1,10 +1,10 @@
-"""Damaged folders of models: each gives a model that works, or one error that names a file or a field.
+"""Damaged folders of models: reading each gives a working model or one error that names a file or a field.
 
     python tests/fuzz/files.py [--count 10000] [--seed 0] [--language python] [--jobs 2] [--memory 8]
 
-A folder that `save_pretrained` wrote is damaged in one to three places (the configuration's fields and text,
-the tensors' header and bytes, the index, what is a file and what a folder) and read. One that crashes, hangs
-or takes all memory is reported by its number, and `--only NUMBER` reads it once more.
+A folder written by `save_pretrained` is damaged in one to three places (fields and text of the configuration,
+header and bytes of the tensors, the index, the types of files) and read. A folder that crashes or hangs the
+reader, or exhausts the memory, is reported by its number, and `--only NUMBER` reads the folder again.
 """
 
 import functools
@@ -46,7 +46,7 @@ SIZES = {
     "chunk": 4,
     "max_position_embeddings": 32,
 }
-# Those that learn a first memory.
+# Mixers that learn a first memory.
 LEARNT = [m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields]
 MODELS = [
     {"mixer": "gsa"},
@@ -56,7 +56,7 @@ MODELS = [
     {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     {"mixer": "attention", "num_kv_heads": 1},
 ]
-# Of the last one: a path of every option beside the attention of the first layer, the defaults in the second.
+# Injections into the last model: all options in the first layer, the defaults in the second.
 INJECTIONS = [
     {
         "layers": [0],
@@ -74,7 +74,7 @@ INJECTIONS = [
     {"layers": [1]},
 ]
 INJECTED = [field.name for field in fields(Injection)]
-# Of transformers' own fields those that a girih model has a use for.
+# Fields of the configuration that affect a girih model, including those of transformers.
 FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version", FIELD]
 DEEP = 100_000
 
@@ -82,12 +82,12 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join([*FIELDS, *INJECTED])})\b")
 
 
-kept: list[tempfile.TemporaryDirectory] = []  # removed at the end
+kept: list[tempfile.TemporaryDirectory] = []  # deleted at exit
 
 
 @functools.cache
 def whole(kind: int, sharded: bool) -> Path:
-    """The folder of a model before it is damaged."""
+    """The folder of an undamaged model."""
     kept.append(tempfile.TemporaryDirectory())
     folder = Path(kept[-1].name)
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def whole(kind: int, sharded: bool) -> Path:
 
 
 class Damage:
-    """One folder, damaged by what a number draws; `changes` lists them."""
+    """One folder with damage drawn from a seed and a number; `changes` describes the damage."""
 
     def __init__(self, seed: int, number: int, folder: Path):
         self.random = random.Random(f"{seed}:{number}")
@@ -118,7 +118,7 @@ class Damage:
             try:
                 place()
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-                self.changes.append("(what was damaged already)")
+                self.changes.append("(already damaged)")
         file = folder / CONFIG
         self.config_is_whole = file.is_file() and file.read_bytes() == config
 
@@ -129,7 +129,7 @@ class Damage:
         return self.random.choice(sorted(self.folder.glob("*.safetensors")))
 
     def anything(self) -> Any:
-        """A value for a field of JSON; a Raw one has no equal in Python."""
+        """A value for a JSON field; a Raw value has no equivalent in Python."""
         mixers = [self.random.choice(list(MIXERS)) for _ in range(self.choice(1, 2, 2, 3))]
         return self.choice(
             *(0, -1, 1, 2, 3, 5, 8, 64, 257, 2**20, 2**31 - 1, 2**31, 10**9, 10**12, 2**63 - 1),
@@ -142,7 +142,7 @@ class Damage:
         )
 
     def fields(self) -> None:
-        """Values of the configuration."""
+        """Changes values of the configuration."""
         config = json.loads((self.folder / CONFIG).read_text())
         for _ in range(self.choice(1, 1, 1, 2, 4)):
             name = self.random.choice(FIELDS)
@@ -157,7 +157,7 @@ class Damage:
         (self.folder / CONFIG).write_bytes(written(config))
 
     def injection(self) -> None:
-        """Values of what was injected."""
+        """Changes values of an injection."""
         config = json.loads((self.folder / CONFIG).read_text())
         entries = config[FIELD]
         entry = self.random.choice(entries)
@@ -178,7 +178,7 @@ class Damage:
         (self.folder / CONFIG).write_bytes(written(config))
 
     def text(self) -> None:
-        """The configuration as bytes."""
+        """Changes the bytes of the configuration."""
         file = self.folder / CONFIG
         what, data = self.garbled(file.read_bytes())
         file.write_bytes(data)
@@ -205,7 +205,7 @@ class Damage:
         )
 
     def header(self) -> None:
-        """The header of a file of tensors, its length too."""
+        """Changes the header of a tensor file, or its length."""
         file = self.tensor_file()
         data = file.read_bytes()
         size = int.from_bytes(data[:8], "little")
@@ -320,7 +320,7 @@ class Damage:
         file.write_bytes(length.to_bytes(8, "little") + text + rest)
 
     def tensor_bytes(self) -> None:
-        """A file of tensors as bytes: its beginning, where a bit counts, more often than the rest."""
+        """Changes bytes of a tensor file, most often at the beginning, where a single bit matters."""
         file = self.tensor_file()
         data = file.read_bytes()
         if self.random.random() < 0.5:
@@ -332,7 +332,7 @@ class Damage:
         self.changes.append(f"{file.name} {what}")
 
     def index(self) -> None:
-        """The index of several files of tensors."""
+        """Changes the index of a sharded model."""
         file = self.folder / INDEX
         index = json.loads(file.read_text())
         names = index["weight_map"]
@@ -358,7 +358,7 @@ class Damage:
         self.changes.append(f"{INDEX} {what}")
 
     def kind(self) -> None:
-        """What should be a file is none."""
+        """Replaces a file by a folder, a link or nothing."""
         file = self.random.choice(sorted(self.folder.iterdir()))
         what = self.choice("missing", "a folder", "a link to itself", "a link to nothing", "/dev/null")
         file.unlink()
@@ -371,7 +371,7 @@ class Damage:
 
 
 class Raw(float):
-    """JSON that Python cannot write, or only by recursion: `written` puts it into the text."""
+    """JSON text that json.dumps cannot produce; `written` inserts the text."""
 
     def __new__(cls, text: str):
         raw = super().__new__(cls)
@@ -383,7 +383,7 @@ class Raw(float):
 
 
 def written(value: Any) -> bytes:
-    """JSON of it; half a surrogate pair is written as it is."""
+    """The JSON text of a value; lone surrogates are passed through."""
     raws = []
 
     def marked(x: Any) -> Any:
@@ -405,7 +405,8 @@ def flipped(data: bytes, at: int, bits: int) -> bytes:
 
 
 def reader_of(damage: Damage, language: str) -> Any:
-    """AutoModel reads the configuration in transformers' own words, before it knows that it is girih's."""
+    """AutoModel reports errors in the configuration with transformers' own messages, so it reads only
+    undamaged ones."""
     if language == "cpp":
         return _C.LanguageModel
     return (
@@ -414,7 +415,7 @@ def reader_of(damage: Damage, language: str) -> Any:
 
 
 def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
-    """Of three tokens, by the model in the folder; and its vocabulary."""
+    """The model's logits of three tokens, and the size of its vocabulary."""
     ids = torch.zeros(1, 3, dtype=torch.int64)
     model = reader.from_pretrained(str(folder))
     if reader is _C.LanguageModel:
@@ -425,11 +426,11 @@ def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
 
 
 def problem_of(damage: Damage, language: str) -> str | None:
-    """Reads the folder; what is wrong with the outcome, if anything."""
+    """Reads the folder and returns what is wrong with the outcome, or None."""
     try:
         logits, rows = logits_of(damage.folder, reader_of(damage, language))
     except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        # StrictDataclassError: transformers 5.17 refuses a value of its own configuration fields.
+        # StrictDataclassError: transformers 5.17 validates its own configuration fields.
         reason = str(error)
         if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
             return f"{type(error).__name__}: {reason:.300}"

@@ -1,12 +1,12 @@
-"""Right calls of some operators, one after the other in one process: for a sanitizer to watch.
+"""Valid calls of some operators in one process, for a sanitizer to watch.
 
     compute-sanitizer --tool racecheck python tests/fuzz/right_calls.py --operators gsa,gla [--count 200]
                       [--seconds 600] [--seed 0] [--device cuda]
 
-As calls.py draws them, but nothing is spoilt, types are those that kernels take, and one width in four is
-that of the widest tiles. Options that do not go together are drawn too: what is refused is not counted. The
-operator with the fewest calls has the next. The last line tells how many there were, in the time there was;
-the exit code is 1 too where an operator had none.
+Calls are drawn as in calls.py with these differences: no argument is spoilt, dtypes are those that kernels
+support, and one width in four is that of the widest tiles. Incompatible options are drawn too; refused calls
+do not count. The next call is of the operator with the fewest calls so far. The last line reports the number
+of calls; the exit code is also 1 if an operator had no call.
 """
 
 import argparse
@@ -26,9 +26,9 @@ class RightDraw(Draw):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--operators", default=",".join(DESCRIPTION), help="names with commas")
+    parser.add_argument("--operators", default=",".join(DESCRIPTION), help="names separated by commas")
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=600, help="no call begins later")
+    parser.add_argument("--seconds", type=float, default=600, help="no call starts later")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()

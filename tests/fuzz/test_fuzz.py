@@ -1,4 +1,4 @@
-"""A slice of what tests/fuzz draws; more by hand, see the programs' own words."""
+"""Short runs of the programs in tests/fuzz; their docstrings describe longer runs."""
 
 import subprocess
 import sys

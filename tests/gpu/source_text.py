@@ -1,6 +1,7 @@
-"""Source files without comments, docstrings and formatting.
+"""Normalises source files: removes comments, docstrings and formatting.
 
-Two texts with one result compile to one program, but for macros that turn their arguments' spaces into text.
+Two texts with the same result compile to the same program, except for macros that stringify the spaces of
+their arguments.
 """
 
 import ast
@@ -19,19 +20,20 @@ PYTHON = re.compile(
     r"(?P<text>(?:(?<!\w)[rRbBfFuU]{1,2})?(?P<quotes>\"{3}|'{3}|[\"'])(?:\\.|.)*?(?P=quotes))|#[^\n]*",
     re.DOTALL,
 )
-LITERAL = r"\0\d+\0"  # stands for one while a text is cut into tokens
+LITERAL = r"\0\d+\0"  # placeholder for a literal during tokenisation
 NUMBER = r"\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*"
 OPERATOR = (
     r"<<=|>>=|<=>|->\*|\*\*=|//=|\.\.\.|::|->|\+\+|--|<<|>>"
     r"|[<>=!+\-*/%&|^:@]=|&&|\|\||##|\.\*|\*\*|//|[^\w\s]"
 )
 TOKEN = re.compile(rf"{LITERAL}|{NUMBER}|\w+|{OPERATOR}")
-# Of the project's files the name alone counts: they count themselves, wherever they are.
+# Only the file name of an include of the project counts: the included file is hashed separately.
 OWN_INCLUDE = re.compile(r'(?<=# include )(?:"(?:[^"]*/)?([^"/]+)"|< girih / (\w+ \. h) >)')
 
 
 def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
-    """The text without comments and with a mark for each literal, and the function that puts them back."""
+    """Removes comments and replaces literals by placeholders; returns the text and a function that restores
+    literals."""
     if "\0" in text:
         raise ValueError("a source has a NUL")
     literals: list[str] = []
@@ -49,7 +51,7 @@ def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[s
 
 
 def cpp_tokens(text: str) -> str:
-    """C++ or CUDA, one space between tokens; a directive of the preprocessor has a line of its own."""
+    """C++ or CUDA tokens separated by one space; each preprocessor directive is on a separate line."""
     code, restored = with_literals_apart(text, CPP)
     lines = [""]
     for line in code.replace("\\\n", " ").split("\n"):
@@ -77,8 +79,8 @@ def without_docstrings(text: str) -> str:
 
 
 def python_lines(text: str) -> str:
-    """Python without blank lines, each line with its indentation and one space between tokens. In which of
-    girih's modules a name is does not count."""
+    """Python without blank lines, with indentation and one space between tokens. The submodule of girih in an
+    import does not count."""
     code, restored = with_literals_apart(without_docstrings(text), PYTHON)
     found = []
     for line in code.split("\n"):
@@ -90,7 +92,7 @@ def python_lines(text: str) -> str:
 
 
 def source_text(name: str, text: str) -> str:
-    """What counts of a file's text, by the file's name."""
+    """The part of a file's text that counts for its hash."""
     if name.endswith((".cpp", ".h", ".cu", ".cuh", ".cu.in")):
         return cpp_tokens(text)
     return python_lines(text) if name.endswith(".py") else text

@@ -1,4 +1,4 @@
-"""The record of the last green run on a GPU, which `make test-gpu` writes, vouches for these kernels."""
+"""record.json, written by `make test-gpu`, matches the kernels and their tests."""
 
 import importlib.util
 import json
@@ -48,7 +48,7 @@ def states():
 
 
 def add_to(monkeypatch, file, text):
-    """The file's text ends with this."""
+    """Appends this text to the file, for readers of bytes."""
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + text * (path == file))
 
@@ -233,12 +233,12 @@ def race(kernel):
     [
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 0 hazards displayed\n", True, (40, 0)),
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 2 hazards displayed\n", False, (40, 2)),
-        (race("fmha(Params)") + RACES.format(1), True, (40, 0)),  # PyTorch's own
+        (race("fmha(Params)") + RACES.format(1), True, (40, 0)),  # a race of PyTorch
         (race("fmha(Params)") + race("void girih::kernels::f<int>()") + RACES.format(2), False, (40, 1)),
-        ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # the tool has not run
+        ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # no summary: the tool did not run
         ("40 calls of gsa on cuda: 3 are wrong\n== RACECHECK SUMMARY: 0 hazards\n", False, (37, 3)),
         ("", False, (0, 0)),
-        (race("fmha(Params)"), False, (0, 0)),  # ended before its summary
+        (race("fmha(Params)"), False, (0, 0)),  # no summary: the run was interrupted
     ],
 )
 def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):

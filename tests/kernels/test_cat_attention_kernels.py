@@ -1,4 +1,4 @@
-"""The kernels of cat_attention at their edges."""
+"""Edge cases of the kernels of cat_attention."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from kernel_accuracy import DEVICE, DTYPES, LAYOUTS, assert_as_right
 from padding import Padded
 
 SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
-SPREAD = [torch.bfloat16, torch.float32]  # those that kernels differ for
+SPREAD = [torch.bfloat16, torch.float32]  # the dtypes with kernels of their own
 
 
 def path(*, T=40, D=64, V=64, dtype=torch.bfloat16, chunk=16):
@@ -34,7 +34,7 @@ class Inputs:
 
 
 def draw(*, B=2, T=70, H=2, G=1, D=64, V=64, dtype=torch.bfloat16, seed=0, **options):
-    """On the CPU."""
+    """Inputs on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"q": (H * G, D), "k": (H, D), "v": (H, V), "grad": (H * G, V)}
     drawn = {m: torch.randn(B, T, *shape, generator=generator).to(dtype) for m, shape in shapes.items()}
@@ -42,7 +42,7 @@ def draw(*, B=2, T=70, H=2, G=1, D=64, V=64, dtype=torch.bfloat16, seed=0, **opt
 
 
 def by_formula(q, k, v, *, chunk, scale=None, cu_chunks=None):
-    """Row by row of the mask; products take and give the inputs' dtype, softmax is in fp32."""
+    """The masked attention row by row; products have the inputs' dtype, softmax is in fp32."""
     T, group = q.shape[1], q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     row = torch.arange(T, device=q.device)
@@ -69,8 +69,9 @@ def run(inputs, call=ops.cat_attention, cu_chunks=None):
 
 
 def assert_as_right_as_the_formula(inputs, cu_chunks=None, found=None, lse=0):
-    """`run` on these inputs, or what it gave on the same numbers in another layout. A weight e^(a - lse) errs
-    by the rounding of lse: where that is large, `lse` more roundings of what is of the size of the result."""
+    """Checks `run` on these inputs, or `found`, its result on the same values in another layout. A weight
+    e^(a - lse) errs by the rounding of lse: for a large lse, `lse` more roundings relative to the largest
+    result are allowed."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_chunks = None if cu_chunks is None else cu_chunks.to(DEVICE)
     found = run(inputs, cu_chunks=cu_chunks) if found is None else found
@@ -139,7 +140,7 @@ def test_every_scale(scale, dtype):
 @pytest.mark.parametrize("dtype", SPREAD, ids=str)
 @pytest.mark.parametrize("chunk", [5, 16])
 def test_scores_far_from_zero(chunk, dtype):
-    """e^a of most of them is beyond fp32."""
+    """e^a overflows fp32 for most scores."""
     inputs = draw(T=200, chunk=chunk, dtype=dtype)
     inputs = replace(inputs, q=inputs.q * 20, k=inputs.k * 20)
     scores = torch.einsum("bthd,bshd->bhts", inputs.q.float(), inputs.k.float()) * inputs.q.shape[-1] ** -0.5
@@ -193,7 +194,7 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
 
 
 def test_a_row_hears_of_nothing_after_it():
-    """Nor of the tokens of the chunks before its own."""
+    """A row does not depend on later rows, nor on tokens of earlier chunks that are not headers."""
     inputs = draw(B=1, T=200, H=1).map(lambda x: x.to(DEVICE))
     o = ops.cat_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
     hidden = torch.arange(200, device=DEVICE)
@@ -205,7 +206,7 @@ def test_a_row_hears_of_nothing_after_it():
 
 @pytest.mark.parametrize("dtype", SPREAD, ids=str)
 def test_nothing_is_left_unwritten(dtype):
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, D in ((0, 8), (1, 8), (65, 20), (130, 64), (300, 256)):
@@ -235,7 +236,7 @@ def test_long_sequences(D, chunk, dtype):
 
 @pytest.mark.large
 def test_more_than_2_31_elements():
-    """All outputs and gradients are that large too. The last of packed sequences is not zero."""
+    """Outputs and gradients have more than 2^31 elements too. All packed sequences but the last are zero."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free device memory")

@@ -1,4 +1,4 @@
-"""The kernels of delta_product at their edges; all but the long and large cases are small."""
+"""Edge cases of the kernels of delta_product; all cases but the long and large ones are small."""
 
 import random
 from dataclasses import replace
@@ -28,8 +28,8 @@ from padding import Padded
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WIDTHS = [8, 20, 64, 72, 128, 136, 256]
-STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; 17 are too many for the tensor cores
-# What only the exact kernels take; KINDS: and a call of those of the tensor cores.
+STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # steps per token; 17 exceed the kernels on tensor cores
+# Calls of the fp32 kernels only. KINDS adds calls of the kernels on tensor cores.
 EXACT = {
     "fp32": {"dtype": torch.float32},
     "vector": {"dtype": torch.bfloat16, "vector": True},
@@ -38,9 +38,9 @@ EXACT = {
 }
 GATED = {
     "bf16": {"dtype": torch.bfloat16},
-    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # their scan is another
+    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # has a scan kernel of its own
 } | EXACT
-PLAIN_VECTOR = {"vector": True, "gated": False}  # a beta for every channel on the tensor cores
+PLAIN_VECTOR = {"vector": True, "gated": False}  # per-channel beta on the tensor cores
 KINDS = GATED | {
     "plain vector": {"dtype": torch.bfloat16, **PLAIN_VECTOR},
     "plain vector of 128": {"dtype": torch.float16, "D": 128, "V": 128, **PLAIN_VECTOR},
@@ -49,15 +49,16 @@ VECTORS = [name for name, kind in KINDS.items() if "vector" in kind]
 of_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 of_every_gated_kind = pytest.mark.parametrize("kind", GATED.values(), ids=GATED)
 exact_only = pytest.mark.parametrize("kind", EXACT.values(), ids=EXACT)
-# Widths of heads that scans of their own take.
+# Head widths with scan kernels of their own.
 of_every_head = pytest.mark.parametrize("D", [64, 128])
-# Of sequences that do not depend on their place among others.
+# Kinds whose sequences are computed independently of their place in a batch.
 SCANS = ["bf16", "bf16 of 128", "fp32", "vector", "plain vector", "plain vector of 128"]
 of_every_scan = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS], ids=SCANS)
 
 
 def keys(kind, shape, generator):
-    """Of unit length: at random, nearly parallel, one alone, one in every other row, none."""
+    """Unit keys: random, nearly parallel ("parallel"), one key ("one"), one key in every other row ("half");
+    or zeros."""
     normal = torch.randn(shape, generator=generator)
     if kind == "parallel":
         normal = torch.randn(shape[-1], generator=generator) + 0.1 * normal
@@ -90,10 +91,10 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory, or one for `shared` memories, which have one key; a state for each of
-    B, or of `sequences` packed ones. pattern: of the gates, None for none, as where not
-    `gated`. beta: of every step, between 0 and 2 where it is None; `vector`: of every channel, between 0 and
-    1."""
+    """Inputs on the CPU. G queries per memory; with G = 1, `shared` memories have one key and one query. A
+    state for each of B rows, or for each of `sequences` packed sequences. pattern: of the gates; None or
+    `gated=False` gives no gates. beta: of all steps, random between 0 and 2 if None; `vector`: per channel,
+    random between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -134,7 +135,7 @@ def test_every_length(D, T, dtype):
 @pytest.mark.parametrize("G", [1, 2])
 @of_every_head
 def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
-    """Whatever goes round in a ring has gone round more than twice."""
+    """Every ring of stages wraps around more than twice."""
     options = {"pattern": pattern, "l2norm_qk": l2norm_qk, "dtype": torch.bfloat16}
     assert_as_right_as_the_formula(draw(B=1, T=650, G=G, D=D, V=72, n=n, **options))
 
@@ -144,7 +145,7 @@ def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
 @pytest.mark.parametrize("n, T", [(1, 400), (1, 2100), (2, 330), (3, 20)])
 @of_every_head
 def test_the_output_where_no_gradient_is_wanted(D, n, T, pattern, dtype):
-    """Nothing is kept then, and the output is the same to the bit."""
+    """Without gradients nothing is saved, and the outputs have the same bits."""
     inputs = draw(B=1, T=T, D=D, V=D, n=n, pattern=pattern, dtype=dtype).map(lambda x: x.to(DEVICE))
     found = run(inputs)
     with torch.no_grad():
@@ -170,9 +171,9 @@ def test_every_number_of_steps(D, T, n):
 @pytest.mark.parametrize("n", [2, 3, 17, 33, 64, 65])
 @pytest.mark.parametrize("T", [1, 3, 22, 33])
 def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
-    """65 have none."""
+    """65 steps have no kernel."""
     if n == 65 and "between_chunks" in kind:
-        pytest.skip("PyTorch's form, whose tanh and gelu are rounded otherwise on another device")
+        pytest.skip("the ATen form, whose tanh and gelu round differently between devices")
     assert_as_right_as_the_formula(draw(B=1, T=T, n=n, D=24, V=24, **kind))
 
 
@@ -182,7 +183,7 @@ def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
 )
 @pytest.mark.parametrize("between_chunks", ["gelu", "tanh"])
 def test_every_chunk_of_between_chunks(between_chunks, chunk, n, T):
-    """From a start inside of one, at another place in every sequence."""
+    """From a state in mid-chunk, at another position in every sequence."""
     options = {"chunk": chunk, "between_chunks": between_chunks}
     assert_as_right_as_the_formula(draw(B=3, H=1, T=T, n=n, D=20, V=40, dtype=DTYPES[T % 3], **options))
 
@@ -255,7 +256,8 @@ def test_one_closed_gate(position, kind):
 @of_every_gated_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
 def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
-    """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
+    """A gate resets the memory without loss of precision for its neighbours: the results equal those of
+    -100."""
     inputs = draw(T=100, **kind).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
@@ -270,7 +272,7 @@ def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
 @pytest.mark.parametrize("key", ["random", "parallel", "one", "half", "zero"])
 @of_every_head
 def test_every_kind_of_keys(D, key, beta, dtype):
-    """Nearly parallel ones make large inverses; with beta = 2 every step is a reflection."""
+    """Nearly parallel keys give large inverses; with beta = 2 every step is a reflection."""
     assert_as_right_as_the_formula(draw(T=130, D=D, key=key, beta=beta, pattern=None, dtype=dtype))
 
 
@@ -305,7 +307,7 @@ def test_grouped_queries(G, n, kind):
 @pytest.mark.parametrize("G, n", [(1, 1), (1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("shared", [2, 4])
 def test_memories_that_share_keys(shared, G, n, kind):
-    """And with one output each, queries."""
+    """With one output per memory, memories share queries too."""
     assert_as_right_as_the_formula(draw(H=4, shared=shared, G=G, n=n, **kind))
 
 
@@ -338,15 +340,15 @@ def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
 @pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_many_heads(n, pattern, D, V, T, H, dtype):
-    """So many that none has two multiprocessors for itself, and at D = 128 every 64 columns not one: a block
-    has 128 of them, but for 192."""
+    """More heads than half the multiprocessors, and at D = 128 more groups of 64 columns than
+    multiprocessors: a block computes 128 columns, except for V = 192."""
     assert_as_right_as_the_formula(draw(H=H, T=T, D=D, V=V, n=n, pattern=pattern, dtype=dtype))
 
 
 @pytest.mark.parametrize("key", ["half", "one"])
 @pytest.mark.parametrize("n, packed, unit", [(1, False, True), (2, True, False), (3, True, True)])
 def test_many_heads_of_128(n, packed, unit, key):
-    """Of hard keys, with and without states, and the same bits every time."""
+    """Hard keys, with and without saved states: accurate, and the same bits in every run."""
     sizes = {"B": 1, "sequences": 5, "H": 100} if packed else {"B": 2, "H": 50}
     inputs = draw(T=200, D=128, V=128, n=n, key=key, l2norm_qk=unit, dtype=torch.bfloat16, **sizes)
     cu_seqlens = torch.tensor([0, 1, 1, 66, 130, 200], device=DEVICE) if packed else None
@@ -400,7 +402,7 @@ def test_expanded_gradients(kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_layout(n, layout, dtype):
-    # Gates and steps of 16 bits too, at even and at odd places.
+    # 16-bit gates and steps too, at even and odd offsets.
     inputs = draw(B=3, H=3, T=67, D=24, V=40, n=n, dtype=dtype, gate_dtype=dtype if n == 2 else torch.float32)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
@@ -457,13 +459,13 @@ def test_packed_sequences(kind, n, bounds):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("D, V", [(64, 64), (72, 200), (128, 128), (128, 256), (256, 136)])
 def test_no_gates(D, V, dtype, n, G, l2norm_qk):
-    """The gradients have kernels of their own for that, with and without lengths."""
+    """Calls without gates have separate backward kernels, with and without l2norm_qk."""
     options = {"pattern": None, "l2norm_qk": l2norm_qk, "dtype": dtype}
 
     def drawn(**sizes):
         inputs = draw(D=D, G=G, n=n, **sizes, **options)
         k = inputs.data["k"]
-        if l2norm_qk and dtype == torch.float16:  # no exponents for a gradient over a short key's length
+        if l2norm_qk and dtype == torch.float16:  # division by the length of short keys overflows fp16
             longer = 0.1 / k.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
             inputs.data["k"] = (k * longer.clamp(min=1)).to(dtype)
         return inputs
@@ -478,7 +480,8 @@ def test_no_gates(D, V, dtype, n, G, l2norm_qk):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @of_every_head
 def test_steps_of_almost_nothing(D, dtype, n, G):
-    """A gradient of beta that is found out of beta G needs a beta to divide by, and beta G digits."""
+    """The gradient of beta is computed from beta G: dividing by a tiny beta needs its exponent range and
+    precision."""
     inputs = draw(T=200, D=D, G=G, n=n, dtype=dtype, pattern=None)
     beta = inputs.data["beta"]
     beta[0, :64], beta[0, 70], beta[0, -1] = 0, 1e-38, 1e-39
@@ -489,7 +492,7 @@ def test_steps_of_almost_nothing(D, dtype, n, G):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @of_every_kind
 def test_expanded_inputs(kind, dim):
-    """Of the same batch row, token or head all along."""
+    """The same batch row, token or head is repeated along one dimension."""
     inputs = draw(**kind).map(lambda x: x.to(DEVICE))
     first = {name: x.narrow(dim, 0, 1).expand(x.shape) for name, x in inputs.data.items()}
     found = run(replace(inputs, data=first))
@@ -498,7 +501,7 @@ def test_expanded_inputs(kind, dim):
 
 
 def random_surroundings(choose, packed, seed):
-    """What draw() takes beside sizes and options."""
+    """Arguments of draw() besides sizes and options."""
     return {
         "pattern": choose([None, "mild", "mixed", "sudden", "uniform"]),
         "key": choose(["random", "parallel"]),
@@ -510,7 +513,7 @@ def random_surroundings(choose, packed, seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_everything_together(seed):
-    """Sizes, options, gates and packing at random."""
+    """Random sizes, options, gates and packing."""
     choose = random.Random(seed).choice
     T, packed = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True])
     bounds = sorted(choose(range(T + 1)) for _ in range(3))
@@ -555,7 +558,7 @@ def test_everything_together_in_the_exact_kernels(seed):
 @of_every_scan
 @pytest.mark.parametrize("n", [1, 2])
 def test_rows_with_bounds_are_their_sequences(n, kind):
-    """cu_seqlens [B, 2]: every row's one sequence, as if it stood alone; other tokens get nothing."""
+    """cu_seqlens [B, 2]: the sequence of every row gives the same bits alone; other tokens give zeros."""
     bounds = [(0, 100), (30, 100), (0, 61), (50, 50)]
     inputs = draw(B=4, T=100, n=n, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -607,7 +610,7 @@ def test_no_sequences_in_a_row_of_tokens(kind):
 @of_every_kind
 @pytest.mark.parametrize("n", [1, 2])
 def test_nothing_is_left_unwritten(n, kind):
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, D in ((0, 8), (1, 8), (65, 20), (130, 64)):
@@ -633,7 +636,7 @@ def test_a_hundred_runs_have_the_same_bits(n, packed, kind):
 @pytest.mark.parametrize("n, D", [(1, 64), (2, 128)])
 @pytest.mark.parametrize("T", [4096, 32768])
 def test_long_sequences_of_few_heads(T, n, D):
-    """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
+    """One call, which cuts time into concurrent segments, and several calls of 3000 tokens each."""
     inputs = draw(B=1, H=4, T=T, D=D, V=D, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T * n)
@@ -652,7 +655,7 @@ def test_long_sequences_of_few_heads(T, n, D):
     ],
 )
 def test_segments_of_every_width(H, G, D, V, n, packed):
-    """With one part of a state in a block or two, or values and transitions in one."""
+    """States split over one or two blocks, and values and transitions in one block."""
     sizes = {"H": H, "G": G, "D": D, "V": V, "n": n, "sequences": 2 if packed else None}
     inputs = draw(B=1, T=8192, dtype=torch.bfloat16, **sizes).map(lambda x: x.to(DEVICE))
     cu_seqlens = torch.tensor([0, 3000, 8192], device=DEVICE) if packed else None
@@ -785,7 +788,7 @@ def test_steps_replayed_from_a_graph(n):
 
 @pytest.mark.parametrize("kind", ["float64", "vector", "between chunks"])
 def test_the_aten_form_serves_float64(kind):
-    """As on the CPU, also with a beta for every channel and with a function between chunks."""
+    """As on the CPU, also with a per-channel beta and with a function between chunks."""
     inputs = draw(dtype=torch.float64, gate_dtype=torch.float64)
     if kind == "vector":
         beta = torch.rand(inputs.data["k"].shape, generator=torch.Generator().manual_seed(0))
@@ -798,7 +801,7 @@ def test_the_aten_form_serves_float64(kind):
 
 
 def test_rows_that_are_more_than_2_31_elements_apart():
-    """Few elements with enormous strides: the same bits as side by side."""
+    """Few elements with huge strides give the same bits as a contiguous tensor."""
     inputs = draw(B=1, T=66, H=1, D=32, V=32, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
     apart = -(-(2**31 + 2**28) // 65)
     far = torch.empty(65 * apart + 2**12, dtype=torch.bfloat16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The kernels of elementwise, what blocks and the loss compute row by row, at their edges."""
+"""Edge cases of the elementwise kernels: row-wise norms, rotary positions, products and the loss."""
 
 import copy
 
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# of x and the sums, of the branch and what is normalised
+# (dtype of x and the sums, dtype of the branch and the normalised rows)
 PAIRS = [(torch.float32, dtype) for dtype in DTYPES] + [(dtype, dtype) for dtype in DTYPES[1:]]
 WIDTHS = [8, 40, 64, 72, 128, 136, 256, 264, 1024, 1032, 2048, 2056, 4096, 4104, 8192]
 
@@ -29,7 +29,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def assert_close(got, want, terms=1, name=""):
-    """Off by two roundings of the result, and by those of a sum of n terms of about its size in fp32."""
+    """Within two roundings of the result plus the rounding of an fp32 sum of n terms of the result's size."""
     assert got.shape == want.shape, name
     if not want.numel():
         return
@@ -67,7 +67,7 @@ OPS = (
 
 @pytest.fixture
 def kernels():
-    """The names of those that are called."""
+    """The names of the kernels that are called."""
     called = []
 
     class Watch(TorchDispatchMode):
@@ -92,7 +92,7 @@ def check_norm(rows, width, pair, with_branch, with_after, weight=torch.float32)
     wanted = [t for t in (x, branch, norm.weight) if t is not None]
     found = torch.autograd.grad((s, y), wanted, (after if with_after else torch.zeros_like(s), dy))
 
-    # The sum is kept in the dtype of x, and is read from there.
+    # The sum is stored in the dtype of x, and the norm reads the stored sum.
     exact = (x if branch is None else x.double() + branch.double()).detach()
     assert_close(s, exact.double(), name="s")
     kept, w = s.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
@@ -182,7 +182,7 @@ def test_rows_of_length_one_of_zeros_and_tiny_numbers():
     x[1, 5], x[2] = 1e-9, -3e-9
     y = unit_rows(x)
     assert not y[0].any() and not y[1, :5].any()
-    assert abs(y[1, 5].item() - 1) < 1e-6  # a length of 1e-9 with 1e-12 beside it
+    assert abs(y[1, 5].item() - 1) < 1e-6  # the length is 1e-9, and eps is 1e-12
     torch.testing.assert_close(y[2], torch.full_like(y[2], -0.125))
 
 
@@ -212,7 +212,7 @@ def test_any_layout_is_read(how):
     def laid_out(x):
         if how == "transposed":
             return x.t().contiguous().t()
-        if how == "odd":  # begins where no pack does
+        if how == "odd":  # starts at an unaligned address
             return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
         return x[:1].expand_as(x)
 
@@ -248,7 +248,7 @@ def test_products(shape, dtype):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels):
-    """Against float64, with the kernels of `silu_product` on both sides."""
+    """Compared with float64; both sides use the kernels of `silu_product`."""
     torch.manual_seed(0)
     layer, x = swiglu.SwiGLU(64, 160).to(DEVICE), normal(3, 50, 64).requires_grad_()
     layer.down_proj.weight.requires_grad_(not frozen)
@@ -301,7 +301,7 @@ def test_products_of_gates_that_are_wide_open_or_shut(dtype):
 
 
 def entropy(z, labels, ignored=-100):
-    """Of every row, and the gradient of their sum."""
+    """The loss of every row, and the gradient of their sum."""
     z = z.double().requires_grad_()
     l = F.cross_entropy(z, labels, reduction="none", ignore_index=ignored)
     return l.detach(), torch.autograd.grad(l.sum(), z)[0]
@@ -330,7 +330,7 @@ def test_cross_entropies_of_extreme_logits(dtype):
     got = torch.ops.girih.cross_entropy_(z, labels, -100)
     assert_close(got[:4], l)
     assert_close(z[:4], dz)
-    assert got[4:].isnan().all() and z[4:].isnan().all()  # of NaN, and of nothing but -inf
+    assert got[4:].isnan().all() and z[4:].isnan().all()  # rows with a NaN, and rows that are all -inf
 
 
 @pytest.mark.parametrize("label", [-1, 64, 2**40])
@@ -383,7 +383,7 @@ def test_equal_calls_have_the_same_bits():
 
 def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
     """`run(x, query_heads, position, rate)` and `run_backward(dq, dk, dv, position, rate)`; sizes: B, T,
-    query heads, heads. Off by roundings of a pair's size, as cos and sin are rounded."""
+    query heads, heads. The tolerance is relative to the size of a pair, because cos and sin are rounded."""
     B, T, query_heads, heads = sizes
     position = torch.arange(T, device=DEVICE) * 7 % 5000
     if of_sequences:
@@ -433,7 +433,7 @@ def test_turns_of_any_heads_and_none(sizes):
 
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 1)])
 def test_turned_is_rotary(heads):
-    """In fp32 but for a rounding; differentiated once and twice."""
+    """Equal up to a rounding in fp32, also for first and second derivatives."""
     x, position = normal(2, 9, sum(heads), 32).requires_grad_(), torch.arange(3, 12, device=DEVICE)
 
     def parts(x):
@@ -566,7 +566,7 @@ def feed_forward():
 
 
 def errors_of(model, exact, ids):
-    """Of every gradient against float64's, beside its size."""
+    """The error of the loss, and the relative errors of all gradients, against float64."""
     model.zero_grad()
     with torch.autocast("cuda", torch.bfloat16):
         found = model(input_ids=ids, labels=ids, use_cache=False).loss

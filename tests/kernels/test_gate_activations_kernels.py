@@ -1,4 +1,4 @@
-"""The kernels of gate_activations, gates of many rows, forward and backward, at their edges."""
+"""Edge cases of the kernels of gate_activations: gates of many rows, forward and backward."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def assert_close(got, want, name, terms=1):
-    """Off by two roundings of the result, and by those of a sum of n terms in fp32."""
+    """Within two roundings of the result plus the rounding of an fp32 sum of n terms."""
     assert got.shape == want.shape, name
     if want.numel():
         eps = 2 * torch.finfo(got.dtype).eps
@@ -34,7 +34,8 @@ def numbers_of(columns, gate, with_bias):
 
 
 def check(run, x, gate, with_bias=True, scale=1.5):
-    """`run(x, dy, gate, bias, rate, scale)` gives y, dx and, where there are numbers, their gradients."""
+    """`run(x, dy, gate, bias, rate, scale)` returns y, dx and the gradients of the bias and the rate, if
+    any."""
     bias, rate = numbers_of(x.shape[-1], gate, with_bias)
     scale = 1.0 if gate in ("linear", "decay") else scale
     dy = normal(*x.shape, seed=3)

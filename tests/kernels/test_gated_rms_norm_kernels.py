@@ -1,4 +1,4 @@
-"""The kernels of gated_rms_norm at their edges. All but the large case suit compute-sanitizer."""
+"""Edge cases of the kernels of gated_rms_norm. All cases but the large one suit compute-sanitizer."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
-# Around the packs of 4 and 8 elements and the widths of 4 to 512 threads.
+# Around the vectors of 4 and 8 elements and the widths of 4 to 512 threads.
 EDGES = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 WIDTHS = [1, 3, 4, 7, 8, 9, 12, 40, *(w for edge in EDGES for w in (edge - 1, edge, edge + 1, edge + 8))]
 WIDTHS = [width for width in WIDTHS if width <= 8192]
-# (elements of padding, order of the dimensions in memory from outer to inner, how many of them are padded)
+# (elements of padding, order of the dimensions in memory from outer to inner, number of padded dimensions)
 LAYOUTS = {
     "dense": (1, (0, 1, 2), 1),
     "packs": (8, (0, 1, 2)),
@@ -42,14 +42,14 @@ def draw(*shape, dtype, weight_dtype=torch.float32, gated=True, seed=0):
 
 
 def formula(x, weight, gate, *, activation="silu", eps=1e-6):
-    """The same in PyTorch, rounded once."""
+    """The formula in PyTorch with one rounding of the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
     return (y if gate is None else y * ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)
 
 
 def run(x, weight, gate, dy, *, function=ops.gated_rms_norm, **options):
-    """y, then the gradients of x, weight and gate."""
+    """y, and the gradients of x, weight and gate."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, gate) if t is not None]
     y = function(*leaves[:2], leaves[2] if gate is not None else None, **options)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -60,9 +60,9 @@ def on_device(inputs):
 
 
 def assert_as_right_as_the_formula(found, inputs, **options):
-    """The error against float64 is at most twice that of the formula at the same dtypes, and one rounding of
-    the result; the weight's gradient, a sum of n rows in fp32, errs by about sqrt(n) roundings of a term
-    besides, in an order of its own."""
+    """The error against float64 is at most twice the error of the formula at the same dtypes, plus one
+    rounding of the result. The weight's gradient, an fp32 sum of n rows, also errs by about sqrt(n) roundings
+    of a term, which depend on its order."""
     exact = run(*(None if t is None else t.double() for t in inputs), function=formula, **options)
     rounded = run(*inputs, function=formula, **options)
     assert len(found) == len(exact)
@@ -97,7 +97,7 @@ def test_every_activation_and_dtype(activation, dtype, width):
     assert_as_right_as_the_formula(run(*on_device(inputs), **options), inputs, **options)
 
 
-# One row, around the rows of a block, and more than all blocks have at once.
+# One row, row counts around the rows of a block, and more rows than all blocks hold at once.
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
@@ -134,7 +134,7 @@ def test_every_layout(layout, dtype, width):
 @pytest.mark.parametrize("unaligned", range(4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_begin_anywhere(unaligned, dtype):
-    """Dense, but one tensor's memory begins beside a multiple of 16 bytes."""
+    """Contiguous tensors, one of which starts at an address that is not a multiple of 16 bytes."""
     inputs = draw(5, 128, dtype=dtype)
     moved = on_device(inputs)
     beside = torch.empty(moved[unaligned].numel() + 1, dtype=moved[unaligned].dtype, device=DEVICE)[1:]
@@ -175,7 +175,7 @@ def test_gates_far_out(activation, dtype):
 
 
 def test_a_row_of_zeros_and_one_that_is_not_finite():
-    """Neither reaches another row's y, dx or dgate."""
+    """Neither row affects y, dx or dgate of another row."""
     x, weight, gate, dy = on_device(draw(40, 64, dtype=torch.bfloat16))
     want = run(x, weight, gate, dy)
     x = x.clone()

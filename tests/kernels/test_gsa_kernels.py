@@ -1,4 +1,4 @@
-"""The kernels of gsa and gla at their edges; all but the long and large cases are small."""
+"""Edge cases of the kernels of gsa and gla; all cases but the long and large ones are small."""
 
 from dataclasses import replace
 
@@ -27,12 +27,13 @@ from padding import Padded
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 PATTERNS = ["open", "ordinary", "steady", "once", "full", "closed", "mixed", "sudden", "uniform"]
-# With gates and few slots: the exact kernels', the tensor cores'. ABC is always the former's.
+# Dtypes that select the fp32 kernels and, with gates and few slots, the tensor cores. ABC always uses the
+# former.
 BOTH = [torch.float32, torch.bfloat16]
 WIDTHS = [8, 20, 64, 72, 128, 256, 512]
 SLOTS = [1, 8, 20, 64, 65, 128, 200, 256]
-# Of a step: memories that a block just holds in shared memory, gsa's or gla's, or a bit too large; rows that
-# are no whole packs, that have a few packs, or more than a block has threads.
+# Sizes of a step: memories that fill a block's shared memory (gsa or gla) or slightly exceed it; rows that
+# are not whole vectors, that have few vectors, or more than a block has threads.
 STEPS = {
     "gsa held": {"D": 64, "V": 64, "M": 64},
     "gsa too large": {"D": 64, "V": 68, "M": 64},
@@ -45,7 +46,7 @@ STEPS = {
     "wide, no packs": {"D": 9, "V": 259, "M": 131},
     "many slots": {"D": 9, "V": 4, "M": 520},
 }
-# Which inputs there are: s and g, g alone, s alone (ABC); no gate, one a head, one a key channel.
+# Optional inputs: s and g, g only, s only (ABC); no gate, a gate per head, a gate per key channel.
 KINDS = {"s_g": "gsa", "g": "gsa", "abc": "gsa", "plain": "gla", "head": "gla", "channel": "gla"}
 
 
@@ -67,8 +68,8 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory, or one for `shared` memories of gla, which have one key; a state for
-    each of B, or of `sequences` packed ones."""
+    """Inputs on the CPU. G queries per memory; with G = 1, `shared` memories of gla have one key and one
+    query. A state for each of B rows, or for each of `sequences` packed sequences."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.promote_types(dtype, torch.float32)
@@ -144,14 +145,15 @@ def test_gates_from_0_to_minus_20(pattern, dtype, kind):
 @pytest.mark.parametrize("slots", [64, 128])
 @pytest.mark.parametrize("pattern, scale", [("rising", 0.05), ("growing", 1e-4)])
 def test_gates_above_0(pattern, scale, slots, dtype, kind):
-    """Memories that grow for some tokens; of a scale at which no slot has it all, whose digits dq lacks."""
+    """Memories grow for some tokens. The scale keeps every softmax away from a single slot, where dq loses
+    precision."""
     inputs = draw(kind, T=130, D=slots, M=slots, pattern=pattern, dtype=dtype, scale=scale)
     assert_as_right_as_the_formula(inputs)
 
 
 @pytest.mark.parametrize("M", [20, 64])
 def test_large_logits_in_fp32(M):
-    """Where one slot has it all the roundings of logits near 20,000 are in none of the outputs."""
+    """Where one slot has all the weight, rounding errors of logits near 20,000 do not reach the outputs."""
     inputs = draw("g", B=1, T=60, M=M, dtype=torch.float32).map(lambda x: x.to(DEVICE))
     inputs.data["q"] *= 1000
 
@@ -170,7 +172,7 @@ def test_large_logits_in_fp32(M):
 @pytest.mark.parametrize("M", [72, 128])
 @pytest.mark.parametrize("pattern", ["open", "mild", "sudden", "uniform"])
 def test_rows_of_more_slots_than_a_warp_has(pattern, M, feature):
-    """Two warps share a row: its softmax and its products, whether or not gates go by factors."""
+    """Two warps share a row: its softmax and its products, with and without factored gates."""
     dtype = DTYPES[1 + (M == 128)]
     inputs = draw(T=100, G=2, M=M, D=72, V=136, pattern=pattern, dtype=dtype, feature=feature, scale=0.1)
     assert_as_right_as_the_formula(inputs)
@@ -178,9 +180,9 @@ def test_rows_of_more_slots_than_a_warp_has(pattern, M, feature):
 
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slots", [120, 136])  # of the tensor-core kernels, and too many for them
+@pytest.mark.parametrize("slots", [120, 136])  # within and beyond the limit of the tensor-core kernels
 def test_several_tiles_of_everything(slots, dtype, kind):
-    """Wide rows, many slots and grouped queries at once, in chunks that end early."""
+    """Wide rows, many slots and grouped queries together, in chunks that end early."""
     D = slots if kind == "channel" else 200
     inputs = draw(kind, B=1, T=150, G=2, D=D, V=136, M=slots, dtype=dtype, pattern="mixed", sequences=3)
     assert_as_right_as_the_formula(inputs, torch.tensor([0, 70, 71, 150]))
@@ -189,7 +191,7 @@ def test_several_tiles_of_everything(slots, dtype, kind):
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 15, 16, 31, 32, 47, 63, 64, 100])
 def test_one_closed_gate(position, dtype):
-    """A gate of -20 for all slots at one token, at every place in a chunk's sub-blocks."""
+    """A gate of -20 for all slots at one token, at every position relative to the sub-blocks of a chunk."""
     inputs = draw(T=101, pattern="open", dtype=dtype)
     inputs.data["g"][:, position] = -20
     assert_as_right_as_the_formula(inputs)
@@ -199,7 +201,8 @@ def test_one_closed_gate(position, dtype):
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
 def test_a_gate_far_below_is_as_one_that_closes(gate, dtype, kind):
-    """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
+    """A gate resets the memory without loss of precision for its neighbours: the results equal those of
+    -100."""
     inputs = draw(kind, T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
@@ -223,7 +226,7 @@ def test_no_sequences_in_a_row_of_tokens():
 def test_every_feature(M, feature, kind, dtype):
     inputs = draw(kind, M=M, dtype=dtype, feature=feature, scale=0.01)
     if feature == "relu":
-        # Logits far from 0, where the slope jumps: keys and memory positive, a query of either sign.
+        # Logits far from 0, where the slope jumps: positive keys and memory, queries of either sign.
         for x in (inputs.data["k"], inputs.state["k"]):
             x.copy_(x.abs() + 0.5)
         q = inputs.data["q"]
@@ -242,7 +245,7 @@ def test_grouped_queries(G, dtype, kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("G, shared", [(1, 2), (1, 4), (3, 2)])
 def test_memories_that_share_keys(G, shared, dtype, kind):
-    """And with one output each, queries."""
+    """With one output per memory, memories share queries too."""
     assert_as_right_as_the_formula(draw(kind, H=4, G=G, shared=shared, T=330, dtype=dtype))
     bounds = torch.tensor([0, 5, 5, 300], dtype=torch.int32)
     inputs = draw(kind, B=1, H=4, G=G, shared=shared, D=128, V=72, T=330, sequences=3, dtype=dtype)
@@ -328,7 +331,7 @@ def test_packed_sequences(kind, dtype, bounds):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "head"])
 def test_pairs_of_chunks(kind, dtype, G, D, V, resumed):
-    """One to five chunks a sequence: the last is alone in its pair or not, full or of one token."""
+    """One to five chunks per sequence: the last chunk is paired or alone, full or of one token."""
     bounds = [0, 1, 129, 129, 193, 258, 450, 707]
     inputs = draw(kind, B=1, T=710, H=2, G=G, D=D, V=V, dtype=dtype, sequences=len(bounds) - 1)
     if not resumed:
@@ -339,7 +342,8 @@ def test_pairs_of_chunks(kind, dtype, G, D, V, resumed):
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "plain", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_of_rows(dtype, kind):
-    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give the same bits alone; other tokens give
+    zeros."""
     inputs = draw(kind, B=3, T=150, dtype=dtype, pattern="mixed").map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
@@ -368,12 +372,12 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(kind, dtype, bounds):
 
 
 def test_masked_tokens_of_abc_do_nothing():
-    """Logits of -inf: everything else is as if those tokens were not there, and they get no gradient."""
+    """Logits of -inf: the other results are those without these tokens, which get no gradient."""
     inputs = draw("abc", T=100, dtype=torch.bfloat16)
     masked = torch.zeros(100, dtype=torch.bool)
     masked[[0, 1, 15, 16, 40, 63, 64, 65, 99]] = True
     inputs.data["s"][:, masked] = -torch.inf
-    inputs.grads["o"][:, masked] = 0  # their outputs read the memory too
+    inputs.grads["o"][:, masked] = 0  # outputs at masked tokens still read the memory
     inputs = inputs.map(lambda x: x.to(DEVICE))
     found, kept = run(inputs), inputs.rows(~masked)
     for name in ("o", "dq", "dk", "dv", "ds"):
@@ -387,7 +391,7 @@ def test_masked_tokens_of_abc_do_nothing():
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 def test_nothing_is_left_unwritten(kind, dtype):
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
@@ -415,7 +419,7 @@ def test_a_hundred_runs_have_the_same_bits(kind, packed, dtype):
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("T", [4096, 32768])
 def test_long_sequences_of_few_heads(T, dtype, kind):
-    """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
+    """One call, which cuts time into concurrent segments, and several calls of 3000 tokens each."""
     inputs = draw(kind, B=1, H=4, T=T, dtype=dtype).map(lambda x: x.to(DEVICE))
     exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
     assert_as_right(run(inputs), exact, rounded, T)
@@ -424,7 +428,7 @@ def test_long_sequences_of_few_heads(T, dtype, kind):
 
 @pytest.mark.parametrize("kind", ["s_g", "head"])
 def test_long_packed_sequences_of_few_heads(kind):
-    """Cut into segments, an empty sequence among them, by grouped queries of widths that fill no tile."""
+    """Segments with an empty sequence among them, grouped queries, and widths that fill no tile."""
     inputs = draw(kind, B=1, T=9600, H=1, G=2, D=136, V=72, M=72, dtype=torch.float16, sequences=3)
     assert_as_right_as_the_formula(inputs, torch.tensor([0, 5000, 5000, 9600]))
 
@@ -452,7 +456,8 @@ def test_long_rows_with_bounds(kind):
 @pytest.mark.parametrize("size", [1e-3, 1, 100])
 @pytest.mark.parametrize("kind", ["head", "channel"])
 def test_gates_between_large_gradients(kind, size, dtype):
-    """Of a final state whose gradient dwarfs the outputs', or the other way round, over many chunks."""
+    """The gradient of the final state is much larger or much smaller than that of the outputs, over many
+    chunks."""
     inputs = draw(kind, B=1, T=1100, dtype=dtype)
     inputs.grads["s"].mul_(size)
     assert_as_right_as_the_formula(inputs)
@@ -517,13 +522,13 @@ def test_a_step_of_every_feature(kind, feature):
 @pytest.mark.parametrize("M", [17, 64, 68])
 @torch.no_grad()
 def test_a_step_with_closed_slots_of_abc(M, G):
-    """Logits of -inf, slots that were empty, both at once; then all of them."""
+    """Logits of -inf, empty slots, and both in one slot; then logits of -inf for all slots."""
     inputs = draw("abc", T=1, G=G, M=M, dtype=torch.float32)
     inputs.data["s"][..., ::3] = -torch.inf
     inputs.state["z"][..., ::2] = -torch.inf
     inputs.state["k"][..., ::2] = 0
     inputs.state["v"][..., ::2, :] = 0
-    assert_step_as_right(inputs, formula=recurrences)  # chunks' has no such slots
+    assert_step_as_right(inputs, formula=recurrences)  # the chunk formula does not support such slots
     inputs.data["s"][:] = -torch.inf
     assert_step_as_right(inputs, formula=recurrences)
 
@@ -539,7 +544,7 @@ def test_a_step_with_gates_of_any_dtype(kind, dtype):
 @pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
 @torch.no_grad()
 def test_a_step_in_every_layout(kind, layout):
-    """A state whose rows fit packs, or would if they stood otherwise; in shared memory, or too large."""
+    """States whose rows are whole vectors in some layouts only, in shared memory or too large for it."""
     for M in (20, 68):
         inputs = draw(kind, B=3, T=1, G=2, D=72, V=M + 52, M=M, dtype=torch.bfloat16)
         pad = Padded(*LAYOUTS[layout], device=DEVICE)
@@ -549,13 +554,13 @@ def test_a_step_in_every_layout(kind, layout):
 
 
 def assert_step_as_right(inputs, stepped=None, formula=rounded_formula):
-    """One token, the state in place; `stepped`: the same numbers in another layout."""
+    """One step with the state in place; `stepped`: the same values in another layout."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     stepped = inputs.map(torch.clone) if stepped is None else stepped
 
     def named(o, state):
         tensors = {"o": o} | dict(zip(inputs.state, state, strict=False))
-        if "z" in tensors:  # of slots that no token has opened, -inf
+        if "z" in tensors:  # -inf for slots that no token has opened
             z = tensors.pop("z")
             tensors |= {"closed": z.isneginf().long(), "z": z.masked_fill(z.isneginf(), 0)}
         return tensors
@@ -624,7 +629,7 @@ def test_float64_takes_the_aten_form(kind):
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "channel"])
 def test_rows_that_are_more_than_2_31_elements_apart(kind, dtype):
-    """Few elements with enormous strides: the same bits as side by side."""
+    """Few elements with huge strides give the same bits as a contiguous tensor."""
     inputs = draw(kind, B=1, T=66, H=1, D=32, V=32, M=32, dtype=dtype).map(lambda x: x.to(DEVICE))
     apart = -(-(2**31 + 2**28) // 65)
     far = torch.empty(65 * apart + 2**12, dtype=dtype, device=DEVICE)
@@ -639,7 +644,7 @@ def test_rows_that_are_more_than_2_31_elements_apart(kind, dtype):
 
 @pytest.mark.large
 def test_more_than_2_31_elements():
-    """All outputs and gradients are that large too. Nothing but the last tokens is not zero."""
+    """Outputs and gradients have more than 2^31 elements too. All tokens but the last ones are zero."""
     T, H, D, tail = 2**20 + 40, 32, 64, 100
     if torch.cuda.mem_get_info()[0] < 100 * 2**30:
         pytest.skip("needs 100 GiB of free device memory")

@@ -1,4 +1,5 @@
-"""kernels/README.md: what it names is where it says, and no folder, kernel or kernel's file is missing."""
+"""kernels/README.md names existing files, functions and lines, and every folder, kernel and file with a
+kernel."""
 
 import re
 from pathlib import Path
@@ -14,14 +15,14 @@ FOLDERS = sorted(p.name for p in KERNELS.iterdir() if p.is_dir())
 
 
 def sections():
-    """Of every operator's section its folders and its text."""
+    """(folders, text) of every operator's section."""
     (part,) = re.findall(r"^## The operators\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
     found = re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", part, re.MULTILINE | re.DOTALL)
     return [(re.findall(r"`(\w+)`", heading), text) for heading, text in found]
 
 
 def place(name, folders=()):
-    """Files of this name, in the section's folders, here, or from the root of the repository; * is any."""
+    """Files that match the name in the section's folders, in kernels/ or in the root of the repository."""
     base = [*(KERNELS / folder for folder in folders), KERNELS, ROOT]
     return [path for folder in base for path in folder.glob(name)]
 
@@ -116,7 +117,7 @@ def test_folders_include_what_the_page_says():
 
 
 def launches():
-    """Of every launch of the figures its section, its number, and the text of what it reads and writes."""
+    """(section, number, text of reads and writes) of every launch in the figures."""
     for folders, text in sections():
         figures = "\n".join(re.findall(r"^    .*", text, re.MULTILINE))
         for number, launch in re.findall(

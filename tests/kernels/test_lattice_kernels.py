@@ -1,4 +1,4 @@
-"""The kernels of lattice at their edges."""
+"""Edge cases of the kernels of lattice."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 HALVES = DTYPES[1:]
 OBJECTIVES = ["decode", "encode", "similarity"]
-# Kernels of their own take what begins at a chunk's start.
+# Calls that begin at the start of a chunk have kernels of their own.
 from_the_start_and_resumed = pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 
 
@@ -52,8 +52,9 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory; a state in mid-chunk for each of B, or of `sequences` packed ones. Keys
-    and values of unit length: the step sizes of a chunk stay below 1."""
+    """Inputs on the CPU. G queries per memory; a state in mid-chunk for each of B rows, or for each of
+    `sequences` packed sequences. Keys and values have unit length, and the step sizes of a chunk sum to less
+    than 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
 
@@ -116,7 +117,7 @@ def test_every_chunk(chunk, objective, resumed):
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("D, M", [(8, 64), (20, 72), (72, 20), (128, 64), (64, 128), (128, 128), (4, 3)])
 def test_every_width(D, M, chunk, objective, resumed):
-    B = 8 if D * M < 100 else 1  # of few numbers a mean square is chance
+    B = 8 if D * M < 100 else 1  # a mean square of few numbers is random
     for dtype in HALVES:
         assert_as_right_as_the_formula(
             draw(B=B, D=D, M=M, dtype=dtype, chunk=chunk, objective=objective, resumed=resumed)
@@ -132,7 +133,7 @@ def test_gates_from_0_to_minus_20(pattern, chunk, objective, resumed):
     if pattern in (None, "open"):
         assert_as_right_as_the_formula(inputs)
         return
-    # Of a memory that gates have emptied unit() divides by next to nothing: finite, and of bounded reads.
+    # unit() divides by almost nothing for a memory that gates emptied: results are finite, and reads bounded.
     inputs = inputs.map(lambda x: x.to(DEVICE))
     found = run(inputs)
     assert all(x.isfinite().all() for x in found.values())
@@ -217,7 +218,8 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, chunk, resumed)
 
 @pytest.mark.parametrize("chunk", [16, 7])
 def test_bounds_of_rows(chunk):
-    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give the same bits alone; other tokens give
+    zeros."""
     inputs = draw(B=3, T=150, chunk=chunk, resumed=False).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
@@ -235,7 +237,7 @@ def test_bounds_of_rows(chunk):
 @from_the_start_and_resumed
 @pytest.mark.parametrize("chunk", [16, 7])
 def test_nothing_is_left_unwritten(chunk, resumed):
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
@@ -258,7 +260,7 @@ def test_a_hundred_runs_have_the_same_bits(packed, resumed):
 
 
 def test_backward_twice():
-    """What forward keeps is not used up."""
+    """backward does not modify the saved tensors."""
     inputs = draw().map(lambda x: x.to(DEVICE).requires_grad_())
     o, _ = ops.lattice(**inputs.data, **inputs.options, state=start_of(inputs))
     leaves = [*inputs.data.values(), *inputs.state.values()]
@@ -284,13 +286,13 @@ def test_columns_stay_of_unit_length():
 
 @pytest.mark.large
 def test_more_than_2_31_elements():
-    """All outputs and gradients are that large too."""
+    """Outputs and gradients have more than 2^31 elements too."""
     end = draw(B=1, T=100, H=32, pattern=None, resumed=False)
     assert_same_at_the_end(end.map(torch.Tensor.cuda), 2**20 + 100 - 64, 110)
 
 
 def stepped(inputs, T):
-    """Token by token from a state, which is written in place: o and the state."""
+    """Steps token by token with a state that is written in place: o and the state."""
     state = start_of(inputs.map(torch.Tensor.clone))
     rows = []
     for t in range(T):
@@ -323,8 +325,8 @@ def test_steps_are_the_sequence(objective, pattern, G, dtype):
 
 
 def by_recurrence(q, k, v, gamma, g=None, *, chunk, state, cu_seqlens=None, **options):
-    """The recurrence, in fp32 where inputs have 16 bits; where calls go on within a chunk the chunk form, as
-    the steps before are tangent to a memory however that is moved."""
+    """The recurrence, in fp32 for 16-bit inputs. Calls that start in mid-chunk use the chunk form, because
+    the earlier steps stay tangent to the first memory when that memory is perturbed."""
     options |= {"chunk": chunk}
     if cu_seqlens is not None:
         if not isinstance(state, tuple):
@@ -358,9 +360,9 @@ def off_by_a_rounding(x, seed):
 
 
 def assert_exact(inputs, cu_seqlens=None, found=None):
-    """Errors of the exact kernels, without tensor cores, against those of the recurrence and of the CPU's
-    chunk form, in fp32. Shrinkage nearly empties columns, and gradients are divided by their lengths: what
-    roundings come to is chance there, and counts as in float64 of inputs that are off by theirs."""
+    """The errors of the fp32 kernels are at most twice those of the recurrence and of the CPU's chunk form in
+    fp32. Shrinkage nearly empties columns, and gradients divide by the lengths of columns: there the
+    reference error is also that of float64 on inputs perturbed by a rounding."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
@@ -402,7 +404,7 @@ def test_exact_lengths(T, chunk):
 @pytest.mark.parametrize("D, M", [(1, 64), (3, 1), (64, 64), (100, 64), (64, 100), (128, 128)])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_exact_widths(D, M, chunk, objective):
-    # At D = 1 a step is along its column alone, where its gradient means nothing.
+    # At D = 1 a step is parallel to its column, and its gradient has no meaning.
     assert_exact(draw_exact(T=20, D=D, M=M, chunk=chunk, objective=objective, resumed=D > 1))
 
 
@@ -465,7 +467,7 @@ def test_exact_runs_have_the_same_bits(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_more_sequences_than_blocks(chunk):
-    """Backward's blocks take them in turns."""
+    """The blocks of the backward kernels loop over sequences."""
     inputs = draw_exact(B=40, T=9, H=16, D=8, M=8, chunk=chunk, resumed=True)
     assert_exact(inputs)
 
@@ -478,7 +480,7 @@ def test_exact_columns_stay_of_unit_length():
 
 
 def test_exact_memory_of_training():
-    """Memories are kept every 64 tokens, not every one."""
+    """Memories are saved every 64 tokens, not for every token."""
     inputs = draw_exact(B=4, T=4096, H=16, D=64, M=64, dtype=torch.bfloat16)
     leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)
     torch.cuda.reset_peak_memory_stats()

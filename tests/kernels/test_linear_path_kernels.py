@@ -1,4 +1,5 @@
-"""The kernels of linear_path, what an injected memory makes of q, k and v, against their parts in float64."""
+"""The kernels of linear_path, which compute an injected memory's rows and gates, against formulas in
+float64."""
 
 import copy
 
@@ -15,7 +16,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SUMS = [  # of x, and of its sum
+SUMS = [  # dtypes of x and of its sum
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float32),
@@ -30,7 +31,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def rows_of(q, k, v, n):
-    """The rows of q, k, v `[B, T, heads, D]` by the formulas (eq. 4, 22), in their dtype."""
+    """The rows of q, k, v `[B, T, heads, D]` by the formulas (eq. 4, 22), in the dtype of the inputs."""
 
     def unit(x):
         y = F.silu(x)
@@ -52,7 +53,7 @@ def gate_of(total):
 
 
 def assert_close(got, want, name=""):
-    """Off by two roundings of the result, and by some of fp32 of the largest."""
+    """Within two roundings of the result plus some fp32 roundings of the largest result."""
     assert got.shape == want.shape, name
     if want.numel():
         want, info = want.detach(), torch.finfo(got.dtype)
@@ -121,7 +122,7 @@ def check_channel_gate(run, run_backward, sizes, D, n, dtype):
 
 
 def on_card(op):
-    """The operator on a card for tensors of the host."""
+    """Runs the operator on the GPU for tensors on the CPU."""
 
     def run(*arguments):
         to = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
@@ -196,7 +197,7 @@ def test_any_layout_is_read(how):
     def laid_out(x):
         if how == "transposed":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
-        if how == "odd":  # begins where no pack does
+        if how == "odd":  # starts at an unaligned address
             return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
         return x[:, :1].expand_as(x)
 
@@ -297,7 +298,7 @@ def test_functions_differentiate(dtype):
 @pytest.mark.parametrize("gate_per", ["head", "channel"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
-    """In bf16, outputs and gradients: off no further from float64 than by the parts."""
+    """In bf16 the errors of outputs and gradients against float64 are at most those of the separate parts."""
     torch.manual_seed(0)
     path = liza.LinearPath(SIZES, Injection(n=n, gate_per=gate_per)).to(DEVICE)
     x = normal(2, 130, (4 + 2 * 2) * 64).to(DEVICE)

@@ -1,4 +1,5 @@
-"""The kernels of short_conv at their edges. All but the large case are small enough for compute-sanitizer."""
+"""Edge cases of the kernels of short_conv. All cases but the large one are small enough for
+compute-sanitizer."""
 
 import pytest
 import torch
@@ -7,10 +8,11 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Around turns of 2 and 4 tokens, runs of 8, blocks of 8 runs; none, one, fewer than W - 1.
+# Around iterations of 2 and 4 tokens, runs of 8 tokens and blocks of 8 runs; none, one, fewer than W - 1
+# tokens.
 LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
+# (elements of padding, order of the dimensions in memory from outer to inner), with and without vector loads
 LAYOUTS = {
     "packs": (4, (0, 1, 2)),
     "odd": (1, (0, 1, 2)),
@@ -38,7 +40,7 @@ def draw(B, T, channels, W, *, dtype, weight_dtype=torch.float32, bias=True, seq
 
 
 def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu"):
-    """y, the final state, then the gradients of all inputs."""
+    """y, the final state and the gradients of all inputs."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, state)]
     given = [t for t in leaves if t is not None]
     state = None if leaves[3] is None else ops.ShortConvState(leaves[3])
@@ -49,9 +51,9 @@ def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu
 
 
 def assert_as_right_as_aten(found, inputs, **options):
-    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding of the
-    result; a gradient that sums all n tokens in fp32 errs by about sqrt(n) roundings of a term besides, in an
-    order of its own."""
+    """The error against float64 is at most twice the ATen form's error at the same dtypes, plus one rounding
+    of the result. A gradient that is an fp32 sum over n tokens also errs by about sqrt(n) roundings of a
+    term, which depend on its order."""
     exact = run(*(None if t is None else t.double() for t in inputs), **options)
     aten = run(*inputs, **options)
     assert len(found) == len(exact)
@@ -92,7 +94,7 @@ def test_every_layout_and_dtype(layout, dtype, channels):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_runs_of_many_turns(packed, dtype):
-    # Runs are as long as leave one wave of blocks: 8 tokens but for many of them.
+    # A run is as long as one wave of blocks requires: 8 tokens, except for many tokens.
     if packed:
         inputs = draw(1, 140_000, 4, 4, dtype=dtype, sequences=1001)
         cu_seqlens = (torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 140_000).sort()[0].long()

@@ -1,5 +1,5 @@
-"""The kernel of skinny_gemm, products of a decoding step, at its edges. All but the large case suit the
-sanitizer."""
+"""Edge cases of the kernel of skinny_gemm, the products of a decoding step. All cases but the large one suit
+compute-sanitizer."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ KINDS = ["plain", "rms_norm", "silu_rms_norm", "silu_product"]
 
 
 def draw(rows, width, features, dtype, kind="plain", seed=0):
-    """x, the matrices and what goes with them, on the CPU; each matrix but the first has a gate."""
+    """x, the products and the row input, on the CPU; every matrix but the first has a gate."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, to=dtype):
@@ -44,7 +44,7 @@ def moved(value, f):
 
 
 def formula(x, wanted, given, residual, dtype):
-    """The same with the roundings that the kernel has, all of them of one number: u, then the result."""
+    """The products with the roundings of the kernel: of the row input u, and of the result."""
 
     def rounded(t):
         return t.to(dtype).to(t.dtype)
@@ -62,7 +62,7 @@ def formula(x, wanted, given, residual, dtype):
 
 @torch.no_grad()
 def check(x, wanted, given=PLAIN, residual=None):
-    """Against float64 with the same u: sums in fp32 and one rounding of the result."""
+    """Compared with float64 for the same u: fp32 sums and one rounding of the result."""
     there = moved((x, wanted, given, residual), lambda t: t.to(DEVICE))
     assert has_skinny_gemm(*there[:3])
     found = products(*there)
@@ -70,8 +70,8 @@ def check(x, wanted, given=PLAIN, residual=None):
     for got, want, product in zip(found, exact, wanted, strict=True):
         assert got.shape == want.shape
         assert got.dtype == (x.dtype if product.gate == "none" else torch.float32)
-        # u may be rounded to its other neighbour where fp32 is not sure which is nearer: half of an element's
-        # unit, of which sums have the root of the width.
+        # fp32 may round an element of u to the other neighbour: an error of half a unit of the element, of
+        # which sums over the width accumulate the square root.
         flips = 0.0 if given.kind == "plain" else torch.finfo(x.dtype).eps
         bound = torch.finfo(got.dtype).eps * want.abs() + (flips + 1e-5) * (1 + want.abs().max())
         assert ((got.cpu().double() - want).abs() <= bound).all(), (got.cpu().double() - want).abs().max()

@@ -1,4 +1,4 @@
-"""The kernels of trellis at their edges."""
+"""Edge cases of the kernels of trellis."""
 
 import collections
 import statistics
@@ -46,8 +46,8 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory; a state in mid-chunk for each of B, or of `sequences` packed ones. Step
-    sizes are below 1 / chunk, and below 1 / `steps`."""
+    """Inputs on the CPU. G queries per memory; a state in mid-chunk for each of B rows, or for each of
+    `sequences` packed sequences. Step sizes are below 1 / chunk and below 1 / `steps`."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.float64 if dtype == torch.float64 else torch.float32
@@ -56,22 +56,22 @@ def draw(
         return torch.randn(shape, generator=generator).to(dtype)
 
     def rows(width):
-        # Without a norm in phi the recurrence is stable on unit keys and values alone.
+        # Without a norm in phi the recurrence is stable only for unit keys and values.
         x = torch.randn(B, T, H, width, generator=generator)
         return (F.normalize(x, dim=-1) if options.get("phi") in ("identity", "silu") else x).to(dtype)
 
     data = {"q": normal(B, T, H * G, D), "k": rows(D), "v": rows(V), "a": normal(B, T, H, M)}
-    # Where chunks are short, steps of up to 1 make the recurrence chaotic, and every formula's error chance.
+    # In short chunks, steps of up to 1 make the recurrence chaotic, and the error of any formula random.
     data["gamma"] = (torch.rand(B, T, H, generator=generator) / max(chunk, steps)).to(gate_dtype)
     if pattern:
         data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
-    # z = A x of about 1: far beyond, maps saturate, and the largest error is chance.
+    # z = A x is about 1: for much larger z maps saturate, and the largest error is random.
     memories = {}
     for name, width in (("k", D), ("v", V), ("first_k", D), ("first_v", V)):
         memories[name] = normal(N, H, M, width, dtype=steady) * width**-0.5
     state = {"k": memories["k"], "v": memories["v"]}
     if resumed:
-        # Where a chunk begins, its first memory is the memory.
+        # At the start of a chunk the first memory equals the memory.
         begins = (torch.arange(3, 3 + 5 * N, 5) % chunk == 0)[:, None, None, None]
         state = dict(memories)
         state |= {f"first_{x}": torch.where(begins, state[x], state[f"first_{x}"]) for x in "kv"}
@@ -81,7 +81,7 @@ def draw(
 
 
 def with_small_gradients(inputs):
-    """Of a size that does not leave fp16's range where the formula rounds."""
+    """Scales the gradients down, so that roundings in the formula stay within the range of fp16."""
     return replace(inputs, grads={name: x / 16 for name, x in inputs.grads.items()})
 
 
@@ -127,9 +127,9 @@ def test_few_slots(chunk, dtype):
 
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_few_slots_under_a_norm(chunk):
-    """Of three slots about their mean next to nothing may be left, and then every formula's error is chance:
-    over many draws the kernels' is no more than twice the formula's in the geometric mean. In bf16, as such
-    gradients leave fp16's range."""
+    """Three slots minus their mean may nearly vanish, and then the error of any formula is random: the
+    geometric mean over 16 draws of the ratio of the kernels' error to the formula's is at most 2. Only bf16,
+    because such gradients overflow fp16."""
     ratios = collections.defaultdict(list)
     for seed in range(16):
         inputs = draw(B=1, D=1, V=1, M=3, chunk=chunk, seed=seed)
@@ -163,8 +163,8 @@ def test_every_map_of_reads(f):
 @pytest.mark.parametrize("chunk", [16, 40])
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
 def test_gates_from_0_to_minus_20(pattern, chunk, dtype):
-    """With maps that do not divide by a norm: of a memory that gates have emptied it is next to nothing, and
-    what is left are the roundings, times a thousand."""
+    """With maps that do not divide by a norm. The norm of a memory that gates emptied is almost 0, and
+    dividing by the norm would amplify rounding errors a thousand times."""
     assert_as_right_as_the_formula(
         draw(T=130, pattern=pattern, chunk=chunk, dtype=dtype, phi="silu", f="silu")
     )
@@ -241,7 +241,8 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
 
 
 def test_bounds_of_rows():
-    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give the same bits alone; other tokens give
+    zeros."""
     inputs = draw(B=3, T=150, resumed=False).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
@@ -257,7 +258,7 @@ def test_bounds_of_rows():
 
 
 def test_nothing_is_left_unwritten():
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64)):
@@ -287,13 +288,13 @@ def test_long_sequences_in_one_call_and_in_pieces():
 
 @pytest.mark.large
 def test_more_than_2_31_elements():
-    """All outputs and gradients are that large too."""
+    """Outputs and gradients have more than 2^31 elements too."""
     end = draw(B=1, T=100, H=32, chunk=64, pattern=None, resumed=False)
     assert_same_at_the_end(end.map(torch.Tensor.cuda), 2**20 + 100 - 64, 110)
 
 
 def stepped(inputs, T):
-    """Token by token from a state, which is written in place: o and the state."""
+    """Steps token by token with a state that is written in place: o and the state."""
     state = start_of(inputs.map(torch.Tensor.clone))
     rows = [
         ops.trellis_step(
@@ -345,7 +346,7 @@ def draw_exact(*, T=40, H=3, D=24, V=20, M=17, dtype=torch.float32, resumed=Fals
 
 
 def off_by_a_rounding(x, seed):
-    """Every fp32 number as it is, or the one before it or after it."""
+    """Every fp32 number unchanged, or replaced by its previous or next neighbour, at random."""
     if x.dtype != torch.float32:
         return x
     way = torch.randint(-1, 2, x.shape, generator=torch.Generator().manual_seed(seed))
@@ -353,9 +354,9 @@ def off_by_a_rounding(x, seed):
 
 
 def assert_exact(inputs, cu_seqlens=None, found=None):
-    """Errors of the exact kernels, without tensor cores, against those of the CPU's chunk form in fp32, on
-    these inputs and in fp32 on eight that are off by a rounding: maps with a norm multiply roundings, and the
-    error of a single result is chance."""
+    """The errors of the fp32 kernels are at most twice those of the CPU's chunk form in fp32, on these inputs
+    and on eight perturbations by a rounding: maps with a norm amplify roundings, and the error of a single
+    result is random."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": start_of(inputs), "cu_seqlens": cu_seqlens}
@@ -407,8 +408,8 @@ def test_exact_widths(D, V, M, chunk):
 @pytest.mark.parametrize("D, V, M", [(1, 64, 3), (3, 1, 1), (20, 64, 3)])
 @pytest.mark.parametrize("chunk", [1, 16, 40])
 def test_exact_few_slots(D, V, M, chunk, phi):
-    """By maps without a norm: of three slots about their mean it may be next to nothing, and then of what is
-    divided by it a rounding is all that is left. Of memories of width 1 every norm takes all but the sign."""
+    """With maps without a norm: three slots minus their mean may nearly vanish, and a division by their norm
+    amplifies rounding errors. The norm of a memory of width 1 keeps only the sign."""
     assert_exact(draw_exact(D=D, V=V, M=M, chunk=chunk, phi=phi, f=phi, resumed=True))
 
 
@@ -481,7 +482,7 @@ def test_exact_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
 
 
 def test_exact_bounds_of_rows():
-    """A row's tokens between its bounds give what they give alone, others nothing."""
+    """A row's tokens between its bounds give the same bits alone; other tokens give zeros."""
     inputs = draw_exact(B=3, T=150).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
@@ -504,7 +505,7 @@ def test_exact_absent_gradients(absent):
 
 
 def test_exact_leaves_nothing_unwritten():
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64), (70, 130)):
@@ -530,7 +531,7 @@ def test_exact_calls_that_go_on(chunk):
 
 
 def test_exact_memory_of_training():
-    """Memories are kept every 64 tokens, not every one."""
+    """Memories are saved every 64 tokens, not for every token."""
     inputs = draw_exact(B=4, T=4096, H=16, D=64, V=64, M=64, chunk=1)
     leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The kernels of ttt, which are those of trellis with one memory, at their edges."""
+"""Edge cases of the kernels of ttt, which are the kernels of trellis with one memory."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ class Inputs(kernel_accuracy.Inputs):
         return Inputs(**vars(super().map(f)))
 
     def rows(self, part):
-        """Of these tokens, with the whole weight of phi."""
+        """The inputs restricted to these tokens, with the whole weight of phi."""
         weight = {name: x for name, x in self.data.items() if name == "phi_weight"}
         cut = super().rows(part)
         return replace(cut, data=cut.data | weight)
@@ -50,8 +50,8 @@ def draw(
     seed=0,
     **options,
 ):
-    """As test_trellis_kernels.draw(), with a weight of phi about 1. w^2 multiplies a step: with w^2 gamma a
-    chunk's steps sum to less than 1, as without a weight."""
+    """As test_trellis_kernels.draw(), with a weight of phi about 1. w^2 multiplies a step, so gamma is
+    divided by the largest w^2: the steps of a chunk sum to less than 1, as without a weight."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
     steady = torch.float64 if dtype == torch.float64 else torch.float32
@@ -129,7 +129,7 @@ def test_every_width(D, M, chunk, dtype, weighted):
 @pytest.mark.parametrize("phi", MAPS)
 def test_every_map(phi, f, M, weighted):
     if weighted and phi == "softmax":
-        return  # goes without tensor cores
+        return  # has no kernel on tensor cores
     for dtype in HALVES:
         assert_as_right_as_the_formula(draw(B=1, M=M, phi=phi, f=f, dtype=dtype, weighted=weighted))
 
@@ -218,7 +218,8 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("f", ["identity", "softmax"])
 def test_bounds_of_rows(f, dtype):
-    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give what they give alone, others nothing."""
+    """`cu_seqlens [B, 2]`: a row's tokens between its bounds give the same bits alone; other tokens give
+    zeros."""
     inputs = draw(B=3, T=150, resumed=False, f=f, dtype=dtype).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
     of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
@@ -235,7 +236,7 @@ def test_bounds_of_rows(f, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_nothing_is_left_unwritten(dtype):
-    """With every new tensor full of NaN."""
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, M in ((0, 8), (1, 8), (65, 20), (130, 64), (70, 130)):
@@ -269,13 +270,13 @@ def test_long_sequences_in_one_call_and_in_pieces(weighted):
 
 @pytest.mark.large
 def test_more_than_2_31_elements():
-    """All outputs and gradients are that large too."""
+    """Outputs and gradients have more than 2^31 elements too."""
     end = draw(B=1, T=100, H=32, chunk=64, resumed=False)
     assert_same_at_the_end(end.map(torch.Tensor.cuda), 2**20 + 100 - 64, 110)
 
 
 def stepped(inputs, T):
-    """Token by token from a state, which is written in place: o and the state."""
+    """Steps token by token with a state that is written in place: o and the state."""
     state = start_of(inputs.map(torch.Tensor.clone))
     rows = [
         ops.ttt_step(**inputs.rows(slice(t, t + 1)).data, **inputs.options, state=state) for t in range(T)

@@ -1,4 +1,4 @@
-"""Wrong arguments: one clear ValueError that names the argument, on every device and without one."""
+"""A wrong argument raises one ValueError that names the argument, on every device and on meta."""
 
 import re
 
@@ -12,14 +12,14 @@ NAMED = {str(case): case for case in CASES}
 
 
 def message(case, keywords):
-    """The words of the refusal."""
+    """The message of the ValueError."""
     with pytest.raises(ValueError) as refused:
         getattr(ops, case.op)(**keywords)
     return str(refused.value)
 
 
 def to(x, device):
-    """Arguments on another device, states part by part."""
+    """Moves an argument to another device; a state is moved tensor by tensor."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
@@ -156,7 +156,7 @@ def test_the_number_of_householder_steps_is_read_off_the_rows(name, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_start_is_the_start(case, device):
-    """`XState.start(...)` gives the tensors of a state that has seen nothing."""
+    """`XState.start(...)` equals the state after zero tokens."""
     inputs = case.draw(6, dtype=torch.float32, device=device)
     state = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
     started = start(inputs)

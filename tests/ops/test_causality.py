@@ -1,4 +1,4 @@
-"""A token sees nothing that comes after it."""
+"""Outputs and gradients at a token do not depend on later tokens."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def test_no_gradient_reaches_the_future(case, device, data, t):
     inputs = case.draw(12, dtype=dtype, device=device, **drawn).requiring_grad()
     tokens = {name: case.over_time(name) for name in inputs.data if case.over_time(name)}
     grads = torch.autograd.grad(operator(inputs)["o"][:, :t].sum(), [inputs.data[name] for name in tokens])
-    # On the tensor cores a gate's gradient is a difference of sums over tokens, of inputs times their
-    # gradients: none is left but for their rounding.
+    # On the tensor cores a gate's gradient is a difference of sums over tokens of input * gradient: only the
+    # rounding of these sums is left.
     terms = max(
         (grad * inputs.data[name]).abs().max().item() for name, grad in zip(tokens, grads, strict=True)
     )

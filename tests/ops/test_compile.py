@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): nothing breaks the graph, and what comes out is what eager gives."""
+"""torch.compile(fullgraph=True): no graph breaks, and the results equal those of eager mode."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ in_half_precision = True
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    # The caches on disk do not see that the library was rebuilt and would return an older graph.
+    # The on-disk caches do not notice a rebuilt library and would return an older graph.
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
 
 
 def compiled(inputs, **how):
-    """The operator as a compiled function of its floating tensors and integers."""
+    """The compiled operator as a function of inputs with the same options."""
 
     @torch.compile(fullgraph=True, **how)
     def call(floats, extra):
@@ -37,9 +37,9 @@ def test_aot_eager_is_eager(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_inductor_is_eager(case, device):
-    # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long. In
-    # float64: the compiler rounds the first state in another order, and a gradient can make that ten times
-    # larger.
+    # From a start: a state in mid-chunk is built by more operators, whose kernels take long to compile. In
+    # float64: the compiler rounds the first state in another order, and a gradient can amplify the difference
+    # ten times.
     dtype, tolerance = device.dtype or torch.float64, 1e-9
     if device.dtype:
         _, tolerance, _ = precision(case, device)
@@ -91,7 +91,7 @@ def test_steps(case, device):
 
 
 class Program(torch.nn.Module):
-    """The operator behind a parameter, which asks for gradients or does not."""
+    """The operator on inputs multiplied by a parameter, which does or does not require gradients."""
 
     def __init__(self, inputs, trained):
         super().__init__()
@@ -102,7 +102,7 @@ class Program(torch.nn.Module):
 
 
 def exported(case, inputs, trained=False):
-    """For any number of tokens from 2 on."""
+    """Exports for any number of tokens from 2 on."""
     tokens = torch.export.Dim("tokens", min=2)
     dynamic = {
         name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
@@ -122,5 +122,5 @@ def test_an_exported_program_takes_any_length(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_what_forward_keeps_holds_a_program_to_no_length(case, device):
-    """In 16 bits, of which it keeps most; a bound would be refused here."""
+    """16-bit inputs save the most tensors; a bound on the length would make the export fail."""
     exported(case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True)

@@ -1,4 +1,4 @@
-"""What a caller may rely on, whatever the operator."""
+"""Guarantees of every operator: determinism, unchanged inputs, gradients, checkpointing."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_inputs_are_never_written(case, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_gradients_of_no_token_are_new_tensors(case, device):
-    """What passes through unchanged, from the final state to the first one, is a copy."""
+    """A gradient that passes unchanged from the final state to the first state is a copy."""
     dtype, _, _ = precision(case, device)
     inputs = case.draw(0, resumed=True, dtype=dtype, device=device).requiring_grad()
     outs = operator(inputs)

@@ -1,4 +1,4 @@
-"""What a CUDA device adds: no operator waits for the device, and every call can be captured in a graph."""
+"""CUDA only: no operator synchronises with the device, and every call can be captured in a graph."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def waits_are_errors():
 def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
     lengths = [4 * case.chunk, 0, 2 * case.chunk] if packed else None
     inputs = case.draw(9, lengths=lengths, resumed=case.has_state, dtype=torch.float32, device="cuda")
-    # The bounds and cotangents are made beforehand: to bring them to the device is a copy that waits.
+    # Bounds and cotangents are created beforehand, because their copy to the device synchronises.
     bounds = inputs.cu()
     inputs = replace(inputs.requiring_grad(), lengths=None)
     grads = cotangents(operator(inputs, **bounds))
@@ -83,12 +83,12 @@ def test_a_step_in_a_graph(case):
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 @torch.no_grad()
 def test_a_launch_that_was_refused_is_reported_once(case):
-    """Whatever is launched into a capture that has failed is refused."""
+    """Every launch into an invalidated capture fails."""
     inputs = case.draw(64, resumed=case.has_state, calm=True, dtype=torch.float32, device="cuda")
     want = operator(inputs)
 
     def refused():
-        with pytest.raises(RuntimeError):  # none waits for a stream that is captured
+        with pytest.raises(RuntimeError):  # a capturing stream cannot be synchronised
             torch.cuda.current_stream().synchronize()
         with pytest.raises(RuntimeError):
             operator(inputs)
@@ -111,7 +111,7 @@ def tf32_by_choice():
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
 def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
-    """From a thread that is in no backward pass, whatever the program allows its own products."""
+    """Called from a thread outside any backward pass, under either setting of allow_tf32."""
     sizes = {"D": 32, "V": 32, "M": 32}
     inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)
     op, args, options = registered_call(operator, inputs)

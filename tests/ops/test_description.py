@@ -1,4 +1,4 @@
-"""`describe()` is the one description: functions, checks and tests agree with it."""
+"""`describe()` agrees with the functions, their checks and the tests."""
 
 import doctest
 import importlib
@@ -20,7 +20,7 @@ RANGED = [(name, option) for name, option in OPTIONS if option["type"].rstrip("?
 
 
 def case_with(op, option):
-    """A case of the operator that gives the option, or one of those that may leave it out."""
+    """A case of the operator that sets the option, else the operator's first case."""
     cases = [case for case in CASES if case.op == op]
     return next((case for case in cases if option in case.options), cases[0])
 
@@ -38,7 +38,8 @@ def test_examples_in_docstrings_run(module):
 
 @pytest.mark.parametrize("name", DESCRIPTION)
 def test_functions_take_what_the_description_says(name):
-    """Tensors in its order, then its options by keyword with its defaults, a state and packing."""
+    """Tensors in the described order, then options by keyword with their defaults, `state` and the
+    packing."""
     op = DESCRIPTION[name]
     data = [t for t in op["tensors"] if not t["state"]]
     stateful = len(data) < len(op["tensors"])
@@ -56,7 +57,7 @@ def test_functions_take_what_the_description_says(name):
             default = keywords[option["name"]]
             if "default" in option:
                 assert default == option["default"] and type(default) is type(option["default"])
-            else:  # to be given; n alone is read off the rows
+            else:  # required, except n, which follows from the number of rows
                 assert default is (None if option["name"] == "n" else inspect._empty)
 
 
@@ -89,7 +90,7 @@ def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
 
 @pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
 def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
-    """Neither nan nor infinite, and from the least to the most."""
+    """Values below the least, above the most, nan and infinities."""
     case, number = case_with(name, option["name"]), option["name"]
     wrong = [option[end] + step for end, step in (("least", -1), ("most", 1)) if end in option]
     if option["type"].startswith("int"):
@@ -121,7 +122,7 @@ def test_another_thing_for_a_state_is_named(case):
         assert text.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in text
 
 
-# What a call takes on a GPU: the case, sizes beside its own, and the path.
+# Expected path on a GPU: case, sizes, dtype, path.
 PATHS = [
     ("gsa-g", {}, torch.bfloat16, "tensor cores"),
     ("gsa-g", {"M": 128, "D": 512}, torch.float16, "tensor cores"),
@@ -178,7 +179,7 @@ def test_explain_tells_the_path(name, sizes, dtype, path):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_forward_keeps_is_sized_by_the_path(case):
-    """The description of a call on the meta device keeps something for backward where kernels need it."""
+    """On the meta device, forward returns saved tensors exactly where the kernels need them."""
     inputs = case.draw(70, dtype=torch.bfloat16, gate_dtype=torch.float32).map(lambda x: x.to("meta"))
     _, args, kwargs = registered_call(operator, inputs)
     results = getattr(torch.ops.girih, f"{case.op}_forward")(*args, **kwargs, save=True)
@@ -239,5 +240,5 @@ OPERATORS = [name for name in torch._C._dispatch_get_all_op_names() if name.star
     "name", [name for name in OPERATORS if name.endswith(("_forward", "_backward", "_step"))]
 )
 def test_every_build_serves_cuda_tensors(name):
-    """With kernels or, in a build without them, by PyTorch's own operators."""
+    """With kernels or, in a build without kernels, with PyTorch's own operators."""
     assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")

@@ -1,4 +1,4 @@
-"""Half-precision inputs beside fp32 gates: rounded once on the way in and once on the way out."""
+"""Half-precision inputs with fp32 gates: one rounding of the inputs and one of the outputs."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def rounds_inside(inputs, device):
-    """Whether a kernel's products are half too: test_*_kernels.py measure what that costs."""
+    """Whether the kernel multiplies in half precision; test_*_kernels.py measure its error."""
     return path_of(inputs, device) == "tensor cores"
 
 
@@ -20,7 +20,7 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )
     if rounds_inside(inputs, device):
-        pytest.skip("its products are half")
+        pytest.skip("products are in half precision")
     inputs = inputs.requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
     outs, want = operator(inputs), recurrence(exact)
@@ -47,15 +47,15 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
 def test_gates_of_any_float_dtype(case, gate_dtype, device):
     inputs = case.draw(9, calm=True, dtype=torch.bfloat16, gate_dtype=gate_dtype, device=device)
     if rounds_inside(inputs, device):
-        pytest.skip("its products are half")
+        pytest.skip("products are in half precision")
     want = recurrence(inputs.map(torch.Tensor.double))
     assert_within(operator(inputs)["o"], want["o"], torch.finfo(torch.bfloat16).eps)
 
 
 def lowered(inputs, dtype):
-    """What autocast makes of fp32 inputs."""
+    """Casts fp32 inputs as autocast does."""
     kept = {name for name, (_, kind) in inputs.case.data.items() if kind in FP32_KINDS}
-    if inputs.case.op != "short_conv":  # whose state is rows of x
+    if inputs.case.op != "short_conv":  # its state is rows of x
         kept |= inputs.leaves.keys()
     return inputs.with_floats({n: x if n in kept else x.to(dtype) for n, x in inputs.floats.items()})
 

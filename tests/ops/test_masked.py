@@ -1,4 +1,4 @@
-"""A masked token (k = v = 0, no write, no decay) does nothing: padding needs no unpadding."""
+"""A masked token (k = v = 0, no write, no decay) has no effect, so padding needs no unpadding."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ EXACT = [case for case in RECURRENT if "position" not in case.state and case.op 
 
 
 def masked(inputs, mask):
-    """`mask` [T]: these tokens become no-ops; q keeps what it has."""
+    """Makes the tokens of `mask` [T] no-ops; q is unchanged."""
     abc = inputs.case.op == "gsa" and "g" not in inputs.data
 
     def blank(name, x):
@@ -52,7 +52,8 @@ def test_a_masked_token_might_as_well_not_be_there(case, device, data, mask, res
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @given(data=st.data(), padding=st.integers(0, 9), T=st.integers(0, 9))
 def test_left_padding_changes_nothing(case, device, data, padding, T):
-    """Where the chunk is part of the model the first position is (-padding) mod C: tokens start a chunk."""
+    """Chunk-defining cases start at position (-padding) mod C, so that the first unpadded token starts a
+    chunk."""
     dtype, tolerance, _ = precision(case, device)
     drawn = data.draw(sizes(case), "sizes")
     inputs = case.draw(padding + T, dtype=dtype, device=device, seed=T, **drawn)

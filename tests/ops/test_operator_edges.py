@@ -1,4 +1,4 @@
-"""Tokens, gates and integers at the ends of what is allowed."""
+"""Edge cases of tokens, gates and integer arguments."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ from comparison import assert_within
 from draws import STRUCTURES
 from girih import ops
 
-# ---- gates that shut -----------------------------------------------------------------------------------
+# ---- gates that close ----------------------------------------------------------------------------------
 
 GATED = [case for case in RECURRENT if "g" in case.data]
 
@@ -30,8 +30,9 @@ GATED = [case for case in RECURRENT if "g" in case.data]
 @pytest.mark.parametrize("shut", [-1e8, -math.inf], ids=str)
 @pytest.mark.parametrize("case", GATED, ids=str)
 def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
-    """What follows it decays by its own gates: a difference of two sums through it would have lost them."""
-    # Wide enough that no key is nearly parallel to a column, which costs lattice digits by itself.
+    """Later tokens decay by their own gates. A difference of two gate sums across the closed gate loses
+    precision."""
+    # Wide enough that no key is nearly parallel to a column, which loses precision in lattice.
     inputs = case.draw(13, calm=True, dtype=torch.float32, device=device, D=8, V=8, M=8)
     inputs.data["g"][:, 6] = shut
     inputs = inputs.requiring_grad()
@@ -41,7 +42,7 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
     grads = cotangents(outs)
     found = gradients(outs, inputs, grads)
     assert all(x.isfinite().all() for x in found.values())
-    # Of an infinite gate the recurrence has no gradient: 0 times infinity.
+    # The recurrence has no gradient for an infinite gate: 0 times infinity.
     wanted = gradients(want, exact, {name: x.double() for name, x in grads.items()})
     finite = {name: x for name, x in wanted.items() if x.isfinite().all()}
     assert_within({name: found[name] for name in finite}, finite, 1e-3)
@@ -53,7 +54,7 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("l2norm_qk", [False, True])
 def test_a_key_that_repeats_at_beta_2_keeps_three_digits_over_2000_tokens(l2norm_qk, n):
-    """Every step reflects the memory along one key, and no later step corrects an error."""
+    """Every step reflects the memory along the same key, and no later step corrects an error."""
     case = next(c for c in CASES if str(c) == f"delta_product-{'l2' if l2norm_qk else 'plain'}")
     case = replace(case, options=case.options | {"n": n}, sizes={"n": n})
     inputs = case.draw(2000, B=1, H=1, Q=1, D=16, V=16, resumed=True, dtype=torch.float32)
@@ -94,7 +95,7 @@ def test_a_step_of_a_chunk_of_one_token_reads_the_memories(case, dtype, device):
     assert all(torch.equal(free.given[name], x) for name, x in tied.given.items())
 
 
-# ---- lattice: tokens that repeat -----------------------------------------------------------------------
+# ---- lattice: repeated tokens --------------------------------------------------------------------------
 
 
 def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
@@ -126,7 +127,8 @@ def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk):
-    """A read of unit columns cannot exceed sum |q|, whatever cancels; rounding may make it a few of them."""
+    """A read of unit columns cannot exceed sum |q| even after cancellation; rounding may reach a small
+    multiple."""
     for gate in (0.0, -0.5, -1.0, -2.5, -5.0, -20.0, -60.0):
         for dtype, widths in ((torch.float32, (32, 32)), (torch.bfloat16, (32, 16)), (torch.float32, (2, 4))):
             D, M = widths
@@ -141,7 +143,8 @@ def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk
 
 
 def test_a_column_that_cancels_stays_as_it_was():
-    """In one dimension there is no tangent: a step is 0 but for rounding, and shut gates take the rest."""
+    """In one dimension the tangent space is empty: a step is 0 up to rounding, and closed gates clear the
+    column."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 1, 1, generator=generator).requires_grad_() for _ in range(3))
     gamma, first = torch.rand(1, 64, 1, generator=generator) / 4, torch.ones(1, 1, 1)
@@ -154,7 +157,7 @@ def test_a_column_that_cancels_stays_as_it_was():
 
 
 def test_a_token_that_cancels_a_column_leaves_it():
-    """gamma k h = s e^g at C = 1: nothing is left of the column but its place."""
+    """A column that becomes 0, here by shrinkage at C = 1, keeps its previous value."""
     first = torch.eye(2)[None, :, :1].contiguous()  # s = (1, 0)
     v = torch.tensor([-1.0, 0.0]).view(1, 1, 1, 2)
     k, gamma = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), 0.5)
@@ -167,7 +170,7 @@ def test_a_token_that_cancels_a_column_leaves_it():
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chunk, device):
-    """It is the recurrence's, less what would only make the columns longer."""
+    """The gradient of the recurrence without its component along the columns."""
     case = next(c for c in CASES if str(c) == "lattice-decode_c4_g")
     case = replace(case, options={"chunk": chunk, "objective": objective})
     dtype, _, tolerance = precision(case, device)
@@ -193,8 +196,8 @@ def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chu
 
 @pytest.mark.parametrize("lengths", [None, [24, 0, 480, 16]], ids=["whole", "packed"])
 def test_cat_attention_over_many_rows(lengths, device):
-    """Rows are taken 512 at a time, so a header's gradient comes from several blocks; of packed sequences the
-    rows behind the last are nobody's."""
+    """Rows are processed 512 at a time, so a header's gradient sums over several blocks. Rows after the last
+    packed sequence are 0."""
     case = next(c for c in CASES if str(c) == "cat_attention-c4")
     case = replace(case, options={"chunk": 8})
     T, device_of = 560, device
@@ -217,7 +220,7 @@ def test_cat_attention_over_many_rows(lengths, device):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "cat_attention"], ids=str)
 def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
-    """Their rows are 0, and so are their gradients."""
+    """Rows outside all sequences are 0, and so are their gradients."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     C = case.chunk
     inputs = case.draw(6 * C - 1, B=1, dtype=dtype, device=device).requiring_grad()
@@ -241,7 +244,7 @@ def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
-    """In bf16 too, where states stay in fp32."""
+    """Includes bf16, where states are fp32."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         inputs = case.draw(5, resumed=resumed and case.has_state, dtype=dtype)
         on_meta = inputs.map(lambda x: x.to("meta"))
@@ -253,7 +256,7 @@ def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
         }
 
 
-# ---- what integers hold ------------------------------------------------------------------------------------
+# ---- values of integer arguments ---------------------------------------------------------------------------
 
 BAD_BOUNDS = [[0, 99, 5, 6], [-1, 3, 4, 6], [0, 3, 2, 6], [0, 1, 2, 99]]
 
@@ -269,7 +272,7 @@ def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
-    """The last chunk of cat_attention need not be full."""
+    """The last chunk of cat_attention may be partial."""
     C = case.chunk if case.op == "cat_attention" else 1
     inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
     operator(inputs, **{case.packing: torch.tensor([0, 2, 3])})
@@ -299,7 +302,7 @@ def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c in PACKED and c.has_state], ids=str)
 def test_tokens_before_and_behind_all_sequences_are_nobodys(case, device):
-    """The first bound may be later than 0 and the last earlier than T."""
+    """The first bound may be greater than 0 and the last bound less than T."""
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(9, B=1, N=2, resumed=True, dtype=dtype, device=device)
     state = {name: x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x for name, x in inputs.state.items()}

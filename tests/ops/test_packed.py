@@ -1,4 +1,4 @@
-"""Packed sequences are a loop over sequences."""
+"""Packed sequences equal a loop over sequences."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
 
 
 def of_row(inputs, i, a, b):
-    """Tokens a to b of row i, from its state."""
+    """Tokens a to b of row i, from the state of row i."""
     part = inputs.part(a, b, {name: x[i : i + 1] for name, x in inputs.state.items()})
     over_time = inputs.case.over_time
     return replace(part, data={name: x[i : i + 1] if over_time(name) else x for name, x in part.data.items()})
@@ -44,7 +44,7 @@ def of_row(inputs, i, a, b):
 @pytest.mark.parametrize("bounds", [[[0, 9], [2, 7], [4, 4]], [[0, 1], [8, 9], [3, 9]]], ids=str)
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
-    """`cu_seqlens [B, 2]`: the other tokens do nothing, and their outputs are 0."""
+    """`cu_seqlens [B, 2]`: tokens outside the bounds have no effect, and their outputs are 0."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     inputs = case.draw(9, B=3, resumed=True, dtype=dtype, device=device).requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
@@ -60,9 +60,9 @@ def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
 
 
 def looked_at(device):
-    """Skips where integers are looked at and refused, which tests/ops/test_operator_edges.py holds."""
+    """Skips the CPU, which checks integers and raises an error (test_operator_edges.py)."""
     if device == "cpu":
-        pytest.skip("the CPU refuses them")
+        pytest.skip("the CPU raises an error")
 
 
 @pytest.mark.parametrize("T", [9, 1])
@@ -87,7 +87,7 @@ def test_sequences_longer_than_a_chunk(case, device):
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_bounds_that_make_no_sense_read_nothing_outside(case, device):
-    """They cannot be checked without waiting for the device: they must not crash it either."""
+    """Bounds on a device cannot be checked without a synchronisation, so they must be safe."""
     looked_at(device)
     dtype, _, _ = precision(case, device)
     inputs = case.draw(0, lengths=[2 * case.chunk] * 3, resumed=case.has_state, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""In float64 the rounded formula is the operator."""
+"""In float64 the rounded formula equals the operator."""
 
 import pytest
 import rounded_chunks

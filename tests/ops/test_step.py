@@ -1,4 +1,4 @@
-"""`X_step` is `X` on one token, with its state written in place."""
+"""`X_step` equals `X` on one token and writes the state in place."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from comparison import assert_within
 
 
 def concrete(inputs):
-    """The inputs' state as tensors that no one else holds."""
+    """The inputs with state tensors that share no memory with other tensors."""
     state = {name: x.detach().clone() for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
     return replace(inputs, given=state)
 
@@ -37,7 +37,7 @@ def test_every_part_that_is_written_has_a_new_version(case, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_a_step_over_what_a_backward_pass_needs_is_an_error_there(case, device):
-    """As with PyTorch's own operators in place; the gradients would be wrong."""
+    """PyTorch's in-place operators do the same; otherwise the gradients would be wrong."""
     inputs = concrete(case.draw(4, resumed=True, dtype=torch.float32, device=device))
     data = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in inputs.data.items()}
     loss = operator(replace(inputs, data=data))["o"].square().sum()
@@ -67,7 +67,7 @@ def test_a_step_at_bf16_keeps_an_fp32_state(case, device):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_what_cannot_be_stepped_is_refused_by_name_and_nothing_is_written(case, device):
-    """A gradient, a part that is absent, an expanded or negated part, two parts in one memory."""
+    """A gradient, a missing tensor, an expanded or negated view, two tensors that share memory."""
     inputs = concrete(case.draw(1, resumed=True, dtype=torch.float32, device=device))
     kept = {name: x.clone() for name, x in inputs.given.items()}
 

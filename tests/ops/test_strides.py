@@ -1,4 +1,4 @@
-"""What counts is the values, not how they lie in memory."""
+"""Results depend on values, not on strides."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ in_half_precision = True
 
 
 def lay_out(x, layout):
-    """The same values with other strides; `expanded` is one row of the batch for all."""
+    """The same values with other strides; `expanded` repeats the first row of the batch."""
     if layout == "expanded":
         return x[:1].detach().expand_as(x)
     if layout == "reversed":

@@ -1,4 +1,4 @@
-"""torch.jit.trace: on other inputs of the same shapes a program computes what an eager call computes."""
+"""torch.jit.trace: a traced program equals an eager call on other inputs of the same shapes."""
 
 import io
 from dataclasses import replace
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def traced(function, inputs):
-    """`function(inputs, cu)` as a traced function of its floating tensors, positions and bounds."""
+    """`function(inputs, cu)` traced as a function of the inputs' floating tensors, position and bounds."""
     names = list(inputs.floats)
 
     def call(floats, position, cu):
@@ -78,7 +78,7 @@ def test_a_step(case, device):
 
 
 class Program(torch.nn.Module):
-    """A module with the parameters of another, which a function calls."""
+    """Holds a module's parameters and calls `call(module, *inputs)`."""
 
     def __init__(self, module, call):
         super().__init__()
@@ -89,7 +89,8 @@ class Program(torch.nn.Module):
 
 
 def check(program, inputs, others, tolerance=1e-7):
-    """Traced with inputs, saved and loaded: the outputs and gradients of an eager call with other inputs."""
+    """Traces with `inputs`, saves and loads; outputs and gradients on `others` equal those of an eager
+    call."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(program, inputs, check_trace=False), file)
     file.seek(0)
@@ -135,7 +136,7 @@ def test_a_layer(name):
 
 
 def check_model(model, **tolerance):
-    """Without a mask, and with one that masks nothing when the call is traced."""
+    """Without a mask, and with a mask that is all ones when traced."""
     model = model.double().eval()
     ids, others = (
         torch.randint(3, 30, (2, 20), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
@@ -163,12 +164,12 @@ def test_a_converted_model(way):
     check_model(converted("llama", way))
 
 
-# Qwen4's own indexer calls PyTorch in a form that its tracer does not take.
+# Qwen4's indexer uses PyTorch calls that torch.jit.trace does not support.
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen4_exp_text"}))
 def test_an_accelerated_model(family):
     model = model_of(family)
     with accelerate(model):
-        check_model(model, tolerance=1e-4)  # transformers computes parts in fp32
+        check_model(model, tolerance=1e-4)  # transformers computes some parts in fp32
 
 
 def test_the_loss():

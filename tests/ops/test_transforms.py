@@ -1,4 +1,4 @@
-"""torch.func and its kin: what works gives what a loop gives, what cannot says so."""
+"""torch.func and other transforms equal a loop, or raise an error that says so."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WITHOUT_WEIGHTS = [case for case in CASES if not {"weight", "bias", "phi_weight"
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", WITHOUT_WEIGHTS, ids=str)
 def test_vmap_is_a_loop(case, resumed, device):
-    """Outputs and gradients; with a position all draws stand at the same place of their chunk."""
+    """Outputs and gradients. All draws share the position in the chunk."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     resumed = resumed and case.has_state
     draws = [case.draw(9, resumed=resumed, dtype=dtype, device=device, seed=seed) for seed in range(3)]
@@ -85,7 +85,7 @@ def test_vmap_of_a_step_is_refused(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_forward_mode_is_refused_by_name(case, device):
-    """Never a silent zero, whichever input has the tangent."""
+    """Never a silent zero, for a tangent of any input."""
     inputs = case.draw(5, resumed=case.has_state, dtype=float_of(device), device=device)
     for name, x in inputs.floats.items():
         with pytest.raises(NotImplementedError, match=f"girih.{case.op}: .* has a tangent"):
@@ -111,7 +111,7 @@ def test_reverse_mode_of_torch_func_is_refused(case, device):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
-    """The registered X_backward by itself; on the meta device it leaves out the same ones."""
+    """Calls the registered X_backward directly; the meta device omits the same gradients."""
     dtype, _, tolerance = precision(case, device)
     inputs = case.draw(7, resumed=case.has_state, dtype=dtype, device=device)
     op, args, options = registered_call(operator, inputs)
@@ -134,7 +134,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
         given = [move(grads[str(i)]) if str(i) in grads else None for i in range(len(outs))]
         results = getattr(torch.ops.girih, f"{case.op}_forward")(*tensors, **options, save=True)
         saved = list(results[len(outs) :]) if isinstance(results, tuple) else []
-        # An output that backward is given too is returned once.
+        # forward returns an output that is also a saved tensor only once.
         saved += [
             results[0] for kept in description["saved"] if kept["name"] == description["output"]["name"]
         ]

@@ -1,4 +1,4 @@
-"""`ops.ttt` against TTT-Linear as Sun and others write it, its inner gradients by autograd in float64."""
+"""`ops.ttt` equals TTT-Linear of Sun et al., with inner gradients by autograd in float64."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ B, T, H, D = 2, 11, 2, 6
 
 
 def layer_norm(x, weight, bias, eps=1e-6):
-    """Over the last dimension, written out."""
+    """A layer norm over the last dimension."""
     centred = x - x.mean(-1, keepdim=True)
     return weight * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() + bias
 
 
 def ttt_linear(q, k, v, eta, W, weight, bias, batch):
-    """Token by token. W [D, D] learns to reconstruct v from k through a residual and a layer norm (eq. 4);
-    the gradients of a mini-batch are taken at its first W (eq. 6); token t reads W after its own step."""
+    """Token by token. W [D, D] learns to reconstruct v from k through a residual and a layer norm (eq. 4).
+    The gradients of a mini-batch are evaluated at its first W (eq. 6). Token t reads W after its own step."""
     outputs = []
     for t in range(q.shape[0]):
         if t % batch == 0:
@@ -98,7 +98,7 @@ def test_the_inner_bias_is_a_one_behind_keys_and_queries():
 
 
 def test_it_is_the_first_pass_of_trellis():
-    """Trellis with values of zero and an identity for its second memory reads f(A q)."""
+    """Trellis with zero values and an identity as its second memory reads f(A q)."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):

@@ -1,8 +1,8 @@
 """kernel_accuracy.py for trellis, ttt and lattice, whose chunks are part of the model.
 
-Their updates bend what they write, and errors have a tail: the largest of all is chance, in the kernel and in
-the formula. The error is measured by its mean square, of a whole tensor and of the token or head where it is
-largest. Under GIRIH_SANITIZED calls are made, and not judged.
+Their updates are nonlinear, and errors have a long tail: the largest error is random, in the kernel and in
+the formula. The error is measured as a mean square, over a whole tensor and over the token or head where it
+is largest. Under GIRIH_SANITIZED the calls run, and the results are not checked.
 """
 
 import itertools
@@ -24,7 +24,7 @@ start_of_scans = kernel_accuracy.start_of
 
 
 def start_of(inputs):
-    """The operator's state of these fields: the first memories, or anywhere in a chunk."""
+    """The operator's state with these fields: first memories, or a state at any position of a chunk."""
     if inputs.op not in FORMULAS:
         return start_of_scans(inputs)
     first, chunk = next(iter(inputs.state.values())), inputs.options["chunk"]
@@ -41,17 +41,17 @@ def start_of(inputs):
     return ops.LatticeState(**{"decay": None} | inputs.state, position=position.clamp(min=int(chunk > 1)))
 
 
-kernel_accuracy.start_of = start_of  # where run() and in_pieces() look for it
+kernel_accuracy.start_of = start_of  # used by run() and in_pieces()
 
 
-# How many times the formula's error a gradient's may be, if not twice. The decay before a resumed chunk gets
-# what is left where the memory before the chunk and the gradient after it cancel: the kernels keep it
-# in 16 bits, the formula in 32.
+# Allowed ratio of the kernel's error to the formula's error, 2 by default. The gradient of a resumed chunk's
+# decay is a small difference where the memory before the chunk and the gradient after it cancel: the kernels
+# keep both in 16 bits, the formula in 32.
 TIMES = {"dstate_decay": 10}
 
 
 def by_formula(inputs, **options):
-    """`run` by the formula in PyTorch, in each of its ways to round."""
+    """`run` with the formula in PyTorch, for each of its placements of roundings."""
     ways = itertools.product([True, False], repeat=2)
     formula = FORMULAS[inputs.op]
     return [
@@ -65,16 +65,17 @@ def mean_square(x):
 
 
 def largest_of_a_slice(x):
-    """Of the token or, of a state, the head where it is largest. Some states are a number a head."""
+    """The mean square of the token or, for a state, the head where it is largest. Some states have one number
+    a head."""
     return x.square().movedim(1, 0).flatten(1).mean(1).max() if x.dim() > 2 else mean_square(x)
 
 
 def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_of_a_slice)):
-    """By name and measure, in parts of the size of the result: the error against float64, what the formula in
-    PyTorch at the same dtype errs (`rounded`, in each of its ways), and roundings that are allowed to both.
+    """For every name and measure, relative to the size of the result: the error against float64, the error of
+    the formula in PyTorch at the same dtype (the largest of `rounded`), and the allowed rounding.
 
-    These are one rounding of the result; fp32 sums of n terms err by about sqrt(n) roundings in an order of
-    their own, and where the terms, of size 1, all cancel, n roundings of 1 may be left."""
+    The allowed rounding is one rounding of the result. An fp32 sum of n terms errs by about sqrt(n)
+    roundings, which depend on its order; where terms of size 1 cancel, n roundings of 1 may be left."""
     assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
     left = torch.finfo(torch.float32).eps * terms
     errors = {}
@@ -97,7 +98,7 @@ def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_of_a_
 
 
 def assert_within_rule(errors):
-    """The error is at most twice the formula's and the allowed roundings."""
+    """The error is at most twice the formula's error plus the allowed rounding."""
     for (name, measure), (error, of_formula, rounding) in errors.items():
         allowed = TIMES.get(name, 2) * of_formula + rounding
         assert error <= allowed, f"{name}, {measure}: off by {error:.3g}, the formula by {of_formula:.3g}"
@@ -108,12 +109,12 @@ def assert_as_right(found, exact, rounded, terms, measures=(mean_square, largest
 
 
 def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None, redraw=None):
-    """`run` on these inputs, or what it gave on the same numbers in another layout.
+    """Checks `run` on these inputs, or `found`, its result on the same values in another layout.
 
-    `redraw(seed)`: inputs of the same kind. A gradient that one token dominates errs by one rounding of that
-    token, in the kernel and in the formula, and the ratio of two single roundings is chance: 0.2 to 6 in 24
-    draws of ttt's dg under strong gates, with a median of 0.9. If the given draw exceeds the rule, the rule
-    holds for the root mean square over this draw and 7 more."""
+    `redraw(seed)` returns inputs of the same kind. A gradient that one token dominates errs by one rounding
+    of that token, in the kernel and in the formula, and the ratio of two single roundings is random: 0.2 to 6
+    in 24 draws of ttt's dg under strong gates, with a median of 0.9. If the first draw exceeds the bound, the
+    bound applies to the root mean square over this draw and 7 more."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
 

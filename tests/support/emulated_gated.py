@@ -1,4 +1,4 @@
-"""Calls of gsa and gla on the emulator (tests/emulated/gated.h): tensors, gates, and what is compared."""
+"""Calls of gsa and gla on the emulator (tests/emulated/gated.h): tensors, gates and comparisons."""
 
 import ctypes
 
@@ -22,8 +22,9 @@ GATED = (
 
 
 def gates(pattern, shape, generator):
-    """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak, or of every 16
-    tokens one of 2, which the others cancel: at another token in every slot.
+    """Log gates. "strong": down to -20, different for every token, most of them weak. "leaping": one of every
+    16 tokens has +2, which the others cancel, at another token for every slot. Else as
+    kernel_accuracy.gates().
     """
     if pattern == "strong":
         return -20 * torch.rand(shape, generator=generator) ** 4
@@ -35,7 +36,7 @@ def gates(pattern, shape, generator):
 
 
 class Layout:
-    """The tokens of sequences: rows of a batch, packed in one row, or a part of every row."""
+    """Where the tokens of sequences are: rows of a batch, packed in one row, or a range of every row."""
 
     def __init__(self, lengths, how):
         self.lengths, self.N = lengths, len(lengths)
@@ -56,7 +57,7 @@ class Layout:
             self.owned[self.part(n)] = True
 
     def part(self, n):
-        """Of a tensor [B, T, ...] the tokens of sequence n, [1, its length, ...]."""
+        """The index of the tokens of sequence n in a tensor [B, T, ...]; the result is [1, length, ...]."""
         row = 0 if self.packed else n
         return slice(row, row + 1), slice(self.starts[n], self.starts[n] + self.lengths[n])
 
@@ -66,14 +67,15 @@ class Layout:
         call.rows = self.cu_seqlens is not None and not self.packed
 
     def assert_kept(self, name, x):
-        """Of rows() to be written: what no sequence owns, and what lies between rows, is as it was."""
+        """In an output of rows(), tokens of no sequence and the gaps between rows are not written."""
         left = x._base.clone()
         left[self.owned] = left[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
-        assert left.isnan().all(), f"{name} is written beyond its rows"
+        assert left.isnan().all(), f"{name} has a write outside its rows"
 
 
 def state(N, H, width, M, of=None):
-    """A memory as kernels have it, [N, heads, width, M]: `of` and zeros, or to be written."""
+    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `of` padded with zeros, or all
+    NaN."""
     padded = unwritten(N, H, eights(width), eights(M))
     if of is not None:
         padded.zero_()[:, :, :width, :M] = of
@@ -81,7 +83,7 @@ def state(N, H, width, M, of=None):
 
 
 def gapped(x, dtype=FP32, turned=False):
-    """x as it may lie for a step: NaN between its rows, or, turned, its columns."""
+    """x in a layout that a step accepts: NaN between its rows or, if turned, between its columns."""
     if turned:
         return gapped(x.mT, dtype).mT
     padded = unwritten(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
@@ -90,18 +92,19 @@ def gapped(x, dtype=FP32, turned=False):
 
 
 def assert_gaps_kept(x):
-    """Of gapped(), written all over."""
+    """A tensor of gapped() is written completely, and its gaps are not written."""
     base = x._base
-    assert base.isnan().sum() == base.numel() - x.numel(), "a step writes beyond its rows"
+    assert base.isnan().sum() == base.numel() - x.numel(), "a step writes outside its rows"
 
 
-# Of all of a tensor, and of a row.
+# Allowed relative errors of a whole tensor and of a row.
 ALLOWED = {BF16: (0.008, 0.015), FP16: (0.001, 0.002), FP32: (1e-5, 2e-5)}
 
 
 def assert_close_by_rows(got, want, dtype, kinks=False):
-    """All of a tensor, and each of its rows, as it is or as all are on the average. The gates' gradients are
-    sums that cancel. Behind kinks, a few numbers have the gradient of the other side.
+    """Relative errors of every tensor and of its rows; the error of a row is relative to its norm plus the
+    mean norm of the rows. The gradients of gates are sums that cancel and have twice the tolerance. With
+    kinks, a few entries have the gradient of the other side.
     """
     assert got.keys() == want.keys()
     for name, expected in want.items():

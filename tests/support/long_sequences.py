@@ -8,8 +8,8 @@ from kernel_accuracy import DEVICE, run
 
 
 def assert_same_at_the_end(inputs, T, gibibytes):
-    """The tokens give what they give alone where so many zeros come before them that there are T, and zeros
-    get nothing. Of tensors that large the call needs so many GiB, or the test is skipped."""
+    """The last tokens give the same results when zeros precede them, for T tokens in total, and the zeros get
+    zero outputs and gradients. Skips without `gibibytes` GiB of free memory."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
         pytest.skip(f"needs {gibibytes} GiB of free device memory")

@@ -1,9 +1,9 @@
-"""A model of OpenELM's shape (Mehta et al. 2024), whose code is its own: transformers has none.
+"""A model with the structure of OpenELM (Mehta et al. 2024), whose code is not part of transformers.
 
-Its attention is called with `past_key_value` and returns three values. One projection gives q, k and v, of
-which each layer has its own number of heads; q and k may have norms; rotary positions are applied inside, to
-the keys that the cache holds without them. The model makes one mask over all positions, of which attention
-takes the rows of its tokens by `cache_position`; for sdpa the rows of padding see all keys.
+Its attention is called with `past_key_value` and returns three values. One projection computes q, k and v;
+the numbers of heads differ between layers; q and k may have norms. Rotary positions are applied inside the
+attention, to keys that the cache holds unrotated. The model creates one mask over all positions, and
+attention selects the rows of its tokens by `cache_position`; for sdpa the rows of padding see all keys.
 """
 
 from typing import ClassVar
@@ -48,7 +48,7 @@ class ElmConfig(PretrainedConfig):
 
 
 class ElmRotary(nn.Module):
-    """The last queries stand at the last keys' positions."""
+    """The last query has the position of the last key."""
 
     def forward(self, q, k):
         angle = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)[:, None]

@@ -1,9 +1,9 @@
-"""What the operators compute, token by token, in plain torch: slow and obvious, no chunk algebra.
+"""The reference recurrences, token by token, in plain torch: slow and obvious, without chunk algebra.
 
-Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)`, the
-state's fields in order and None where absent (`cat_attention` returns o). A packed batch is a loop over its
-sequences, made by the caller. Query head i reads memory head i // (HQ / H); memories may share heads of keys
-and queries. Autograd goes through all of it.
+Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)` with
+the fields of the state in order, None where absent (`cat_attention` returns o). The caller loops over packed
+sequences. Query head i reads memory head i // (HQ / H); memories may share heads of keys and queries. All
+functions are differentiable by autograd.
 """
 
 import math
@@ -20,19 +20,19 @@ def by_memory_head(q, heads):
 
 
 def for_each_head(x, heads):
-    """x [B, T, shared, D], of which a head serves heads / shared others -> [B, T, heads, D]."""
+    """Repeats heads: x [B, T, shared, D] -> [B, T, heads, D]."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def join(rows, like):
-    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is for T = 0."""
+    """One row [B, H, G, V] per token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is the result for T = 0."""
     if rows:
         return torch.stack(rows, 1).flatten(2, 3)
     return like.flatten(2, 3)
 
 
 def per_sequence(flag):
-    """A flag [N], against states [N, H, ., .]."""
+    """Broadcasts a flag [N] against states [N, H, ., .]."""
     return flag[:, None, None, None]
 
 
@@ -50,7 +50,7 @@ features = {
 def abc_gate(z, s):
     """z_t = logaddexp(z_{t-1}, s_t), the gate z_{t-1} - z_t, the weight e^{s_t - z_t}.
 
-    z = -inf is a start without tokens: its gate is 0. s = -inf is a masked token.
+    z = -inf is a start without tokens, with gate 0. s = -inf is a masked token.
     """
     nothing = (z == -math.inf) & (s == -math.inf)
     z_new = torch.logaddexp(z.masked_fill(nothing, 0.0), s).masked_fill(nothing, -math.inf)
@@ -80,7 +80,7 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
 
 
 def gla(q, k, v, g=None, *, scale=None, state=None):
-    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate a head or a key channel."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate per head or per key channel."""
     H, V = v.shape[2:]
     q, k = for_each_head(q, H), for_each_head(k, H)
     B, T, H, D = k.shape
@@ -181,7 +181,7 @@ phis = {
 
 
 def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", state):
-    """`state`: its five fields, or the first memories `(A1 [(N,) H, M, D], A2 [(N,) H, M, V])`."""
+    """`state`: five fields, or the first memories `(A1 [(N,) H, M, D], A2 [(N,) H, M, V])`."""
     B, T, H = gamma.shape
     if len(state) == 2:
         A1, A2 = (A.expand(B, *A.shape[-3:]) for A in state)
@@ -211,7 +211,7 @@ def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", sta
 
 
 def ttt(q, k, a, gamma, g=None, phi_weight=None, *, chunk, phi="layer_norm", f="identity", state):
-    """Section 3b. `state`: its three fields, or the first memory `A [(N,) H, M, D]`."""
+    """Section 3b. `state`: three fields, or the first memory `A [(N,) H, M, D]`."""
     B, T, H = gamma.shape
     if isinstance(state, torch.Tensor):
         A = state.expand(B, *state.shape[-3:])
@@ -241,9 +241,10 @@ def unit_columns(X):
 
 
 def lattice(q, k, v, gamma, g=None, *, chunk, objective="decode", normalize=True, shrinkage=0.0, state):
-    """The tangent-space form: X_t = e^{g_t} X_{t-1} + d_t, every d_t [D, M] written out, read as X / |X|.
+    """The tangent-space form: X_t = e^{g_t} X_{t-1} + d_t with explicit d_t [D, M]; the read columns are X /
+    |X|.
 
-    `state`: its four fields, or the first memory `S [(N,) H, D, M]`.
+    `state`: four fields, or the first memory `S [(N,) H, D, M]`.
     """
     B, T, H = gamma.shape
     D = v.shape[-1]
@@ -319,7 +320,7 @@ def gated_rms_norm(x, weight, gate=None, *, activation="silu", eps=1e-6):
 
 
 def cat_attention(q, k, v, *, chunk, scale=None):
-    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and its own chunk's rows up to itself."""
+    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and the rows of chunk c up to t."""
     B, T, H, D = k.shape
     scale = D**-0.5 if scale is None else scale
     q, rows = by_memory_head(q, H), []

@@ -1,6 +1,6 @@
-"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure
-of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product has
-the weights, and with that where roundings fall.
+"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the
+reference for a kernel's accuracy, as rounded_formula.py. `in_scores` and `in_updates` select the factor of a
+product that is multiplied by the weights, which determines where roundings happen.
 """
 
 from functools import partial
@@ -28,12 +28,12 @@ def trellis(
     in_scores=True,
     in_updates=True,
 ):
-    """Chunks are cut where each sequence is in its own: sequence by sequence."""
+    """Every sequence has its own chunk boundaries, so sequences are computed one by one."""
     options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
     if len(state) == 2:
         A1, A2 = state
         state = TrellisState(A1, A1, A2, A2, torch.zeros(len(A1), dtype=torch.int64, device=q.device))
-    if chunk == 1:  # begins with its token, and its first memory is the memory
+    if chunk == 1:  # every token starts a chunk, so the first memory is the memory
         state = state._replace(first_k=state.k, first_v=state.v)
     if cu_seqlens is not None:
         return per_sequence(trellis, q, k, v, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
@@ -71,7 +71,7 @@ def ttt(
     in_scores=True,
     in_updates=True,
 ):
-    """Trellis' memory of keys, whose read is the output."""
+    """The key memory of trellis; its read is the output."""
     options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
     if not isinstance(state, tuple):
         state = TTTState(state, state, torch.zeros(len(state), dtype=torch.int64, device=q.device))
@@ -117,8 +117,8 @@ def trellis_chunk(
     in_updates,
     phi_weight=None,
 ):
-    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on. Without
-    v the memory of keys alone, whose read is o."""
+    """The tokens of one chunk: o, and the memories after the chunk. First memories are unchanged if the chunk
+    is not complete. Without v only the key memory is updated, and its read is o."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(memory_k.dtype)
     g = torch.zeros_like(gamma) if g is None else g.to(memory_k.dtype)
@@ -177,7 +177,8 @@ def lattice(
     in_scores=True,
     in_updates=True,
 ):
-    """Of unit columns. Chunks are cut where each sequence is in its own: sequence by sequence."""
+    """With unit columns. Every sequence has its own chunk boundaries, so sequences are computed one by
+    one."""
     options = {"chunk": chunk, "objective": objective, "in_scores": in_scores, "in_updates": in_updates}
     if not isinstance(state, tuple):
         zeros = torch.zeros_like(state)
@@ -206,14 +207,14 @@ def lattice(
 
 
 def on_sphere(S):
-    """S itself, its columns' gradient projected to their tangent spaces."""
+    """Returns S; the gradient of the columns is projected to their tangent spaces."""
     s = S.detach()
     d = S - s
     return s + (d - s * (s * d).sum(-2, keepdim=True))
 
 
 def lattice_chunk(q, k, v, gamma, g, objective, S, step, decay, complete, in_scores, in_updates):
-    """Tokens of one chunk: o, and S, Delta and L after them."""
+    """The tokens of one chunk: o, then S, Delta and L after the chunk."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(S.dtype)
     gated = g is not None

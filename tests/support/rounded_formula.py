@@ -1,7 +1,8 @@
-"""gsa, gla and delta_product in chunks, in PyTorch at the inputs' dtype: the measure of a kernel's accuracy.
+"""gsa, gla and delta_product in chunks, in PyTorch at the inputs' dtype: the reference for a kernel's
+accuracy.
 
-Products take and give the inputs' dtype (PyTorch adds up in fp32); gates, decays, softmax and states are fp32
-(fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
+Operands and results of products have the inputs' dtype (PyTorch accumulates in fp32); gates, decays, softmax
+and states are fp32 (fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from girih.ops import DeltaProductState, GLAState, GSAState
 from recurrences import for_each_head
 
-CHUNKS = 64, 48  # tokens; one chunking's largest error is chance, its mean is not
+CHUNKS = 64, 48  # tokens; two lengths, because the largest error of one chunk length is random
 
 FEATURES = {
     "softmax": lambda x: x.softmax(-1),
@@ -25,12 +26,13 @@ FEATURES = {
 
 
 def wide(x):
-    """In fp32, fp64 stays."""
+    """At least fp32: fp64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Decay:
-    """Of a chunk's gates g [B, C, H, M]: e^sums from the start to every token, to the end, in between."""
+    """Decays of a chunk with gates g [B, C, H, M]: e^sum from the start to a token, to the end, and between
+    tokens."""
 
     def __init__(self, g):
         C = g.shape[1]
@@ -44,7 +46,8 @@ class Decay:
 
 
 def read_slots(q, k, w, decay, S):
-    """S_t = S_{t-1} Diag(e^{g_t}) + k_t w_t^T: S_t^T q_t in fp32 [B, C, H, M], and S after the chunk."""
+    """S_t = S_{t-1} Diag(e^{g_t}) + k_t w_t^T: returns S_t^T q_t in fp32 [B, C, H, M], and S after the
+    chunk."""
     dtype = q.dtype
     near = (w[:, None] * decay.between).to(dtype)  # [B, t, i, H, M]
     scores = torch.einsum("bthd,bihd->bhti", q, k)
@@ -55,7 +58,8 @@ def read_slots(q, k, w, decay, S):
 
 
 def read_values(p, w, v, decay, S):
-    """S_t = Diag(e^{g_t}) S_{t-1} + w_t v_t^T: S_t^T p_t [B, C, H, V], and S after the chunk. p is fp32."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + w_t v_t^T: returns S_t^T p_t [B, C, H, V], and S after the chunk. p is
+    fp32."""
     dtype = v.dtype
     near = (w[:, None] * decay.between).to(dtype)
     scores = torch.einsum("bthm,btihm->bhti", p.to(dtype), near)
@@ -66,7 +70,7 @@ def read_values(p, w, v, decay, S):
 
 
 def abc_gates(s, z):
-    """ABC's logits -> write weights, gates, z after the last token (None: no token before)."""
+    """ABC's logits -> write weights, gates, z after the last token. z is None without earlier tokens."""
     running = s.logcumsumexp(1)
     if z is not None:
         running = torch.logaddexp(z[:, None], running)
@@ -75,8 +79,8 @@ def abc_gates(s, z):
 
 
 def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
-    """`operator` on every sequence of a packed batch; tokens of no sequence give 0. rows_of: of each of
-    `data` a token, 1 if not given."""
+    """Calls `operator` on every sequence of a packed batch; tokens outside all sequences give 0. `rows_of`:
+    rows per token of each tensor of `data`, 1 by default."""
     bounds = cu_seqlens.tolist()
     of_data, outs, states, last = rows_of or [1] * len(data), [], [], 0
     for i, (lo, hi) in enumerate(pairwise(bounds)):
@@ -92,7 +96,7 @@ def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options)
 
 
 def in_chunks(chunk):
-    """gsa and gla in chunks of so many tokens, delta_product of so many rows."""
+    """gsa and gla with chunks of this many tokens, delta_product with chunks of this many rows."""
     return SimpleNamespace(
         gsa=partial(gsa, chunk=chunk),
         gla=partial(gla, chunk=chunk),
@@ -126,7 +130,7 @@ def gsa(
     for a in range(0, T, chunk):
         part = slice(a, a + chunk)
         decay = Decay(g[:, part])
-        # a query head's group reads the same memory: the chunk's rows of all of them, state from the first
+        # The heads of a query group read the same memory, so all give the same state after the chunk.
         reads = []
         for j in range(groups):
             own_q = q[:, part, j::groups]
@@ -187,7 +191,7 @@ def delta_product(
     cu_seqlens=None,
     rows=CHUNKS[0],
 ):
-    """`rows`: of a chunk of the formula; the operator's `chunk` is that of `between_chunks`."""
+    """`rows`: chunk length of the formula in rows; `chunk` is the operator's option for `between_chunks`."""
     options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "rows": rows}
     if cu_seqlens is not None:
         options |= {"chunk": chunk, "between_chunks": between_chunks}
@@ -219,7 +223,7 @@ def delta_product(
         factor_here = factor[:, steps, :, None]
         per_row = torch.arange(K.shape[1], device=q.device) // n  # a row's token
         L = g[:, tokens].cumsum(1)
-        # sums of g over tokens i < t <= j, of gates alone: differences of L have lost their digits
+        # Sums of g over tokens i < t <= j are computed from g: differences of L lose precision.
         later = torch.arange(L.shape[1], device=q.device) > per_row[:, None]
         to_token = torch.where(later[..., None], g[:, None, tokens], 0.0).cumsum(2)  # [B, row, token, H]
         to_row = to_token[:, :, per_row].transpose(1, 2)  # [B, r, r', H]: from row r' to row r
@@ -255,7 +259,7 @@ def delta_product(
 
 
 def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
-    """`phi` is applied to S when a sequence's chunk is complete."""
+    """Applies `phi` to S at the end of each chunk of a sequence."""
     (B, T), (H, D), V = q.shape[:2], k.shape[2:], v.shape[-1]
     if state is None:
         zeros = wide(q.new_zeros(()))
