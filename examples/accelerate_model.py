@@ -35,26 +35,26 @@ def small_model():
     return Qwen3NextForCausalLM(config), torch.randint(256, (1, 300))
 
 
-def loaded(name, prompt):
+def load_model(name, prompt):
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer(
         prompt, return_tensors="pt"
     ).input_ids
 
 
-def written(model, ids):
+def generate(model, ids):
     started = time.perf_counter()
     text = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
     return text, time.perf_counter() - started
 
 
 def main():
-    model, ids = loaded(*sys.argv[1:3]) if len(sys.argv) > 2 else small_model()
+    model, ids = load_model(*sys.argv[1:3]) if len(sys.argv) > 2 else small_model()
     model, ids = model.to(DEVICE).eval(), ids.to(DEVICE)
-    before, seconds = written(model, ids)
+    before, seconds = generate(model, ids)
     acceleration = girih.accelerate(model)
     print(acceleration.report())
-    after, faster = written(model, ids)
+    after, faster = generate(model, ids)
     print(f"unmodified {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
     acceleration.undo()
 

@@ -45,16 +45,16 @@ def handlers():
         signal.signal(number, handler)
 
 
-class Place(str):
+class Device(str):
     """A device string with the dtype of the tensors drawn for it, None for the default. Devices that differ
     only in dtype are unequal, so that pytest creates fixtures for each."""
 
     dtype: torch.dtype | None = None
 
     def __new__(cls, device: str, dtype: torch.dtype | None = None):
-        place = super().__new__(cls, device)
-        place.dtype = dtype
-        return place
+        instance = super().__new__(cls, device)
+        instance.dtype = dtype
+        return instance
 
     def __eq__(self, other):
         return str.__eq__(self, other) and getattr(other, "dtype", self.dtype) == self.dtype
@@ -62,12 +62,12 @@ class Place(str):
     __hash__ = str.__hash__
 
 
-PLACES = {
-    "cpu": pytest.param(Place("cpu"), id="cpu"),
-    "cuda": pytest.param(Place("cuda"), id="cuda", marks=needs_cuda),
+DEVICES = {
+    "cpu": pytest.param(Device("cpu"), id="cpu"),
+    "cuda": pytest.param(Device("cuda"), id="cuda", marks=needs_cuda),
 }
 HALVES = [
-    pytest.param(Place("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
+    pytest.param(Device("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 ]
 
@@ -79,17 +79,17 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if not (each := config.getoption("each")):
         return
-    of_test = {}
+    items_by_test = {}
     for item in items:
-        of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+        items_by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
     # A random sample: an even spacing would always select the same value of some parameter.
-    drawn = {
+    selected = {
         item
-        for name, some in of_test.items()
-        for item in random.Random(name).sample(some, min(each, len(some)))
+        for name, test_items in items_by_test.items()
+        for item in random.Random(name).sample(test_items, min(each, len(test_items)))
     }
-    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
-    items[:] = [item for item in items if item in drawn]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 def pytest_generate_tests(metafunc):
@@ -97,4 +97,4 @@ def pytest_generate_tests(metafunc):
     in bf16 and fp16, where the kernels use the tensor cores."""
     if "device" in metafunc.fixturenames:
         halves = HALVES if getattr(metafunc.module, "in_half_precision", False) else []
-        metafunc.parametrize("device", [*PLACES.values(), *halves], scope="session")
+        metafunc.parametrize("device", [*DEVICES.values(), *halves], scope="session")

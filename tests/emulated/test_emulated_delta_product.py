@@ -11,13 +11,13 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
-    compiled_once,
-    eights,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    unwritten,
-    walled,
 )
 
 pytestmark = needs_headers
@@ -38,7 +38,7 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(
+    return load_kernels(
         tmp_path_factory, "delta_product", sizes=("chunks", "segments", "scan_bytes", "reverse_bytes")
     )
 
@@ -97,38 +97,40 @@ def check(
     B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0] if begins is None else 2 + max(lengths))
     draw = Draw(D + n + sum(lengths), dtype)
 
-    def state(given=True):
-        padded = unwritten(N, H, eights(D), eights(V)).zero_()
+    def state(present=True):
+        padded = guarded_nan(N, H, round_up_8(D), round_up_8(V)).zero_()
         padded[:, :, :D, :V] = draw.normal(N, H, D, V) * D**-0.5
-        return padded if given else None
+        return padded if present else None
 
-    def given(width, rows_, heads, values, dtype=dtype):
-        return rows(B, rows_, heads, width, of=values, dtype=dtype)
+    def input_rows(width, rows_, heads, values, dtype=dtype):
+        return padded_rows(B, rows_, heads, width, of=values, dtype=dtype)
 
     tensors = {
-        "q": given(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
-        "k": given(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
-        "v": given(V, T * n, H, draw.normal(B, T * n, H, V)),
-        "dout": given(V, T, HO, draw.normal(B, T, HO, V)),
-        "beta": given(D, T * n, H, draw.uniform(*beta, B, T * n, H, D), numbers)
+        "q": input_rows(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
+        "k": input_rows(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
+        "v": input_rows(V, T * n, H, draw.normal(B, T * n, H, V)),
+        "dout": input_rows(V, T, HO, draw.normal(B, T, HO, V)),
+        "beta": input_rows(D, T * n, H, draw.uniform(*beta, B, T * n, H, D), numbers)
         if vector
-        else walled(draw.uniform(*beta, B, T * n, H).to(numbers)),
-        "g": None if gates is None else walled((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
+        else guarded_copy(draw.uniform(*beta, B, T * n, H).to(numbers)),
+        "g": None if gates is None else guarded_copy((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
         "initial": state(initial),
         "dlast": state(ends),
     }
     alone = H == HO
-    tensors |= {name: unwritten(N, H, eights(D), eights(V)) for name in ("last", "last_alone", "dinitial")}
-    tensors |= {name: rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
-    tensors |= {name: rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
-    tensors["dq"] = rows(B, T, HO, D, dtype=dtype)
+    tensors |= {
+        name: guarded_nan(N, H, round_up_8(D), round_up_8(V)) for name in ("last", "last_alone", "dinitial")
+    }
+    tensors |= {name: padded_rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
+    tensors |= {name: padded_rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
+    tensors["dq"] = padded_rows(B, T, HO, D, dtype=dtype)
     if vector:
-        tensors |= {name: rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
-        tensors["dbeta"] = rows(B, T * n, H, D, dtype=numbers)
+        tensors |= {name: padded_rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
+        tensors["dbeta"] = padded_rows(B, T * n, H, D, dtype=numbers)
     else:
         tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
-        tensors["dk"] = rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
-        tensors |= {"dbeta": unwritten(B, T * n, H), "dg": None if gates is None else unwritten(B, T, HO)}
+        tensors["dk"] = padded_rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
+        tensors |= {"dbeta": guarded_nan(B, T * n, H), "dg": None if gates is None else guarded_nan(B, T, HO)}
 
     outside = torch.ones(B, T, dtype=torch.bool)
     starts = [sum(lengths[:i]) for i in range(N)] if packed else begins or [0] * N
@@ -141,8 +143,10 @@ def check(
         if T and tensors[name] is not None:
             x = tensors[name]
             x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
-    bounds = walled(bounds)
-    call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=eights(D), V=eights(V), n=n)
+    bounds = guarded_copy(bounds)
+    call = Call(
+        batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=round_up_8(D), V=round_up_8(V), n=n
+    )
     call.key_share, call.query_share = H // HK, max(H // HQ, 1)
     call.unit, call.gated, call.card = unit, gates is not None, card
     call.rows, call.cu_seqlens = begins is not None, bounds.data_ptr() if packed or begins else None
@@ -150,17 +154,17 @@ def check(
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     chunks = kernels.chunks(ctypes.byref(call))
-    states = chunks * H * eights(V) * eights(D)
+    states = chunks * H * round_up_8(V) * round_up_8(D)
     bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
     assert cut is None or [size > 0 for size in bytes_of.values()] == [True, cut == "both"]
     work = {  # all bits set, with 256 spare bytes
-        name: unwritten(size + 256, dtype=torch.uint8)
+        name: guarded_nan(size + 256, dtype=torch.uint8)
         for name, size in (
             ("prepared", chunks * H * kernels.prepared_bytes()),
             ("states", 2 * states),
             ("gradients", 2 * states),
             ("factors", chunks * HO * 256),
-            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * eights(D) ** 2),
+            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * round_up_8(D) ** 2),
             ("scan_workspace", bytes_of["scan"]),
             ("reverse_workspace", bytes_of["reverse"]),
         )
@@ -207,7 +211,7 @@ def check(
     want |= {f"d{name}": x for name, x in found.items() if x is not None}
     got = {}
     for name, expected in want.items():
-        x, of = tensors[name], name.removeprefix("d").removesuffix("_alone")
+        x, data_name = tensors[name], name.removeprefix("d").removesuffix("_alone")
         if name in ("last", "last_alone", "dinitial"):
             got[name] = x[:, :, :D, :V]
             continue
@@ -216,17 +220,17 @@ def check(
         if x.dim() == 4:
             assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: a write outside its columns"
             assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
-            x = x[..., : widths[of]]
+            x = x[..., : widths[data_name]]
         else:
             assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
         x = x.double().masked_fill(~token, 0.0)
         if x.shape != expected.shape:  # heads that share one have partial gradients
             x = x.unflatten(2, (expected.shape[2], -1)).sum(3)
         got[name], want[name] = x, expected.masked_fill(~token, 0.0)
-    assert_close(got, want, times * LOST[dtype])
+    assert_close(got, want, times * ALLOWED_ERROR[dtype])
 
 
-LOST = {torch.bfloat16: 0.01, torch.float16: 0.00125}
+ALLOWED_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.00125}
 GROUPED = {"H": 2, "heads_q": 4}
 SHARED = {"H": 2, "heads_q": 1, "heads_k": 1}
 EVERY = {"gates": 0.1, "unit": True}
@@ -404,9 +408,9 @@ def check_step(
     }
     g = None if gates is None else -gates * draw.uniform(0, 1, N, 1, H)
     # The state is every second row and head of a larger tensor.
-    room = draw.normal(N, 2 * H, 2 * D, V + 4)
-    state = room[:, ::2, ::2, :V]
-    given, around = state.double(), room.clone()
+    buffer = draw.normal(N, 2 * H, 2 * D, V + 4)
+    state = buffer[:, ::2, ::2, :V]
+    initial, expected_buffer = state.double(), buffer.clone()
     o = torch.full((N, HO, V + 1), torch.nan, dtype=dtype)[..., :V]
     call = Call(sequences=N, heads=H, query_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
     call.D, call.V, call.n, call.unit, call.gated, call.scale = D, V, n, unit, gates is not None, 0.3
@@ -423,11 +427,13 @@ def check_step(
         setattr(call, name, Array.of(x))
     kernels.step(ctypes.byref(call))
     double = {name: x.double() for name, x in one.items()} | {"g": None if g is None else g.double()}
-    out, (final, _) = recurrences.delta_product(**double, n=n, scale=0.3, l2norm_qk=unit, state=(given, None))
+    out, (final, _) = recurrences.delta_product(
+        **double, n=n, scale=0.3, l2norm_qk=unit, state=(initial, None)
+    )
     assert_close({"o": o}, {"o": out[:, 0]}, 1e-6 if dtype == torch.float32 else 4e-3)
     assert_close({"last": state}, {"last": final}, 1e-6)
-    around[:, ::2, ::2, :V] = state
-    assert torch.equal(around, room)
+    expected_buffer[:, ::2, ::2, :V] = state
+    assert torch.equal(expected_buffer, buffer)
     assert o._base[..., V].isnan().all()
 
 

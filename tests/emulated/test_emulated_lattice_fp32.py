@@ -12,13 +12,13 @@ from emulated import (
     POINTER,
     Array,
     assert_near,
-    assert_surrounded,
-    compiled_once,
+    assert_padding_unwritten,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
+    nan_padded_copy,
     needs_headers,
     structure,
-    surrounded,
-    unwritten,
-    walled,
 )
 from girih.ops import LatticeState
 
@@ -40,7 +40,7 @@ OF_STATE = ("memory", "step", "decay")
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "lattice")
+    return load_kernels(tmp_path_factory, "lattice")
 
 
 def check(
@@ -72,37 +72,40 @@ def check(
 
     gated, resumed = gates is not None, position is not None
     first = unit(N, H, D, M, dim=2) * (1 if normalize else 0.5 + torch.rand(M, generator=generator))
-    given = {"q": normal(B, T, HQ, M), "k": unit(B, T, H, M), "v": unit(B, T, H, D)}
-    given = {name: x.to(dtype) for name, x in given.items()}
-    given["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 2)
-    given |= {"g": -gates * torch.rand(B, T, H, generator=generator)} if gated else {}
-    given["memory"] = first
+    inputs = {"q": normal(B, T, HQ, M), "k": unit(B, T, H, M), "v": unit(B, T, H, D)}
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    inputs["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 2)
+    inputs |= {"g": -gates * torch.rand(B, T, H, generator=generator)} if gated else {}
+    inputs["memory"] = first
     if resumed:
         step = 0.1 * normal(N, H, D, M)
-        given["step"] = step - first * (first * step).sum(2, keepdim=True)
-        given |= {"decay": -torch.rand(N, H, generator=generator)} if gated else {}
+        inputs["step"] = step - first * (first * step).sum(2, keepdim=True)
+        inputs |= {"decay": -torch.rand(N, H, generator=generator)} if gated else {}
     grads = {"dout": normal(B, T, HQ, D).to(dtype), "dlast": normal(N, H, D, M)}
     grads["dlast_step"] = normal(N, H, D, M)
     grads |= {"dlast_decay": normal(N, H)} if gated else {}
     outs = {"o": torch.zeros(B, T, HQ, D, dtype=dtype), "last": first, "last_step": first}
     outs |= {"last_decay": torch.zeros(N, H)} if gated else {}
-    outs |= {f"d{name}": x for name, x in given.items()}
-    tensors = {name: surrounded(x) for name, x in (given | grads).items()}
-    tensors |= {name: surrounded(torch.full_like(x, torch.nan)) for name, x in outs.items()}
+    outs |= {f"d{name}": x for name, x in inputs.items()}
+    tensors = {name: nan_padded_copy(x) for name, x in (inputs | grads).items()}
+    tensors |= {name: nan_padded_copy(torch.full_like(x, torch.nan)) for name, x in outs.items()}
 
     starts = [sum(lengths[:i]) for i in range(N)]
-    bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
-    begun = walled(torch.tensor([0] * N if position is None else position))
+    bounds, last_position = (
+        guarded_copy(torch.tensor([*starts, sum(lengths)])),
+        guarded_nan(N, dtype=torch.int64),
+    )
+    first_positions = guarded_copy(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=D, M=M)
     call.objective, call.normalize, call.shrinkage = OBJECTIVES.index(objective), normalize, shrinkage
     call.cu_seqlens = bounds.data_ptr() if packed else None
-    call.position = begun.data_ptr() if resumed else None
+    call.position = first_positions.data_ptr() if resumed else None
     call.last_position = last_position.data_ptr()
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     kernels.run_fp32(ctypes.byref(call))
 
-    leaves = {name: x.double().requires_grad_() for name, x in given.items()}
+    leaves = {name: x.double().requires_grad_() for name, x in inputs.items()}
     total, o, finals = 0.0, [], []
     for n in range(N):
         row, low = (0, starts[n]) if packed else (n, 0)
@@ -117,7 +120,7 @@ def check(
         if resumed:
             # The recurrence is no reference for gradients: in a perturbed memory its earlier steps are not
             # tangent.
-            start = LatticeState(S, own["step"], own.get("decay"), begun[n : n + 1])
+            start = LatticeState(S, own["step"], own.get("decay"), first_positions[n : n + 1])
             out, final = rounded_chunks.lattice(**part, **how, state=start)
         else:
             how |= {"normalize": normalize, "shrinkage": shrinkage}
@@ -128,7 +131,7 @@ def check(
                 total = total + (x * grads[name][n : n + 1].double()).sum()
         o.append(out.detach())
         finals.append([None if x is None else x.detach() for x in final])
-        assert last_position[n] == (begun[n] + lengths[n]) % chunk
+        assert last_position[n] == (first_positions[n] + lengths[n]) % chunk
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     tokens = slice(0, sum(lengths) if packed else T)
@@ -143,7 +146,7 @@ def check(
     for name, x in want.items():
         assert_near(name, got[name], x, most)
     for name, x in tensors.items():
-        assert_surrounded(name, x)
+        assert_padding_unwritten(name, x)
 
 
 EVERY = {"gates": 0.3, "H": 2, "group": 2}

@@ -100,7 +100,7 @@ class Draw:
         if packed:
             self.sizes["B"] = 1
         self.sizes["N"] = r.choice([1, 2, 4]) if packed else self.sizes.get("B", 1)
-        steady = torch.float64 if self.dtype == torch.float64 else torch.float32
+        full_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         for tensor in self.op["tensors"]:
             if tensor["state"] or (tensor["optional"] and self.chance(0.3)):
                 continue
@@ -124,14 +124,14 @@ class Draw:
         if any(t["state"] for t in self.op["tensors"]) and (
             self.step or self.chance(0.5) or self.needs_state()
         ):
-            keywords["state"] = self.state(steady, keywords.get("chunk") or 1)
+            keywords["state"] = self.state(full_dtype, keywords.get("chunk") or 1)
         return keywords
 
     def needs_state(self) -> bool:
         """Whether the operator has no default start, so that `state` is required."""
         return inspect.signature(getattr(ops, self.name)).parameters["state"].default is inspect._empty
 
-    def state(self, steady: torch.dtype, chunk: int) -> Any:
+    def state(self, full_dtype: torch.dtype, chunk: int) -> Any:
         parts = {}
         places = (0, chunk) if self.chance(0.9) else (-2, 70)
         for tensor in self.op["tensors"]:
@@ -145,7 +145,7 @@ class Draw:
             elif tensor["optional"] and self.chance(0.5):
                 parts[name] = None
             else:
-                dtype = self.dtype if tensor["kind"] == "data" else steady
+                dtype = self.dtype if tensor["kind"] == "data" else full_dtype
                 parts[name] = self.tensor(self.shape(tensor["shapes"]), dtype)
             if tensor["kind"] == "position" and tensor["optional"] and self.chance(0.7):
                 parts[name] = None
@@ -276,16 +276,16 @@ def problem_of(draw: Draw) -> str | None:
     return None
 
 
-def shown(x: Any) -> Any:
+def describe_argument(x: Any) -> Any:
     if isinstance(x, tuple):
-        return [shown(part) for part in x]
+        return [describe_argument(part) for part in x]
     return list(x.shape) if isinstance(x, torch.Tensor) else x
 
 
 def attempt(seed: int, number: int, device: str) -> tuple[str, str | None]:
     draw = Draw(seed, number, device)
-    given = {name: shown(x) for name, x in draw.keywords.items()}
-    return f"{draw.name}{'_step' * draw.step} of {given}, spoilt {draw.spoilt}", problem_of(draw)
+    arguments = {name: describe_argument(x) for name, x in draw.keywords.items()}
+    return f"{draw.name}{'_step' * draw.step} of {arguments}, spoilt {draw.spoilt}", problem_of(draw)
 
 
 if __name__ == "__main__":

@@ -47,11 +47,13 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 # Mixers that learn a first memory.
-LEARNT = [m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields]
+MEMORY_MIXERS = [
+    m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields
+]
 MODELS = [
     {"mixer": "gsa"},
     {"mixer": "cat", "num_kv_heads": 1},
-    {"mixer": LEARNT, "num_hidden_layers": len(LEARNT), "tie_word_embeddings": False},
+    {"mixer": MEMORY_MIXERS, "num_hidden_layers": len(MEMORY_MIXERS), "tie_word_embeddings": False},
     {"mixer": "mag", "mag_base": "gla", "mag_mixer": "delta_product", "mag_learned": True},
     {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     {"mixer": "attention", "num_kv_heads": 1},
@@ -82,14 +84,14 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join([*FIELDS, *INJECTED])})\b")
 
 
-kept: list[tempfile.TemporaryDirectory] = []  # deleted at exit
+folders: list[tempfile.TemporaryDirectory] = []  # deleted at exit
 
 
 @functools.cache
-def whole(kind: int, sharded: bool) -> Path:
+def undamaged_folder(kind: int, sharded: bool) -> Path:
     """The folder of an undamaged model."""
-    kept.append(tempfile.TemporaryDirectory())
-    folder = Path(kept[-1].name)
+    folders.append(tempfile.TemporaryDirectory())
+    folder = Path(folders[-1].name)
     torch.manual_seed(0)
     model = GirihForCausalLM(config_of(**SIZES | MODELS[kind]))
     for options in INJECTIONS if kind == len(MODELS) - 1 else ():
@@ -107,7 +109,7 @@ class Damage:
         self.sharded = self.random.random() < 0.2
         self.folder = folder
         kind = self.random.randrange(len(MODELS))
-        original = whole(kind, self.sharded)
+        original = undamaged_folder(kind, self.sharded)
         shutil.copytree(original, folder, dirs_exist_ok=True)
         places = [self.fields, self.fields, self.text, self.header, self.header, self.tensor_bytes, self.kind]
         places += [self.index] * 2 * self.sharded
@@ -154,7 +156,7 @@ class Damage:
                 self.changes.append(f"{name} = {config[name]!r:.60}")
         if self.random.random() < 0.05:
             config["".join(self.random.choices(string.ascii_letters, k=5))] = self.anything()
-        (self.folder / CONFIG).write_bytes(written(config))
+        (self.folder / CONFIG).write_bytes(to_json(config))
 
     def injection(self) -> None:
         """Changes values of an injection."""
@@ -175,16 +177,16 @@ class Damage:
         else:
             entry[name] = self.anything()
             self.changes.append(f"{FIELD}.{name} = {entry[name]!r:.60}")
-        (self.folder / CONFIG).write_bytes(written(config))
+        (self.folder / CONFIG).write_bytes(to_json(config))
 
     def text(self) -> None:
         """Changes the bytes of the configuration."""
         file = self.folder / CONFIG
-        what, data = self.garbled(file.read_bytes())
+        what, data = self.garble(file.read_bytes())
         file.write_bytes(data)
         self.changes.append(f"{CONFIG} {what}")
 
-    def garbled(self, data: bytes) -> tuple[str, bytes]:
+    def garble(self, data: bytes) -> tuple[str, bytes]:
         at, to = sorted(self.random.randint(0, len(data)) for _ in range(2))
         noise = self.random.randbytes(self.choice(1, 4, 300))
         return self.choice(
@@ -193,7 +195,7 @@ class Damage:
             (f"with {at} to {to} twice", data[:to] + data[at:]),
             (f"with noise at {at}", data[:at] + noise + data[at:]),
             (f"overwritten at {at}", data[:at] + noise + data[at + len(noise) :]),
-            (f"with a bit of byte {at} flipped", flipped(data, at, 1 << self.random.randrange(8))),
+            (f"with a bit of byte {at} flipped", flip_bits(data, at, 1 << self.random.randrange(8))),
             ("twice", data * 2),
             ("empty", b""),
             ("zeros", bytes(len(data))),
@@ -215,7 +217,7 @@ class Damage:
         total = len(rest)
         other = self.random.choice(list(header))
 
-        def becomes(key: str, value: Any) -> None:
+        def set_key(key: str, value: Any) -> None:
             entry[key] = value
             self.changes.append(f"{file.name}: {name}: {key} = {value!r:.60}")
 
@@ -248,7 +250,7 @@ class Damage:
                 *([begin + 0.5, end + 0.5], [float(begin), float(end)], [0, end - begin], [0, total]),
                 self.random.choices(some, k=2),
             )
-            becomes("data_offsets", change)
+            set_key("data_offsets", change)
 
         def shape() -> None:
             right = list(entry["shape"])
@@ -258,14 +260,14 @@ class Damage:
                 *([x + 0.5 for x in right], [float(x) for x in right], [str(x) for x in right], right[0]),
                 *(None, "word", {}, [None], [[x] for x in right], [10**400]),
             )
-            becomes("shape", change)
+            set_key("shape", change)
 
         def dtype() -> None:
-            becomes(
+            set_key(
                 "dtype", self.choice("F64", "F16", "BF16", "I64", "I8", "F8_E4M3", "X9", "", None, 7, [], {})
             )
 
-        def gone() -> None:
+        def remove() -> None:
             del header[name]
             self.changes.append(f"{file.name}: no {name}")
 
@@ -273,31 +275,31 @@ class Damage:
             header[self.choice("more", "", "\0", "model.embed_tokens", "lm_head.weight")] = dict(entry)
             self.changes.append(f"{file.name}: one more tensor")
 
-        def renamed() -> None:
+        def rename() -> None:
             header[f"{name}_"] = header.pop(name)
             self.changes.append(f"{file.name}: {name} is renamed")
 
-        def swapped() -> None:
+        def swap() -> None:
             header[name], header[other] = header[other], header[name]
             self.changes.append(f"{file.name}: {name} and {other} swapped")
 
-        def replaced() -> None:
+        def replace() -> None:
             header[self.choice(name, "__metadata__")] = value = self.anything()
             self.changes.append(f"{file.name}: {name} or metadata = {value!r:.60}")
 
-        def part_missing() -> None:
+        def remove_key() -> None:
             key = self.random.choice(list(entry))
             del entry[key]
             self.changes.append(f"{file.name}: {name} has no {key}")
 
         self.choice(
             *(offsets, offsets, offsets, shape, shape, shape, dtype, dtype),
-            *(gone, extra, renamed, swapped, replaced, part_missing),
+            *(remove, extra, rename, swap, replace, remove_key),
         )()
-        text = written(header)
+        text = to_json(header)
         length = len(text)
         if self.random.random() < 0.1:
-            what, text = self.garbled(text)
+            what, text = self.garble(text)
             self.changes.append(f"header {what}")
         if self.random.random() < 0.2:
             some = [
@@ -325,9 +327,9 @@ class Damage:
         data = file.read_bytes()
         if self.random.random() < 0.5:
             at = self.random.randrange(self.choice(8, 200, len(data)))
-            what, data = f"with byte {at} flipped", flipped(data, at, self.random.randint(1, 255))
+            what, data = f"with byte {at} flipped", flip_bits(data, at, self.random.randint(1, 255))
         else:
-            what, data = self.garbled(data)
+            what, data = self.garble(data)
         file.write_bytes(data)
         self.changes.append(f"{file.name} {what}")
 
@@ -338,7 +340,7 @@ class Damage:
         names = index["weight_map"]
         some = self.random.choice(list(names))
         if self.random.random() < 0.3:
-            what, data = self.garbled(file.read_bytes())
+            what, data = self.garble(file.read_bytes())
         else:
             what, change = self.choice(
                 ("without weight_map", {"metadata": {}}),
@@ -353,7 +355,7 @@ class Damage:
                 ("with one name more", index | {"weight_map": names | {"more": names[some]}}),
                 ("with all names in one file", index | {"weight_map": dict.fromkeys(names, names[some])}),
             )
-            data = written(change)
+            data = to_json(change)
         file.write_bytes(data)
         self.changes.append(f"{INDEX} {what}")
 
@@ -382,25 +384,25 @@ class Raw(float):
         return self.text
 
 
-def written(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     """The JSON text of a value; lone surrogates are passed through."""
     raws = []
 
-    def marked(x: Any) -> Any:
+    def replace_raw(x: Any) -> Any:
         if isinstance(x, Raw):
             raws.append(x.text)
             return f"<raw {len(raws) - 1}>"
         if isinstance(x, dict):
-            return {name: marked(part) for name, part in x.items()}
-        return [marked(part) for part in x] if isinstance(x, list) else x
+            return {name: replace_raw(part) for name, part in x.items()}
+        return [replace_raw(part) for part in x] if isinstance(x, list) else x
 
-    text = json.dumps(marked(value), ensure_ascii=False)
+    text = json.dumps(replace_raw(value), ensure_ascii=False)
     for i, raw in enumerate(raws):
         text = text.replace(f'"<raw {i}>"', raw)
     return text.encode(errors="surrogatepass")
 
 
-def flipped(data: bytes, at: int, bits: int) -> bytes:
+def flip_bits(data: bytes, at: int, bits: int) -> bytes:
     return data[:at] + bytes(x ^ bits for x in data[at : at + 1]) + data[at + 1 :]
 
 

@@ -35,19 +35,19 @@ def main() -> int:
     operators = options.operators.split(",")
     if unknown := [name for name in operators if name not in DESCRIPTION]:
         parser.error(f"operator {unknown[0]}: unknown; expected one of {', '.join(DESCRIPTION)}")
-    began, number, wrong, made = time.monotonic(), 0, 0, Counter()
-    while made.total() < options.count and time.monotonic() - began < options.seconds:
-        draw = RightDraw(options.seed, number, options.device, min(operators, key=made.__getitem__))
+    start_time, number, problems, calls = time.monotonic(), 0, 0, Counter()
+    while calls.total() < options.count and time.monotonic() - start_time < options.seconds:
+        draw = RightDraw(options.seed, number, options.device, min(operators, key=calls.__getitem__))
         if problem := problem_of(draw):
-            wrong += 1
+            problems += 1
             print(f"call {number}: {draw.name}{'_step' * draw.step}: {problem}", flush=True)
-        made[draw.name] += not draw.refused
+        calls[draw.name] += not draw.refused
         number += 1
-    if missing := [name for name in operators if not made[name]]:
+    if missing := [name for name in operators if not calls[name]]:
         print(f"no call was made of {', '.join(missing)}")
-    how = f"{wrong} are wrong" if wrong else "all well"
-    print(f"{made.total()} calls of {options.operators} on {options.device}: {how}")
-    return int(wrong > 0 or bool(missing))
+    how = f"{problems} are wrong" if problems else "all well"
+    print(f"{calls.total()} calls of {options.operators} on {options.device}: {how}")
+    return int(problems > 0 or bool(missing))
 
 
 if __name__ == "__main__":

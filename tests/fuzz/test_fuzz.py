@@ -27,12 +27,10 @@ def test_each_works_or_is_refused_by_name(name):
 def test_right_calls_are_of_every_operator():
     command = [sys.executable, str(FUZZ / "right_calls.py"), "--device=cpu", "--count=10"]
     command.append("--operators=delta_product,lattice")
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert made.returncode == 0 and made.stdout.startswith(
-        "10 calls of delta_product,lattice on cpu: all well"
-    )
-    none = subprocess.run([*command, "--seconds=0"], capture_output=True, text=True, timeout=120)
-    assert none.returncode == 1 and none.stdout.startswith("no call was made of delta_product, lattice")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("10 calls of delta_product,lattice on cpu: all well")
+    empty = subprocess.run([*command, "--seconds=0"], capture_output=True, text=True, timeout=120)
+    assert empty.returncode == 1 and empty.stdout.startswith("no call was made of delta_product, lattice")
 
 
 def test_a_worker_that_dies_is_told_by_its_number_and_the_others_go_on(tmp_path):

@@ -41,8 +41,8 @@ def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attemp
         most = pages * resource.getpagesize() + options.memory * GIB
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     if options.only is not None:
-        tried, problem = attempt(options.seed, options.only, options.where)
-        print(tried)
+        description, problem = attempt(options.seed, options.only, options.where)
+        print(description)
         print(problem or "well")
         return bool(problem)
     if options.worker is not None:
@@ -61,11 +61,11 @@ def work(options: argparse.Namespace, tries: str, attempt: Attempt) -> int:
     for number in range(options.worker, options.count, options.jobs):
         options.progress.write_text(str(number))
         faulthandler.dump_traceback_later(PATIENCE, exit=True)  # also works for hangs in C++
-        tried, problem = attempt(options.seed, number, options.where)
+        description, problem = attempt(options.seed, number, options.where)
         faulthandler.cancel_dump_traceback_later()
         if problem:
             bad += 1
-            print(f"{tries} {number}: {tried}: {problem}", flush=True)
+            print(f"{tries} {number}: {description}: {problem}", flush=True)
     return bad
 
 

@@ -52,13 +52,13 @@ LIBRARIES = ROOT / "python" / "girih" / "lib"
 SUPPORT = ROOT / "tests" / "support"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/kernels/test_*_kernels.py"))
 # A graph capture allows no permanent allocations, and long runs take too long under a sanitizer.
-SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
+SANITIZER_SELECTION = "not large", "not graph and not hundred and not long and not 2_31"
 RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck", "fuzz")
-ASKED = ("kernels", "large", "memcheck")
+REQUIRED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
 JOBS = min(16, os.cpu_count())
 CALLS = 10_000
-WATCHED = 1_000  # maximum number of valid calls under racecheck
+RACECHECK_CALLS = 1_000  # maximum number of valid calls under racecheck
 
 
 # ---- state of a part ---------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def tests_of(part: str) -> list[Path]:
     return [p for p in map(ROOT.joinpath, KERNEL_TESTS) if re.search(rf"\b{part}\b", p.read_text())]
 
 
-def names_of_tests(chosen: list[str]) -> list[str]:
+def test_file_names(chosen: list[str]) -> list[str]:
     """The kernel test files of these parts, as arguments of pytest."""
     files = {file for part in chosen for file in tests_of(part)}
     return [str(p.relative_to(ROOT)) for p in sorted(files)]
@@ -178,13 +178,13 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
     left = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
     while left:
         file, mentions = left.pop()
-        wanted = [(file, name) for name in mentions if file not in tests]
+        requested = [(file, name) for name in mentions if file not in tests]
         for module, name, here in imported_names(text_of(file)):
             other = module_beside(file, module)
             if here in mentions and other.is_file():
-                wanted += [(other, n) for n in ([name] if name else mentions)]
-        for other in {other for other, _ in wanted}:
-            names = {name for of, name in wanted if of == other}
+                requested += [(other, n) for n in ([name] if name else mentions)]
+        for other in {other for other, _ in requested}:
+            names = {name for of, name in requested if of == other}
             for i, statement in enumerate(statements(text_of(other))):
                 counts = not statement.defines or statement.defines & names
                 if counts and i not in used.setdefault(other, set()):
@@ -215,13 +215,13 @@ def state_hash(part: str) -> str:
     return hashlib.sha256("\n".join(hashes_of_state(part)).encode()).hexdigest()
 
 
-def added(record: dict, states: dict[str, str], results: dict[str, dict]) -> dict:
+def updated_record(record: dict, states: dict[str, str], results: dict[str, dict]) -> dict:
     """The record with the results of these stages for parts in these states: green stages are added, red ones
     removed."""
     record = dict(record)
     for part, state in states.items():
-        kept = record.get(part, {})
-        stages = dict(kept.get("stages", {})) if kept.get("state") == state else {}
+        previous = record.get(part, {})
+        stages = dict(previous.get("stages", {})) if previous.get("state") == state else {}
         for stage, result in results.items():
             stages.pop(stage, None)
             if result["green"]:
@@ -235,7 +235,7 @@ def complaint(record: dict) -> str | None:
     changed = [part for part in parts() if record.get(part, {}).get("state") != state_hash(part)]
     if changed:
         return f"{', '.join(changed)}: changed since the last green run on a GPU: run make test-gpu"
-    for stage in ASKED:
+    for stage in REQUIRED:
         if missing := [part for part in parts() if stage not in record[part]["stages"]]:
             how = f"STAGES={stage} PARTS={','.join(missing)}"
             return f"not green on a GPU in this state: run make test-gpu {how}"
@@ -248,7 +248,7 @@ def complaint(record: dict) -> str | None:
 class Runner:
     def __init__(self, limit: int, build: bool, chosen: list[str]):
         self.limit, self.build, self.parts = limit, build, chosen
-        self.kernel_tests = names_of_tests(chosen)
+        self.kernel_tests = test_file_names(chosen)
         self.own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": self.path(ROOT / "python")}
 
     def path(self, package: Path) -> str:
@@ -279,12 +279,12 @@ class Runner:
         return {"green": code == 0 and counts["passed"] > 0, **counts, "code": code, "printed": printed}
 
     def sanitizer(self, before: tuple[str, ...], each: int, tests: list[str], **own: str) -> dict:
-        """before: the command prefix of sanitized(). each: number of parametrisations per test. Checks all
-        launches of girih's kernels. Runs in one process: several processes on a card are ten times slower
-        under the tool."""
-        marks, names = SANITIZED
+        """before: the command prefix of sanitizer_command(). each: number of parametrisations per test.
+        Checks all launches of girih's kernels. Runs in one process: several processes on a card are ten times
+        slower under the tool."""
+        marks, names = SANITIZER_SELECTION
         chosen = ("--each", str(each), "-m", marks, "-k", names, *tests)
-        return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
+        return with_tool_errors(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
         program = ROOT / "build" / TORCH_FOLDER / "tests" / "cpp" / "girih_tests"
@@ -296,12 +296,12 @@ class Runner:
         return {"green": code == 0, "passed": count, "failed": int(code != 0), "code": code}
 
     def cuda(self) -> dict:
-        return self.others("cuda")
+        return self.other_tests("cuda")
 
     def python(self) -> dict:
-        return self.others("not cuda")
+        return self.other_tests("not cuda")
 
-    def others(self, names: str) -> dict:
+    def other_tests(self, names: str) -> dict:
         """Excludes test_gpu_record.py, because this run writes the record, and tests of girih._C if the
         extension is not built for this Python."""
         left_out = [*KERNEL_TESTS, "tests/gpu/test_gpu_record.py"]
@@ -324,11 +324,13 @@ class Runner:
         return result
 
     def memcheck(self) -> dict:
-        return self.sanitizer(sanitized("memcheck"), 2, self.kernel_tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return self.sanitizer(
+            sanitizer_command("memcheck"), 2, self.kernel_tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+        )
 
     def synccheck(self) -> dict:
         # Barriers per launch; with the default, launches of many blocks end in an error.
-        before = sanitized("synccheck", "--num-cuda-barriers", "8192")
+        before = sanitizer_command("synccheck", "--num-cuda-barriers", "8192")
         return self.sanitizer(before, 1, self.kernel_tests)
 
     def racecheck(self) -> dict:
@@ -340,7 +342,7 @@ class Runner:
         others = [part for part in self.parts if part not in operators]
         results = [self.right_calls(operators, **own)] if operators else []
         if others:
-            results.append(self.sanitizer(sanitized("racecheck"), 1, names_of_tests(others), **own))
+            results.append(self.sanitizer(sanitizer_command("racecheck"), 1, test_file_names(others), **own))
         sums = {name: sum(result[name] for result in results) for name in ("passed", "failed")}
         return sums | {
             "green": all(result["green"] for result in results),
@@ -349,12 +351,17 @@ class Runner:
 
     def right_calls(self, operators: list[str], **own: str) -> dict:
         program = (sys.executable, "tests/fuzz/right_calls.py", f"--operators={','.join(operators)}")
-        options = (f"--count={WATCHED}", f"--seconds={0.8 * self.limit:.0f}")
-        code, printed = self.run([*sanitized("racecheck"), *program, *options], **own)
+        options = (f"--count={RACECHECK_CALLS}", f"--seconds={0.8 * self.limit:.0f}")
+        code, printed = self.run([*sanitizer_command("racecheck"), *program, *options], **own)
         counts = re.search(r"^(\d+) calls of .*: (?:(\d+) are wrong|all well)$", printed, re.MULTILINE)
-        made, wrong = (int(counts[1]), int(counts[2] or 0)) if counts else (0, 0)
-        result = {"green": code == 0 and made > wrong, "passed": made - wrong, "failed": wrong, "code": code}
-        return judged(result | {"printed": printed})
+        called, wrong = (int(counts[1]), int(counts[2] or 0)) if counts else (0, 0)
+        result = {
+            "green": code == 0 and called > wrong,
+            "passed": called - wrong,
+            "failed": wrong,
+            "code": code,
+        }
+        return with_tool_errors(result | {"printed": printed})
 
     def fuzz(self) -> dict:
         """Every process has a CUDA context, so half as many processes as for tests."""
@@ -370,7 +377,7 @@ class Runner:
         }
 
 
-def sanitized(tool: str, *options: str) -> tuple[str, ...]:
+def sanitizer_command(tool: str, *options: str) -> tuple[str, ...]:
     """The command prefix that runs a command under the tool."""
     before = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
     before += ("--report-api-errors", "no", "--print-limit", "100", *options)
@@ -378,7 +385,7 @@ def sanitized(tool: str, *options: str) -> tuple[str, ...]:
     return before if tool == "racecheck" else (*before, "--kernel-name", "kns=girih")
 
 
-def judged(result: dict) -> dict:
+def with_tool_errors(result: dict) -> dict:
     """Adds the errors that the tool reports in one summary per process. Races within PyTorch's kernels, which
     racecheck also watches, do not count; races beyond its print limit count."""
     found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"])
@@ -435,18 +442,18 @@ def main() -> int:
     runner, results = Runner(options.limit, options.build == "yes", chosen), {}
     machine = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     for stage in stages:
-        begun, states = time.monotonic(), {part: state_hash(part) for part in chosen}
+        start_time, states = time.monotonic(), {part: state_hash(part) for part in chosen}
         try:
             result = getattr(runner, stage)()
         except (OSError, subprocess.CalledProcessError) as error:
             result = {"green": False, "passed": 0, "failed": 1, "why": str(error)}
-        result["seconds"] = round(time.monotonic() - begun)
+        result["seconds"] = round(time.monotonic() - start_time)
         results[stage] = result
         known = {n: result[n] for n in ("green", "passed", "failed", "seconds")} | machine
         # Written after every stage, so that an interrupted command keeps its finished stages.
-        kept = options.record if options.record.exists() else RECORD
-        record = json.loads(kept.read_text()) if kept.exists() else {}
-        options.record.write_text(json.dumps(added(record, states, {stage: known}), indent=1) + "\n")
+        previous = options.record if options.record.exists() else RECORD
+        record = json.loads(previous.read_text()) if previous.exists() else {}
+        options.record.write_text(json.dumps(updated_record(record, states, {stage: known}), indent=1) + "\n")
     print(f"\n{'stage':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
     for stage, result in results.items():
         why = result.get("why") or ("ran out of time" if result.get("code") == 124 else "")

@@ -31,37 +31,37 @@ TOKEN = re.compile(rf"{LITERAL}|{NUMBER}|\w+|{OPERATOR}")
 OWN_INCLUDE = re.compile(r'(?<=# include )(?:"(?:[^"]*/)?([^"/]+)"|< girih / (\w+ \. h) >)')
 
 
-def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
+def separate_literals(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
     """Removes comments and replaces literals by placeholders; returns the text and a function that restores
     literals."""
     if "\0" in text:
         raise ValueError("a source has a NUL")
     literals: list[str] = []
 
-    def marked(match: re.Match) -> str:
+    def mark_literal(match: re.Match) -> str:
         if match["text"] is None:
             return " "
         literals.append(match["text"])
         return f"\0{len(literals) - 1}\0"
 
-    def restored(some: str) -> str:
-        return re.sub(LITERAL, lambda mark: literals[int(mark[0][1:-1])], some)
+    def restore(text_part: str) -> str:
+        return re.sub(LITERAL, lambda mark: literals[int(mark[0][1:-1])], text_part)
 
-    return syntax.sub(marked, text), restored
+    return syntax.sub(mark_literal, text), restore
 
 
 def cpp_tokens(text: str) -> str:
     """C++ or CUDA tokens separated by one space; each preprocessor directive is on a separate line."""
-    code, restored = with_literals_apart(text, CPP)
+    code, restore = separate_literals(text, CPP)
     lines = [""]
     for line in code.replace("\\\n", " ").split("\n"):
         tokens = " ".join(TOKEN.findall(line))
         if tokens.startswith("#"):
             if re.match(r"\s*#\s*define\s+\w+\(", line):  # a macro with arguments
                 tokens = tokens.replace(" (", "(", 1)
-            lines += [OWN_INCLUDE.sub(lambda name: name[1] or name[2], restored(tokens)), ""]
+            lines += [OWN_INCLUDE.sub(lambda name: name[1] or name[2], restore(tokens)), ""]
         else:
-            lines[-1] = f"{lines[-1]} {restored(tokens)}".strip()
+            lines[-1] = f"{lines[-1]} {restore(tokens)}".strip()
     return "\n".join(line for line in lines if line)
 
 
@@ -81,14 +81,14 @@ def without_docstrings(text: str) -> str:
 def python_lines(text: str) -> str:
     """Python without blank lines, with indentation and one space between tokens. The submodule of girih in an
     import does not count."""
-    code, restored = with_literals_apart(without_docstrings(text), PYTHON)
+    code, restore = separate_literals(without_docstrings(text), PYTHON)
     found = []
     for line in code.split("\n"):
         tokens = " ".join(TOKEN.findall(line))
         if tokens:
             tokens = re.sub(r"^from girih( \. \w+)* import ", "from girih import ", tokens)
             found.append(" " * (len(line) - len(line.lstrip())) + tokens)
-    return restored("\n".join(found))
+    return restore("\n".join(found))
 
 
 def source_text(name: str, text: str) -> str:

@@ -68,7 +68,7 @@ def add_to(monkeypatch, file, text):
     ],
 )
 def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
-    record = gpu.added({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
+    record = gpu.updated_record({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
     add_to(monkeypatch, gpu.ROOT / changed, b"\nprint(1)\n")
     complaint = gpu.complaint(record)
@@ -183,15 +183,15 @@ def test_stages_of_several_commands_add_up_while_the_state_stays():
     first, second = gpu.RECORDED[:3], gpu.RECORDED[3:]
     state = states()
     everything = ",".join(gpu.parts())
-    record = gpu.added({}, state, dict.fromkeys(first, GREEN))
+    record = gpu.updated_record({}, state, dict.fromkeys(first, GREEN))
     assert gpu.complaint(record).endswith(f"STAGES=large PARTS={everything}")
-    whole = gpu.added(record, state, dict.fromkeys(second, GREEN))
+    whole = gpu.updated_record(record, state, dict.fromkeys(second, GREEN))
     assert gpu.complaint(whole) is None and list(whole["gsa"]["stages"]) == list(gpu.RECORDED)
-    assert gpu.complaint(gpu.added(whole, state, {"memcheck": RED})).endswith(
+    assert gpu.complaint(gpu.updated_record(whole, state, {"memcheck": RED})).endswith(
         f"STAGES=memcheck PARTS={everything}"
     )
-    assert "racecheck" not in gpu.added(whole, state, {"racecheck": RED})["gsa"]["stages"]
-    other = gpu.added(whole, {"gla": "another"}, {"cpp": GREEN})
+    assert "racecheck" not in gpu.updated_record(whole, state, {"racecheck": RED})["gsa"]["stages"]
+    other = gpu.updated_record(whole, {"gla": "another"}, {"cpp": GREEN})
     assert list(other["gla"]["stages"]) == ["cpp"] and gpu.complaint(other).startswith("gla: changed")
     assert other["gsa"] == whole["gsa"]
 
@@ -217,7 +217,7 @@ def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monke
     assert (
         (gpu.ROOT / commands[0][1]).exists() and "--device=cuda" in commands[0] and "--seed=0" in commands[0]
     )
-    assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.ASKED
+    assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.REQUIRED
 
 
 RACES = "40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: {} hazards displayed\n"
@@ -263,6 +263,8 @@ def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
     )
     result = gpu.Runner(100, False, ["gsa", "gate_activations"]).racecheck()
     assert result["green"] and result["passed"] == 10
-    of_calls, of_tests = commands
-    assert "--operators=gsa" in of_calls and "tests/kernels/test_gate_activations_kernels.py" in of_tests
-    assert "tests/kernels/test_gsa_kernels.py" not in of_tests
+    call_command, test_command = commands
+    assert (
+        "--operators=gsa" in call_command and "tests/kernels/test_gate_activations_kernels.py" in test_command
+    )
+    assert "tests/kernels/test_gsa_kernels.py" not in test_command

@@ -47,11 +47,11 @@ def norm_of(width, dtype=torch.float32):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    def off():
+    def disable():
         for module in (fused, swiglu, loss, linears):
             monkeypatch.setattr(module, "has_fused_kernel", lambda *tensors, needs_contiguous=True: False)
 
-    return off
+    return disable
 
 
 OPS = (
@@ -81,27 +81,27 @@ def kernels():
 
 
 def check_norm(rows, width, pair, with_branch, with_after, weight=torch.float32):
-    sums, of_rows = pair
+    sums, row_dtype = pair
     norm = norm_of(width, weight)
     x = normal(rows, width, dtype=sums).requires_grad_()
-    branch = normal(rows, width, dtype=of_rows, seed=1).requires_grad_() if with_branch else None
-    dy, after = normal(rows, width, dtype=of_rows, seed=2), normal(rows, width, dtype=sums, seed=3)
-    with torch.autocast("cuda", of_rows if of_rows != torch.float32 else None, enabled=of_rows != sums):
+    branch = normal(rows, width, dtype=row_dtype, seed=1).requires_grad_() if with_branch else None
+    dy, after = normal(rows, width, dtype=row_dtype, seed=2), normal(rows, width, dtype=sums, seed=3)
+    with torch.autocast("cuda", row_dtype if row_dtype != torch.float32 else None, enabled=row_dtype != sums):
         s, y = residual_norm(norm, x, branch)
     assert "ResidualNorm" in y.grad_fn.name() and (s.dtype, y.dtype) == pair
-    wanted = [t for t in (x, branch, norm.weight) if t is not None]
-    found = torch.autograd.grad((s, y), wanted, (after if with_after else torch.zeros_like(s), dy))
+    leaves = [t for t in (x, branch, norm.weight) if t is not None]
+    found = torch.autograd.grad((s, y), leaves, (after if with_after else torch.zeros_like(s), dy))
 
     # The sum is stored in the dtype of x, and the norm reads the stored sum.
     exact = (x if branch is None else x.double() + branch.double()).detach()
     assert_close(s, exact.double(), name="s")
-    kept, w = s.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    want = F.rms_norm(kept, (width,), w, 1e-5)
+    stored, w = s.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    want = F.rms_norm(stored, (width,), w, 1e-5)
     assert_close(y, want.detach(), width, "y")
-    ds, dweight = torch.autograd.grad(want, (kept, w), dy.double())
+    ds, dweight = torch.autograd.grad(want, (stored, w), dy.double())
     ds = ds + after.double() if with_after else ds
     for name, got in zip(["dx", "dbranch"] if with_branch else ["dx"], found, strict=False):
-        assert got.dtype == (sums if name == "dx" else of_rows)
+        assert got.dtype == (sums if name == "dx" else row_dtype)
         assert_close(got, ds, width, name)
     assert found[-1].dtype == weight
     assert_close(found[-1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
@@ -207,16 +207,16 @@ def test_frozen_weights_have_no_gradient(kernels):
     assert [*kernels] == ["residual_norm", "residual_norm_backward", "silu_norm", "silu_norm_backward"]
 
 
-@pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
-def test_any_layout_is_read(how):
-    def laid_out(x):
-        if how == "transposed":
+@pytest.mark.parametrize("layout", ["transposed", "odd", "expanded"])
+def test_any_layout_is_read(layout):
+    def with_layout(x):
+        if layout == "transposed":
             return x.t().contiguous().t()
-        if how == "odd":  # starts at an unaligned address
+        if layout == "odd":  # starts at an unaligned address
             return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
         return x[:1].expand_as(x)
 
-    x, branch, dy, after = (laid_out(normal(6, 40, seed=i)) for i in range(4))
+    x, branch, dy, after = (with_layout(normal(6, 40, seed=i)) for i in range(4))
     weight, ops = normal(40), torch.ops.girih
     dense = [t.clone(memory_format=torch.contiguous_format) for t in (x, branch, dy, after)]
     for run in (
@@ -254,30 +254,30 @@ def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels
     layer.down_proj.weight.requires_grad_(not frozen)
 
     def gradients(call, layer, x):
-        left = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
         y = call(layer, x)
-        return y, *torch.autograd.grad(y, left, normal(*y.shape, seed=1).to(y))
+        return y, *torch.autograd.grad(y, leaves, normal(*y.shape, seed=1).to(y))
 
-    def by_parts(layer, x):
+    def run_parts(layer, x):
         return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
 
     with torch.autocast("cuda", autocast, enabled=autocast is not None):
         found = gradients(type(layer).__call__, layer, x)
         assert kernels == ["silu_product_forward", "silu_product_backward"]
-        parts = gradients(by_parts, layer, x)
+        parts = gradients(run_parts, layer, x)
     want = gradients(
         type(layer).__call__, copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
     )
-    for ours, others, exact in zip(found, parts, want, strict=True):
-        assert ours.dtype == others.dtype
-        error, of_parts = ((y.double() - exact).norm() for y in (ours, others))
-        assert error <= 1.1 * of_parts + 1e-6 * exact.norm()
+    for result, reference, exact in zip(found, parts, want, strict=True):
+        assert result.dtype == reference.dtype
+        error, parts_error = ((y.double() - exact).norm() for y in (result, reference))
+        assert error <= 1.1 * parts_error + 1e-6 * exact.norm()
 
 
 def test_a_feed_forward_layer_with_another_layer_in_it_calls_it():
-    layer, x, seen = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
-    layer.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert layer(x).equal(seen[0])
+    layer, x, outputs = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
+    layer.down_proj.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    assert layer(x).equal(outputs[0])
 
 
 def test_a_feed_forward_layer_keeps_no_product():
@@ -363,30 +363,30 @@ def test_equal_calls_have_the_same_bits():
     x, branch, dy = (normal(3000, 264, seed=i) for i in range(3))
     weight = normal(264)
 
-    def once():
+    def run_once():
         s, y = torch.ops.girih.residual_norm(x, branch, weight, 1e-5, torch.float32)
         z = normal(3000, 264)
         l = torch.ops.girih.cross_entropy_(z, torch.arange(3000, device=DEVICE) % 264, -100)
-        of_silu = torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True)
+        silu_grads = torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True)
         return (
             s,
             y,
-            *of_silu,
+            *silu_grads,
             *torch.ops.girih.residual_norm_backward(dy, x, s, weight, 1e-5, True, True),
             z,
             l,
         )
 
-    for a, b in zip(once(), once(), strict=True):
+    for a, b in zip(run_once(), run_once(), strict=True):
         assert a.equal(b)
 
 
-def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
+def check_rotary(run, run_backward, sizes, D, dtype, has_row_positions):
     """`run(x, query_heads, position, rate)` and `run_backward(dq, dk, dv, position, rate)`; sizes: B, T,
     query heads, heads. The tolerance is relative to the size of a pair, because cos and sin are rounded."""
     B, T, query_heads, heads = sizes
     position = torch.arange(T, device=DEVICE) * 7 % 5000
-    if of_sequences:
+    if has_row_positions:
         position = position + torch.arange(B, device=DEVICE)[:, None] * 100
     rate, all_heads = (
         rotary_frequencies(D, 10000.0, torch.float32, position.device),
@@ -397,32 +397,32 @@ def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
     parts = wide.split(all_heads, 2)
     cos, sin = (part[..., None, :].double() for part in rotary_cos_sin(position, D, 10000.0, dtype))
 
-    def turn(x):
+    def rotate(x):
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
-    def assert_turned(got, want, of):
-        size = sum(part.abs() for part in of.double().chunk(2, -1)).repeat(1, 1, 1, 2)
+    def assert_rotated(got, want, source):
+        size = sum(part.abs() for part in source.double().chunk(2, -1)).repeat(1, 1, 1, 2)
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.double() - want).abs()
         assert (error <= (2 * torch.finfo(dtype).eps + 1e-6) * size).all(), error.max()
 
-    want = [turn(parts[0]), turn(parts[1]), parts[2]]
+    want = [rotate(parts[0]), rotate(parts[1]), parts[2]]
     found = run(x, query_heads, position, rate)
-    for got, exact, of in zip(found, want, x.split(all_heads, 2), strict=True):
-        assert_turned(got, exact.detach(), of)
+    for got, exact, source in zip(found, want, x.split(all_heads, 2), strict=True):
+        assert_rotated(got, exact.detach(), source)
     assert found[2].equal(x[:, :, query_heads + heads :])
     grads = [normal(*y.shape, dtype=dtype, seed=i + 1) for i, y in enumerate(want)]
     (exact,) = torch.autograd.grad(want, wide, [g.double() for g in grads])
-    assert_turned(run_backward(*grads, position, rate), exact, torch.cat(grads, 2))
+    assert_rotated(run_backward(*grads, position, rate), exact, torch.cat(grads, 2))
 
 
-@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("has_row_positions", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D", [16, 48, 64, 96, 128, 256])
-def test_turns_of_every_width(D, dtype, of_sequences):
+def test_turns_of_every_width(D, dtype, has_row_positions):
     check_rotary(
-        torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, of_sequences
+        torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, has_row_positions
     )
 
 
@@ -495,7 +495,7 @@ def test_what_they_refuse():
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 3), (torch.float64, 8)], ids=str)
 def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
     gate, up = (normal(3, width, seed=i).to(dtype).requires_grad_() for i in range(2))
-    for ours, want in (
+    for result, want in (
         (silu_product(gate, up), F.silu(gate) * up),
         *zip(
             torch.autograd.grad(silu_product(gate, up).square().sum(), (gate, up)),
@@ -503,7 +503,7 @@ def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
             strict=True,
         ),
     ):
-        torch.testing.assert_close(ours, want)
+        torch.testing.assert_close(result, want)
 
 
 @pytest.mark.parametrize("why", ["hook", "double", "width", "strides", "class"])
@@ -547,8 +547,8 @@ def test_gradients_of_gradients():
     def plain(x):
         return (F.silu(norm(x * 1.5)) * x * 1.5).sum()
 
-    for ours, pytorchs in ((f, plain), *feed_forward()):
-        found, want = (torch.autograd.functional.hessian(g, x) for g in (ours, pytorchs))
+    for result, reference in ((f, plain), *feed_forward()):
+        found, want = (torch.autograd.functional.hessian(g, x) for g in (result, reference))
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
@@ -589,12 +589,12 @@ def test_a_model_trains_as_right_as_by_pytorch(mixer, kernels, without_kernels):
     exact.loss = exact.loss.detach()
     kernels.clear()
     found = errors_of(model, exact, ids)
-    of_silu = {"silu_norm", "silu_norm_backward"}
-    assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else of_silu)
+    silu_ops = {"silu_norm", "silu_norm_backward"}
+    assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else silu_ops)
     without_kernels()
     by_pytorch = errors_of(model, exact, ids)
-    for ours, others in zip(found, by_pytorch, strict=True):
-        assert ours <= 2 * others + 1e-3
+    for result, reference in zip(found, by_pytorch, strict=True):
+        assert result <= 2 * reference + 1e-3
 
 
 def test_a_loss_without_gradients():

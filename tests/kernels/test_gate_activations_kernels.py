@@ -28,7 +28,7 @@ def assert_close(got, want, name, terms=1):
         assert (error <= bound).all(), f"{name}: off by {error.max().item():.3g}"
 
 
-def numbers_of(columns, gate, with_bias):
+def bias_and_rate(columns, gate, with_bias):
     bias = normal(columns, seed=1) if with_bias or gate == "linear" else None
     return bias, normal(columns, seed=2) if gate == "decay" else None
 
@@ -36,30 +36,38 @@ def numbers_of(columns, gate, with_bias):
 def check(run, x, gate, with_bias=True, scale=1.5):
     """`run(x, dy, gate, bias, rate, scale)` returns y, dx and the gradients of the bias and the rate, if
     any."""
-    bias, rate = numbers_of(x.shape[-1], gate, with_bias)
+    bias, rate = bias_and_rate(x.shape[-1], gate, with_bias)
     scale = 1.0 if gate in ("linear", "decay") else scale
     dy = normal(*x.shape, seed=3)
-    y, dx, *of_numbers = run(x, dy, gate, bias, rate, scale)
+    y, dx, *number_grads = run(x, dy, gate, bias, rate, scale)
     assert y.dtype == torch.float32 and dx.dtype == x.dtype
-    given = [n for n in (bias, rate) if n is not None]
-    wide = [t.detach().double().requires_grad_() for t in (x, *given)]
-    left = iter(wide[1:])
+    numbers = [n for n in (bias, rate) if n is not None]
+    wide = [t.detach().double().requires_grad_() for t in (x, *numbers)]
+    remaining = iter(wide[1:])
     want = aten_gate(
-        wide[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+        wide[0],
+        gate,
+        None if bias is None else next(remaining),
+        None if rate is None else next(remaining),
+        scale,
     )
     exact = torch.autograd.grad(want, wide, dy.double())
     assert_close(y, want.detach(), "y")
     rows = max(x.shape[:-1].numel(), 1)
-    for name, got, exactly in zip(("dx", "dbias", "drate"), (dx, *of_numbers), exact, strict=False):
+    for name, got, exactly in zip(("dx", "dbias", "drate"), (dx, *number_grads), exact, strict=False):
         assert_close(got, exactly, name, rows if name != "dx" else 1)
-    assert len(of_numbers) == len(given)
+    assert len(number_grads) == len(numbers)
 
 
 def run(x, dy, gate, bias, rate, scale):
     leaves = [t.detach().requires_grad_() for t in (x, bias, rate) if t is not None]
-    left = iter(leaves[1:])
+    remaining = iter(leaves[1:])
     y = apply_gate(
-        leaves[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+        leaves[0],
+        gate,
+        None if bias is None else next(remaining),
+        None if rate is None else next(remaining),
+        scale,
     )
     assert "RowGates" in y.grad_fn.name()
     return y, *torch.autograd.grad(y, leaves, dy)
@@ -119,18 +127,18 @@ def test_only_what_is_wanted_has_a_gradient():
 @pytest.mark.parametrize("rows", [(5,), ()], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients_can_be_differentiated_once_more(gate, rows):
-    bias, rate = numbers_of(16, gate, True)
+    bias, rate = bias_and_rate(16, gate, True)
     leaves = [t.requires_grad_() for t in (normal(*rows, 16), bias, rate) if t is not None]
 
-    def second(of):
-        y = of(*leaves[:2], leaves[2] if gate == "decay" else None)
+    def second(gate_function):
+        y = gate_function(*leaves[:2], leaves[2] if gate == "decay" else None)
         grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
 
     found = second(lambda x, b, r: apply_gate(x, gate, b, r))
     want = second(lambda x, b, r: aten_gate(x, gate, b, r, 1.0))
-    for ours, exact in zip(found, want, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+    for result, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4)
 
 
 def test_the_rest_goes_to_pytorch(monkeypatch):
@@ -156,10 +164,10 @@ def test_nothing_is_read_or_written_but_what_is_there():
 
 def test_equal_calls_have_the_same_bits():
     x, dy, bias, rate = normal(30000, 24), normal(30000, 24, seed=3), normal(24), normal(24, seed=2)
-    once, again = (
+    first, second = (
         torch.ops.girih.row_gates_backward(dy, x, "decay", bias, rate, 1.0, True) for _ in range(2)
     )
-    assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
 def test_what_they_refuse():

@@ -59,7 +59,7 @@ def on_device(inputs):
     return [None if t is None else t.to(DEVICE) for t in inputs]
 
 
-def assert_as_right_as_the_formula(found, inputs, **options):
+def assert_accurate_as_formula(found, inputs, **options):
     """The error against float64 is at most twice the error of the formula at the same dtypes, plus one
     rounding of the result. The weight's gradient, an fp32 sum of n rows, also errs by about sqrt(n) roundings
     of a term, which depend on its order."""
@@ -84,7 +84,7 @@ def test_every_width(width):
     inputs = draw(2, 3, width, dtype=DTYPES[i % 3], gated=i % 7 > 0, seed=width)
     options = {"activation": list(ACTIVATIONS)[i // 3 % 3], "eps": 1e-3 if i % 2 else 1e-6}
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs), **options), inputs, **options)
+    assert_accurate_as_formula(run(*map(pad, inputs), **options), inputs, **options)
     pad.assert_untouched()
 
 
@@ -94,7 +94,7 @@ def test_every_width(width):
 def test_every_activation_and_dtype(activation, dtype, width):
     inputs = draw(3, 7, 2, width, dtype=dtype, gated=activation is not None)
     options = {"activation": activation} if activation else {}
-    assert_as_right_as_the_formula(run(*on_device(inputs), **options), inputs, **options)
+    assert_accurate_as_formula(run(*on_device(inputs), **options), inputs, **options)
 
 
 # One row, row counts around the rows of a block, and more rows than all blocks hold at once.
@@ -112,13 +112,13 @@ def test_every_activation_and_dtype(activation, dtype, width):
 def test_every_number_of_rows(rows, width, dtype):
     inputs = draw(rows, width, dtype=dtype, seed=rows)
     pad = Padded(1, (0, 1), 1, device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_formula(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
 def test_a_single_row_without_other_dimensions():
     inputs = draw(96, dtype=torch.bfloat16)
-    assert_as_right_as_the_formula(run(*on_device(inputs)), inputs)
+    assert_accurate_as_formula(run(*on_device(inputs)), inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,7 +127,7 @@ def test_a_single_row_without_other_dimensions():
 def test_every_layout(layout, dtype, width):
     inputs = draw(3, 5, width, dtype=dtype)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_formula(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
@@ -136,29 +136,33 @@ def test_every_layout(layout, dtype, width):
 def test_rows_that_begin_anywhere(unaligned, dtype):
     """Contiguous tensors, one of which starts at an address that is not a multiple of 16 bytes."""
     inputs = draw(5, 128, dtype=dtype)
-    moved = on_device(inputs)
-    beside = torch.empty(moved[unaligned].numel() + 1, dtype=moved[unaligned].dtype, device=DEVICE)[1:]
-    moved[unaligned] = beside.view_as(moved[unaligned]).copy_(moved[unaligned])
-    assert_as_right_as_the_formula(run(*moved), inputs)
+    device_inputs = on_device(inputs)
+    unaligned_buffer = torch.empty(
+        device_inputs[unaligned].numel() + 1, dtype=device_inputs[unaligned].dtype, device=DEVICE
+    )[1:]
+    device_inputs[unaligned] = unaligned_buffer.view_as(device_inputs[unaligned]).copy_(
+        device_inputs[unaligned]
+    )
+    assert_accurate_as_formula(run(*device_inputs), inputs)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
 def test_weights_of_any_dtype(weight_dtype):
     inputs = draw(2, 33, 72, dtype=torch.bfloat16, weight_dtype=weight_dtype)
-    assert_as_right_as_the_formula(run(*on_device(inputs)), inputs)
+    assert_accurate_as_formula(run(*on_device(inputs)), inputs)
 
 
 def test_a_strided_weight():
     x, weight, gate, dy = inputs = draw(9, 40, dtype=torch.float32)
-    spread = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
-    assert_as_right_as_the_formula(run(*on_device([x, spread, gate, dy])), inputs)
+    strided_weight = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
+    assert_accurate_as_formula(run(*on_device([x, strided_weight, gate, dy])), inputs)
 
 
 def test_expanded_gradients():
     *inputs, _ = draw(2, 33, 24, dtype=torch.float32)
     one = torch.ones(())
     found = run(*on_device(inputs), one.to(DEVICE).expand(2, 33, 24))
-    assert_as_right_as_the_formula(found, [*inputs, one.expand(2, 33, 24)])
+    assert_accurate_as_formula(found, [*inputs, one.expand(2, 33, 24)])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -171,7 +175,7 @@ def test_gates_far_out(activation, dtype):
     options = {"activation": activation}
     found = run(*on_device(inputs), **options)
     assert all(t.isfinite().all() for t in found)
-    assert_as_right_as_the_formula(found, inputs, **options)
+    assert_accurate_as_formula(found, inputs, **options)
 
 
 def test_a_row_of_zeros_and_one_that_is_not_finite():
@@ -198,9 +202,9 @@ def test_a_hundred_runs_have_the_same_bits(width):
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.float32, 8193)], ids=str)
 def test_what_has_no_kernel_takes_the_aten_form(dtype, width):
     inputs = [t.to(dtype) for t in draw(2, 3, width, dtype=torch.float32)]
-    close = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for got, want in zip(run(*on_device(inputs)), run(*inputs), strict=True):
-        torch.testing.assert_close(got.cpu(), want, rtol=close, atol=close)
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.large

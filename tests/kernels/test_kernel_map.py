@@ -21,7 +21,7 @@ def sections():
     return [(re.findall(r"`(\w+)`", heading), text) for heading, text in found]
 
 
-def place(name, folders=()):
+def find_files(name, folders=()):
     """Files that match the name in the section's folders, in kernels/ or in the root of the repository."""
     base = [*(KERNELS / folder for folder in folders), KERNELS, ROOT]
     return [path for folder in base for path in folder.glob(name)]
@@ -36,7 +36,7 @@ def words_of(*files):
     return set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
 
 
-of_every_section = pytest.mark.parametrize(
+every_section = pytest.mark.parametrize(
     "folders, text", sections(), ids=["+".join(folders) for folders, _ in sections()]
 )
 
@@ -46,38 +46,38 @@ def test_every_operator_with_kernels_has_a_section():
     assert sorted([*named, "pipe", "tile", "time"]) == FOLDERS
 
 
-@of_every_section
+@every_section
 def test_files_of_a_section_lie_in_its_folder(folders, text):
     names = files_in(text)
     assert names
     for name in names:
-        assert place(name, folders), f"{name}: not in {', '.join(folders)}, nor where its folders say"
+        assert find_files(name, folders), f"{name}: not in {', '.join(folders)}, nor where its folders say"
 
 
 def test_files_elsewhere_on_the_page_are_there():
     rest = TEXT
     for _, text in sections():
         rest = rest.replace(text, "")
-    of_any = {file.name for file in ROOT.glob("csrc/ops/*/*")} | {p.name for p in SOURCES}
+    names_elsewhere = {file.name for file in ROOT.glob("csrc/ops/*/*")} | {p.name for p in SOURCES}
     names = files_in(rest)
     assert len(names) > 20
     for name in names:
-        assert place(name) or name in of_any or list(KERNELS.rglob(name)), name
+        assert find_files(name) or name in names_elsewhere or list(KERNELS.rglob(name)), name
 
 
-@of_every_section
+@every_section
 def test_a_section_names_every_kernel_of_its_folder(folders, text):
-    own = [p for p in SOURCES if p.relative_to(KERNELS).parts[0] in folders and p.suffix != ".h"]
-    source = "\n".join(p.read_text() for p in own)
+    sources = [p for p in SOURCES if p.relative_to(KERNELS).parts[0] in folders and p.suffix != ".h"]
+    source = "\n".join(p.read_text() for p in sources)
     kernels = re.findall(r"__global__[^;{]*?\s(\w+)\((?:const|int64_t)\b", source)
     assert len(kernels) == source.count("__global__") > 0
     for kernel in kernels:
         assert re.search(rf"\b{kernel}\b", text), kernel
 
 
-@of_every_section
+@every_section
 def test_a_section_names_every_file_with_a_kernel(folders, text):
-    named = [file for name in files_in(text) for file in place(name, folders)]
+    named = [file for name in files_in(text) for file in find_files(name, folders)]
     for file in SOURCES:
         if file.relative_to(KERNELS).parts[0] in folders and "__global__" in file.read_text():
             assert file in named or file.name == "step.cu", file
@@ -99,7 +99,7 @@ def test_the_lines_that_decide_are_those_of_the_sources():
     rows = re.findall(r"^    (.*?) \| (.*) \| (\S+)$", part, re.MULTILINE)
     assert len(rows) >= 15
     for step, line, file in rows:
-        (source,) = place(file)
+        (source,) = find_files(file)
         assert line in re.sub(r"\s+", " ", source.read_text()), f"{step}: {file} has no {line}"
 
 
@@ -127,19 +127,19 @@ def launches():
 
 
 def test_a_figure_reads_what_its_earlier_launches_write():
-    seen, last, written = set(), 0, {}
+    found_sections, last, outputs = set(), 0, {}
     for section, number, launch in launches():
         if number == 1:
-            last, written = 0, {}
+            last, outputs = 0, {}
         assert number == last + 1, f"{section} {number}"
-        seen.add(section)
+        found_sections.add(section)
         read = re.findall(r" reads   (.*?)(?= writes  |\Z)", launch, re.DOTALL)
         results = re.findall(r" writes  (.*?)(?= reads   |\Z)", launch, re.DOTALL)
         assert len(read) == len(results) > 0, f"{section} {number}"
         for tensor, source in re.findall(r"(\w+)#(\d+)", " ".join(read)):
-            assert tensor in written[int(source)], f"{section} {number}: {source} does not write {tensor}"
-        last, written[number] = number, set(re.findall(r"\w+", " ".join(results)))
-    assert seen == {"gsa", "gla", "delta_product", "fp32", "trellis", "lattice", "cat_attention"}
+            assert tensor in outputs[int(source)], f"{section} {number}: {source} does not write {tensor}"
+        last, outputs[number] = number, set(re.findall(r"\w+", " ".join(results)))
+    assert found_sections == {"gsa", "gla", "delta_product", "fp32", "trellis", "lattice", "cat_attention"}
 
 
 def test_the_lines_of_the_page_are_short():

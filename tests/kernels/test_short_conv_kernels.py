@@ -42,15 +42,15 @@ def draw(B, T, channels, W, *, dtype, weight_dtype=torch.float32, bias=True, seq
 def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu"):
     """y, the final state and the gradients of all inputs."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, state)]
-    given = [t for t in leaves if t is not None]
+    present = [t for t in leaves if t is not None]
     state = None if leaves[3] is None else ops.ShortConvState(leaves[3])
     y, (final,) = ops.short_conv(*leaves[:3], activation=activation, state=state, cu_seqlens=cu_seqlens)
     outputs = [(out, grad) for out, grad in ((y, dy), (final, dfinal)) if grad is not None]
-    grads = torch.autograd.grad([o for o, _ in outputs], given, [g for _, g in outputs])
+    grads = torch.autograd.grad([o for o, _ in outputs], present, [g for _, g in outputs])
     return [y.detach(), final.detach(), *grads]
 
 
-def assert_as_right_as_aten(found, inputs, **options):
+def assert_accurate_as_aten(found, inputs, **options):
     """The error against float64 is at most twice the ATen form's error at the same dtypes, plus one rounding
     of the result. A gradient that is an fp32 sum over n tokens also errs by about sqrt(n) roundings of a
     term, which depend on its order."""
@@ -77,7 +77,7 @@ def test_every_length_and_width(T, W):
     inputs = draw(2, T, 36, W, dtype=dtype, bias=W % 2 == 0, seed=T)
     pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), activation="silu" if T % 2 else None)
-    assert_as_right_as_aten(found, inputs, activation="silu" if T % 2 else None)
+    assert_accurate_as_aten(found, inputs, activation="silu" if T % 2 else None)
     pad.assert_untouched()
 
 
@@ -87,7 +87,7 @@ def test_every_length_and_width(T, W):
 def test_every_layout_and_dtype(layout, dtype, channels):
     inputs = draw(3, 37, channels, 4, dtype=dtype)
     pad = Padded(*LAYOUTS[layout])
-    assert_as_right_as_aten(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_aten(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
@@ -102,13 +102,13 @@ def test_runs_of_many_turns(packed, dtype):
     else:
         inputs, cu_seqlens = draw(2200, 61, 4, 4, dtype=dtype), None
     cuda = None if cu_seqlens is None else cu_seqlens.cuda()
-    assert_as_right_as_aten(run(*(t.cuda() for t in inputs), cu_seqlens=cuda), inputs, cu_seqlens=cu_seqlens)
+    assert_accurate_as_aten(run(*(t.cuda() for t in inputs), cu_seqlens=cuda), inputs, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
 def test_weights_of_any_dtype(weight_dtype):
     inputs = draw(2, 33, 8, 3, dtype=torch.bfloat16, weight_dtype=weight_dtype)
-    assert_as_right_as_aten(run(*(t.cuda() for t in inputs)), inputs)
+    assert_accurate_as_aten(run(*(t.cuda() for t in inputs)), inputs)
 
 
 @pytest.mark.parametrize("absent", ["state", "dy", "dfinal"])
@@ -116,7 +116,7 @@ def test_weights_of_any_dtype(weight_dtype):
 def test_absent_parts_are_zero(absent, dtype):
     inputs = list(draw(2, 33, 8, 4, dtype=dtype))
     inputs[{"state": 3, "dy": 4, "dfinal": 5}[absent]] = None
-    assert_as_right_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
+    assert_accurate_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
 
 
 def test_expanded_gradients():
@@ -124,7 +124,7 @@ def test_expanded_gradients():
     ones, none = torch.ones(()), torch.zeros(())
     grads = [ones.expand(2, 33, 8), none.expand(2, 3, 8)]
     found = run(*(t.cuda() for t in inputs), *(ones.cuda().expand(2, 33, 8), none.cuda().expand(2, 3, 8)))
-    assert_as_right_as_aten(found, [*inputs, *grads])
+    assert_accurate_as_aten(found, [*inputs, *grads])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_packed_sequences(bounds, index, layout, dtype):
     cu_seqlens = torch.tensor(bounds, dtype=index)
     pad = Padded(*LAYOUTS[layout])
     found = run(*map(pad, inputs), cu_seqlens=cu_seqlens.cuda())
-    assert_as_right_as_aten(found, inputs, cu_seqlens=cu_seqlens)
+    assert_accurate_as_aten(found, inputs, cu_seqlens=cu_seqlens)
     pad.assert_untouched()
 
 

@@ -17,7 +17,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def compiled(inputs, **how):
+def compile_operator(inputs, **how):
     """The compiled operator as a function of inputs with the same options."""
 
     @torch.compile(fullgraph=True, **how)
@@ -30,7 +30,7 @@ def compiled(inputs, **how):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_aot_eager_is_eager(case, device):
     inputs = case.draw(7, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
-    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    outs, want = compile_operator(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
 
@@ -44,7 +44,7 @@ def test_inductor_is_eager(case, device):
     if device.dtype:
         _, tolerance, _ = precision(case, device)
     inputs = case.draw(7, dtype=dtype, device=device).requiring_grad()
-    call = compiled(inputs, backend="inductor")
+    call = compile_operator(inputs, backend="inductor")
     want = operator(inputs)
     outs = call(inputs)
     assert_within(outs, want, tolerance)
@@ -62,7 +62,7 @@ def test_lengths_share_a_few_graphs(case, device):
             inputs = case.draw(
                 T, resumed=case.has_state, dtype=float_of(device), device=device
             ).requiring_grad()
-            call = call or compiled(inputs, backend="aot_eager", dynamic=True)
+            call = call or compile_operator(inputs, backend="aot_eager", dynamic=True)
             assert_within(call(inputs), operator(inputs), 1e-6)
 
 
@@ -71,7 +71,7 @@ def test_packed_sequences(case, device):
     inputs = case.draw(
         0, lengths=[5, 0, 3], resumed=True, dtype=float_of(device), device=device
     ).requiring_grad()
-    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    outs, want = compile_operator(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
 
@@ -101,11 +101,11 @@ class Program(torch.nn.Module):
         return operator(self.inputs.with_floats({name: x * self.one for name, x in floats.items()}))
 
 
-def exported(case, inputs, trained=False):
+def export_program(case, inputs, trained=False):
     """Exports for any number of tokens from 2 on."""
     tokens = torch.export.Dim("tokens", min=2)
     dynamic = {
-        name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
+        name: {1: rows * tokens} if (rows := name in inputs.data and case.token_rows(name)) else None
         for name in inputs.floats
     }
     return torch.export.export(Program(inputs, trained), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
@@ -114,7 +114,7 @@ def exported(case, inputs, trained=False):
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_an_exported_program_takes_any_length(case, device):
     inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
-    program = exported(case, inputs)
+    program = export_program(case, inputs)
     for T in (9, 33):
         other = case.draw(T, resumed=case.has_state, dtype=float_of(device), device=device)
         assert_within(program(other.floats), operator(other), 1e-6)
@@ -123,4 +123,6 @@ def test_an_exported_program_takes_any_length(case, device):
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_what_forward_keeps_holds_a_program_to_no_length(case, device):
     """16-bit inputs save the most tensors; a bound on the length would make the export fail."""
-    exported(case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True)
+    export_program(
+        case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True
+    )

@@ -20,13 +20,13 @@ def test_the_same_bits_twice(case, device):
 def test_inputs_are_never_written(case, device):
     dtype, _, _ = precision(case, device)
     inputs = case.draw(7, resumed=case.has_state, dtype=dtype, device=device).requiring_grad()
-    kept = {name: x.detach().clone() for name, x in inputs.floats.items()}
+    copies = {name: x.detach().clone() for name, x in inputs.floats.items()}
     outs = operator(inputs)
     grads = cotangents(outs)
-    kept_grads = {name: x.clone() for name, x in grads.items()}
+    grad_copies = {name: x.clone() for name, x in grads.items()}
     gradients(outs, inputs, grads)
-    assert_within(inputs.floats, kept, 0.0)
-    assert_within(grads, kept_grads, 0.0)
+    assert_within(inputs.floats, copies, 0.0)
+    assert_within(grads, grad_copies, 0.0)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
@@ -36,8 +36,8 @@ def test_gradients_of_no_token_are_new_tensors(case, device):
     inputs = case.draw(0, resumed=True, dtype=dtype, device=device).requiring_grad()
     outs = operator(inputs)
     grads = cotangents(outs)
-    given = {x.data_ptr() for x in grads.values() if x.numel()}
-    assert not any(x.data_ptr() in given for x in gradients(outs, inputs, grads).values())
+    pointers = {x.data_ptr() for x in grads.values() if x.numel()}
+    assert not any(x.data_ptr() in pointers for x in gradients(outs, inputs, grads).values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

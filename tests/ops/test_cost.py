@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 
-def allocated(inputs):
+def allocated_bytes(inputs):
     """Bytes allocated by one forward and backward: the total and the peak."""
     inputs = inputs.requiring_grad()
     gradients(operator(inputs), inputs)  # excludes allocations that are cached after the first call
@@ -33,18 +33,20 @@ def test_twice_the_tokens_cost_twice_as_much(case):
     if case.chunk > 1:
         case = replace(case, options=case.options | {"chunk": 8})
     T = 16 * case.chunk if case.memory else 256
-    short, long = (allocated(case.draw(tokens, B=1, calm=True, dtype=torch.float32)) for tokens in (T, 2 * T))
+    short, long = (
+        allocated_bytes(case.draw(tokens, B=1, calm=True, dtype=torch.float32)) for tokens in (T, 2 * T)
+    )
     growth = work(case, 2 * T) / work(case, T)
     assert long[0] <= 1.1 * growth * short[0]
     assert long[1] <= 1.1 * growth * short[1]
 
 
-def states_held(case, T):
+def count_peak_states(case, T):
     """Number of states held at the peak: the part of the peak that is quadratic in the width."""
     peaks = []
     for width in (32, 64, 96):
         sizes = {"B": 1, "H": 1, "Q": 1, "D": width, "V": width, "M": width}
-        peaks.append(allocated(case.draw(T, calm=True, dtype=torch.float32, **sizes))[1])
+        peaks.append(allocated_bytes(case.draw(T, calm=True, dtype=torch.float32, **sizes))[1])
     return (peaks[0] - 2 * peaks[1] + peaks[2]) / (2 * 32 * 32) / 4
 
 
@@ -56,7 +58,7 @@ def test_a_chunk_holds_a_few_states_and_a_token_none(case):
         case = replace(case, options=case.options | {"chunk": 32})
     tokens = case.chunk if case.chunk > 1 else 64 // case.rows_per_token
     T = 4 * tokens
-    more = states_held(case, 2 * T) - states_held(case, T)
+    more = count_peak_states(case, 2 * T) - count_peak_states(case, T)
     assert 0 < more <= 7 * T / tokens
 
 
@@ -74,9 +76,9 @@ class Saved:
         Saved.held -= self.tensor.numel()
 
 
-def states_saved(case, T):
+def count_saved_states(case, T):
     """Number of states that a backward pass holds at its peak: the part that is quadratic in the width."""
-    most = []
+    peaks = []
     for width in (16, 32, 48):
         sizes = {"B": 1, "H": 1, "Q": 1, "D": width, "V": width, "M": width}
         inputs = case.draw(T, calm=True, dtype=torch.float32, **sizes).requiring_grad()
@@ -84,14 +86,14 @@ def states_saved(case, T):
         Saved.most = Saved.held
         with saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             gradients(outs, inputs)
-        most.append(Saved.most)
-    return (most[0] - 2 * most[1] + most[2]) / (2 * 16 * 16)
+        peaks.append(Saved.most)
+    return (peaks[0] - 2 * peaks[1] + peaks[2]) / (2 * 16 * 16)
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.memory], ids=str)
 def test_short_chunks_are_computed_again_a_stretch_of_64_tokens_at_a_time(case):
     """Between segments of 64 tokens the backward pass holds one state per memory, not one per chunk."""
     case = replace(case, options=case.options | {"chunk": 8})
-    stretches = 2
-    more = states_saved(case, 128 + 64 * stretches) - states_saved(case, 128)
-    assert more == len(case.memory) * stretches
+    segments = 2
+    more = count_saved_states(case, 128 + 64 * segments) - count_saved_states(case, 128)
+    assert more == len(case.memory) * segments

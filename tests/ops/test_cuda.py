@@ -66,17 +66,17 @@ def test_a_step_in_a_graph(case):
     tokens = case.draw(6, resumed=True, dtype=torch.float32, device="cuda")
     eager, captured = (clone(operator(tokens.part(0, 0))) for _ in range(2))
     eager.pop("o"), captured.pop("o")
-    token = tokens.part(0, 1, captured).on_tokens(lambda x, rows: x.clone())
-    kept = clone(captured)
+    token = tokens.part(0, 1, captured).map_tokens(lambda x, rows: x.clone())
+    initial = clone(captured)
     graph, o = capture(lambda: step(token))
-    for name, x in kept.items():
+    for name, x in initial.items():
         captured[name].copy_(x)
     for t in range(6):
-        now = tokens.part(t, t + 1, eager)
+        eager_token = tokens.part(t, t + 1, eager)
         for name, x in token.data.items():
-            x.copy_(now.data[name])
+            x.copy_(eager_token.data[name])
         graph.replay()
-        assert_within(o, step(now), 1e-6)
+        assert_within(o, step(eager_token), 1e-6)
         assert_within(captured, eager, 1e-6)
 
 
@@ -87,19 +87,19 @@ def test_a_launch_that_was_refused_is_reported_once(case):
     inputs = case.draw(64, resumed=case.has_state, calm=True, dtype=torch.float32, device="cuda")
     want = operator(inputs)
 
-    def refused():
+    def launch_into_failed_capture():
         with pytest.raises(RuntimeError):  # a capturing stream cannot be synchronised
             torch.cuda.current_stream().synchronize()
         with pytest.raises(RuntimeError):
             operator(inputs)
 
     with pytest.raises(RuntimeError):
-        record(refused, torch.cuda.current_stream())
+        record(launch_into_failed_capture, torch.cuda.current_stream())
     assert_within(operator(inputs), want, 1e-6)
 
 
 @pytest.fixture
-def tf32_by_choice():
+def set_allow_tf32():
     before = torch.backends.cuda.matmul.allow_tf32
 
     def allow(choice):
@@ -110,7 +110,7 @@ def tf32_by_choice():
 
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
-def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
+def test_a_backward_called_by_itself_is_fp32_too(case, set_allow_tf32):
     """Called from a thread outside any backward pass, under either setting of allow_tf32."""
     sizes = {"D": 32, "V": 32, "M": 32}
     inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)
@@ -121,7 +121,7 @@ def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
     backward = getattr(torch.ops.girih, f"{case.op}_backward")
     found = []
     for choice in (False, True):
-        tf32_by_choice(choice)
+        set_allow_tf32(choice)
         found.append(backward(*grads, *args, *saved, **options))
     for exact, other in zip(*found, strict=True):
         assert exact is other is None or exact.equal(other)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES, ONE_EACH, RECURRENT, STATES, arguments, operator, path_of
 from girih import ops
-from test_arguments import NAMED, draw, message
+from test_arguments import CASES_BY_NAME, draw, message
 from test_dispatch import registered_call
 
 DESCRIPTION = ops.describe()
@@ -19,7 +19,7 @@ OPTIONS = [(name, option) for name, op in DESCRIPTION.items() for option in op["
 RANGED = [(name, option) for name, option in OPTIONS if option["type"].rstrip("?") in ("int", "float")]
 
 
-def case_with(op, option):
+def find_case(op, option):
     """A case of the operator that sets the option, else the operator's first case."""
     cases = [case for case in CASES if case.op == op]
     return next((case for case in cases if option in case.options), cases[0])
@@ -84,14 +84,14 @@ def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
 
 @pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)
 def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
-    text = message(case := case_with(name, option["name"]), draw(case) | {option["name"]: "sine"})
+    text = message(case := find_case(name, option["name"]), draw(case) | {option["name"]: "sine"})
     assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in text
 
 
 @pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
 def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
     """Values below the least, above the most, nan and infinities."""
-    case, number = case_with(name, option["name"]), option["name"]
+    case, number = find_case(name, option["name"]), option["name"]
     wrong = [option[end] + step for end, step in (("least", -1), ("most", 1)) if end in option]
     if option["type"].startswith("int"):
         wrong = [int(x) for x in wrong]
@@ -168,7 +168,7 @@ PATHS = [
 
 @pytest.mark.parametrize("name, sizes, dtype, path", PATHS, ids=str)
 def test_explain_tells_the_path(name, sizes, dtype, path):
-    case = NAMED[name]
+    case = CASES_BY_NAME[name]
     inputs = case.draw(5, dtype=dtype, gate_dtype=torch.float32, **sizes)
     explanation = ops.explain(case.op, **arguments(inputs), device="cuda")
     assert explanation.path == path and explanation.why and str(explanation) == f"{path}: {explanation.why}"
@@ -185,9 +185,9 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
     results = getattr(torch.ops.girih, f"{case.op}_forward")(*args, **kwargs, save=True)
     results = results if isinstance(results, tuple) else (results,)
     outputs = 1 + sum(t["state"] for t in DESCRIPTION[case.op]["tensors"])
-    kept = sum(x.numel() for x in results[outputs:])
+    saved = sum(x.numel() for x in results[outputs:])
     path = ops.explain(case.op, **arguments(inputs)).path
-    assert (kept > 0) == (
+    assert (saved > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
         or (case.op in ("delta_product", "lattice", "trellis", "ttt") and path == "fp32")
@@ -213,7 +213,7 @@ def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
 
 
 def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
-    wide = NAMED["gsa-g"].draw(70, dtype=torch.float32)
+    wide = CASES_BY_NAME["gsa-g"].draw(70, dtype=torch.float32)
     paths = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

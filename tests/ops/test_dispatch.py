@@ -22,9 +22,9 @@ class RegisteredCalls(TorchFunctionMode):
 
 
 def registered_call(function, *args):
-    with RegisteredCalls() as noted:
+    with RegisteredCalls() as recorder:
         function(*args)
-    (call,) = noted.calls
+    (call,) = recorder.calls
     packet, args, kwargs = call
     leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
     return getattr(packet, "default", packet), tuple(leaves), kwargs

@@ -8,7 +8,7 @@ from comparison import assert_within
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def rounds_inside(inputs, device):
+def uses_half_products(inputs, device):
     """Whether the kernel multiplies in half precision; test_*_kernels.py measure its error."""
     return path_of(inputs, device) == "tensor cores"
 
@@ -19,7 +19,7 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )
-    if rounds_inside(inputs, device):
+    if uses_half_products(inputs, device):
         pytest.skip("products are in half precision")
     inputs = inputs.requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
@@ -46,18 +46,18 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gates_of_any_float_dtype(case, gate_dtype, device):
     inputs = case.draw(9, calm=True, dtype=torch.bfloat16, gate_dtype=gate_dtype, device=device)
-    if rounds_inside(inputs, device):
+    if uses_half_products(inputs, device):
         pytest.skip("products are in half precision")
     want = recurrence(inputs.map(torch.Tensor.double))
     assert_within(operator(inputs)["o"], want["o"], torch.finfo(torch.bfloat16).eps)
 
 
-def lowered(inputs, dtype):
+def autocast_inputs(inputs, dtype):
     """Casts fp32 inputs as autocast does."""
-    kept = {name for name, (_, kind) in inputs.case.data.items() if kind in FP32_KINDS}
+    unchanged = {name for name, (_, kind) in inputs.case.data.items() if kind in FP32_KINDS}
     if inputs.case.op != "short_conv":  # its state is rows of x
-        kept |= inputs.leaves.keys()
-    return inputs.with_floats({n: x if n in kept else x.to(dtype) for n, x in inputs.floats.items()})
+        unchanged |= inputs.leaves.keys()
+    return inputs.with_floats({n: x if n in unchanged else x.to(dtype) for n, x in inputs.floats.items()})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -66,7 +66,7 @@ def test_autocast_lowers_data_and_keeps_gates_and_states(case, backward, device)
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=torch.float32, device=device
     ).requiring_grad()
-    want = operator(lowered(inputs, torch.bfloat16))
+    want = operator(autocast_inputs(inputs, torch.bfloat16))
     want_grads = gradients(want, inputs)
     with torch.autocast(device, dtype=torch.bfloat16):
         outs = operator(inputs)

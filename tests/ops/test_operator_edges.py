@@ -43,8 +43,8 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
     found = gradients(outs, inputs, grads)
     assert all(x.isfinite().all() for x in found.values())
     # The recurrence has no gradient for an infinite gate: 0 times infinity.
-    wanted = gradients(want, exact, {name: x.double() for name, x in grads.items()})
-    finite = {name: x for name, x in wanted.items() if x.isfinite().all()}
+    want_grads = gradients(want, exact, {name: x.double() for name, x in grads.items()})
+    finite = {name: x for name, x in want_grads.items() if x.isfinite().all()}
     assert_within({name: found[name] for name in finite}, finite, 1e-3)
 
 
@@ -79,8 +79,8 @@ def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype
     outs, want = operator(free), operator(tied)
     assert all(torch.equal(outs[name], x) for name, x in want.items())
     grads = cotangents(want)
-    found, wanted = gradients(outs, free, grads), gradients(want, tied, grads)
-    assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    found, want_grads = gradients(outs, free, grads), gradients(want, tied, grads)
+    assert all(torch.equal(found[name], x) for name, x in want_grads.items())
     assert not any(x.any() for name, x in found.items() if name.startswith("state_first_"))
 
 
@@ -89,16 +89,16 @@ def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype
 @torch.no_grad()
 def test_a_step_of_a_chunk_of_one_token_reads_the_memories(case, dtype, device):
     free = with_any_first_memories(case.draw(1, resumed=True, dtype=dtype, device=device))
-    begun = {f"first_{x}": free.given[x] for x in "kv" if x in free.given}
-    tied = replace(free, given={name: x.clone() for name, x in (free.given | begun).items()})
+    firsts = {f"first_{x}": free.state_fields[x] for x in "kv" if x in free.state_fields}
+    tied = replace(free, state_fields={name: x.clone() for name, x in (free.state_fields | firsts).items()})
     assert torch.equal(step(free), step(tied))
-    assert all(torch.equal(free.given[name], x) for name, x in tied.given.items())
+    assert all(torch.equal(free.state_fields[name], x) for name, x in tied.state_fields.items())
 
 
 # ---- lattice: repeated tokens --------------------------------------------------------------------------
 
 
-def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
+def draw_structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
     generator = torch.Generator().manual_seed(0)
     T = 2 * chunk + chunk // 2
 
@@ -117,9 +117,9 @@ def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
         "gamma": torch.rand(2, T, 1, generator=generator, dtype=torch.float64) / chunk,
         "g": gate * torch.rand(2, T, 1, generator=generator, dtype=torch.float64) * 2,
     }
-    steady = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {name: x.to(steady if name in ("gamma", "g") else dtype) for name, x in leaves.items()}
-    leaves["state"] = unit(draw(1, D, M), -2).to(steady)
+    full_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = {name: x.to(full_dtype if name in ("gamma", "g") else dtype) for name, x in leaves.items()}
+    leaves["state"] = unit(draw(1, D, M), -2).to(full_dtype)
     return {name: x.contiguous().requires_grad_() for name, x in leaves.items()}
 
 
@@ -132,14 +132,14 @@ def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk
     for gate in (0.0, -0.5, -1.0, -2.5, -5.0, -20.0, -60.0):
         for dtype, widths in ((torch.float32, (32, 32)), (torch.bfloat16, (32, 16)), (torch.float32, (2, 4))):
             D, M = widths
-            leaves = structured(structure, objective, gate, chunk, dtype, D=D, M=M)
+            leaves = draw_structured(structure, objective, gate, chunk, dtype, D=D, M=M)
             o, after = ops.lattice(**leaves, chunk=chunk, objective=objective)
-            at = f"gates of mean {gate}, {dtype}, D = {D}"
-            most = (o.abs().amax(-1) / leaves["q"].abs().sum(-1)).max().item()
-            assert most <= 10, f"{at}: {most:.2g} sum |q|"
+            label = f"gates of mean {gate}, {dtype}, D = {D}"
+            ratio = (o.abs().amax(-1) / leaves["q"].abs().sum(-1)).max().item()
+            assert ratio <= 10, f"{label}: {ratio:.2g} sum |q|"
             torch.testing.assert_close(after.first.norm(dim=-2), torch.ones(2, 1, M))
             for name, x in zip(leaves, torch.autograd.grad(o.sum(), list(leaves.values())), strict=True):
-                assert x.isfinite().all(), f"{at}: the gradient of {name}"
+                assert x.isfinite().all(), f"{label}: the gradient of {name}"
 
 
 def test_a_column_that_cancels_stays_as_it_was():
@@ -234,8 +234,8 @@ def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
     grads = cotangents(outs)
     found = gradients(outs, inputs, grads)
     assert not any(x[:, outside].any() for x in found.values())
-    wanted = gradients(want, inputs, {"o": grads["o"][:, ~outside]})
-    assert_within(found, wanted, grad_tolerance)
+    want_grads = gradients(want, inputs, {"o": grads["o"][:, ~outside]})
+    assert_within(found, want_grads, grad_tolerance)
 
 
 # ---- Meta --------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
             with pytest.raises(
                 ValueError, match=f"^girih.{case.op}: state_position holds {bad[bad[0] == 0]}"
             ):
-                operator(replace(inputs, given=inputs.state | {"position": torch.tensor(bad)}))
+                operator(replace(inputs, state_fields=inputs.state | {"position": torch.tensor(bad)}))
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c in PACKED and c.has_state], ids=str)
@@ -306,8 +306,8 @@ def test_tokens_before_and_behind_all_sequences_are_nobodys(case, device):
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(9, B=1, N=2, resumed=True, dtype=dtype, device=device)
     state = {name: x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x for name, x in inputs.state.items()}
-    outs = operator(replace(inputs, given=state), cu_seqlens=torch.tensor([2, 5, 7], device=device))
-    inner = replace(inputs.part(2, 7), given=state)
+    outs = operator(replace(inputs, state_fields=state), cu_seqlens=torch.tensor([2, 5, 7], device=device))
+    inner = replace(inputs.part(2, 7), state_fields=state)
     want = operator(inner, cu_seqlens=torch.tensor([0, 3, 5], device=device))
     want["o"] = torch.cat([outs["o"].new_zeros(1, 2, *want["o"].shape[2:]), want["o"]], 1)
     want["o"] = torch.cat([want["o"], outs["o"].new_zeros(1, 2, *want["o"].shape[2:])], 1)

@@ -23,8 +23,8 @@ def test_in_float64_it_is_the_operator(case, resumed, lengths):
     if case.memory and not resumed:
         N = inputs.data["q"].shape[0] if lengths is None else len(lengths)
         first = [A.expand(N, *A.shape[-3:]) for A in inputs.leaves.values()]
-        starts = {"trellis": lambda: tuple(first), "ttt": lambda: first[0]}
-        keywords["state"] = starts.get(case.op, lambda: unit_columns(first[0]))()
+        first_memories = {"trellis": lambda: tuple(first), "ttt": lambda: first[0]}
+        keywords["state"] = first_memories.get(case.op, lambda: unit_columns(first[0]))()
     formula = getattr(rounded_formula if case in SCANS else rounded_chunks, case.op)
     found = outputs(case, formula(**keywords))
     want = operator(inputs)

@@ -38,11 +38,11 @@ def test_vmap_is_a_loop(case, resumed, device):
         materialize_grads=True,
         allow_unused=True,
     )
-    each = [
+    draw_grads = [
         gradients(w, x, {name: g[i] for name, g in grads.items()})
         for i, (w, x) in enumerate(zip(want, alone, strict=True))
     ]
-    want_grads = {name: torch.stack([e[name] for e in each]) for name in leaves}
+    want_grads = {name: torch.stack([e[name] for e in draw_grads]) for name in leaves}
     assert_within(dict(zip(leaves, found, strict=True)), want_grads, grad_tolerance)
 
 
@@ -131,14 +131,14 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 
     def call(move):
         tensors = [move(x.detach()) if isinstance(x, torch.Tensor) else x for x in args]
-        given = [move(grads[str(i)]) if str(i) in grads else None for i in range(len(outs))]
+        output_grads = [move(grads[str(i)]) if str(i) in grads else None for i in range(len(outs))]
         results = getattr(torch.ops.girih, f"{case.op}_forward")(*tensors, **options, save=True)
         saved = list(results[len(outs) :]) if isinstance(results, tuple) else []
         # forward returns an output that is also a saved tensor only once.
         saved += [
             results[0] for kept in description["saved"] if kept["name"] == description["output"]["name"]
         ]
-        found = getattr(torch.ops.girih, f"{case.op}_backward")(*given, *tensors, *saved, **options)
+        found = getattr(torch.ops.girih, f"{case.op}_backward")(*output_grads, *tensors, *saved, **options)
         return [x for x in found if x is not None]
 
     with torch.inference_mode():

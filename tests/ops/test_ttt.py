@@ -29,7 +29,7 @@ def ttt_linear(q, k, v, eta, W, weight, bias, batch):
     return torch.stack(outputs), W
 
 
-def by_operator(q, k, v, eta, W, weight, bias, batch):
+def run_operator(q, k, v, eta, W, weight, bias, batch):
     norm = {} if weight is None else {"phi_weight": weight}
     w, b = (1.0, 0.0) if weight is None else (weight, bias)
     o, state = ops.ttt(q, k, v - k - b, eta, **norm, chunk=batch, f="layer_norm", state=W)
@@ -66,12 +66,12 @@ def test_it_is_ttt_linear(batch, norm):
     if norm:
         leaves |= {"weight": weight, "bias": bias}
 
-    mine = by_operator(q, k, v, eta, W, weight if norm else None, bias, batch)
-    assert_within({"o": mine[0], "W": mine[1]}, {"o": o, "W": last}, 1e-12)
-    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in mine]
+    results = run_operator(q, k, v, eta, W, weight if norm else None, bias, batch)
+    assert_within({"o": results[0], "W": results[1]}, {"o": o, "W": last}, 1e-12)
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     grads = [
         dict(zip(leaves, torch.autograd.grad(outs, list(leaves.values()), cotangents), strict=True))
-        for outs in (mine, (o, last))
+        for outs in (results, (o, last))
     ]
     assert_within(*grads, 1e-9)
 
@@ -109,6 +109,6 @@ def test_it_is_the_first_pass_of_trellis():
     options = {"chunk": 4, "phi": "l2_silu", "f": "softmax"}
     identity = torch.eye(5, dtype=torch.float64).expand(H, 5, 5)
     want, state = ops.trellis(q, k, torch.zeros_like(a), a, gamma, **options, state=(A, identity))
-    o, own = ops.ttt(q, k, a, gamma, **options, state=A)
+    o, ttt_state = ops.ttt(q, k, a, gamma, **options, state=A)
     assert_within(o, want, 1e-14)
-    assert_within(own.k, state.k, 1e-14)
+    assert_within(ttt_state.k, state.k, 1e-14)

@@ -81,7 +81,7 @@ class Case:
             return "cu_chunks"
         return "cu_seqlens" if self.has_state else None
 
-    def over_time(self, name):
+    def token_rows(self, name):
         """Rows per token of this tensor; 0 for a tensor without a time dimension."""
         letters = self.data[name][0]
         return self.rows_per_token if "R" in letters else int("T" in letters)
@@ -108,22 +108,22 @@ class Case:
         """
         normalised = self.op in ("trellis", "ttt", "lattice")
         free = self.options.get("shrinkage") or not self.options.get("normalize", True)
-        calm = calm or (normalised and (dtype in LOST or (dtype == torch.float32 and bool(free))))
+        calm = calm or (normalised and (dtype in HALF_TOLERANCES or (dtype == torch.float32 and bool(free))))
         generator = torch.Generator().manual_seed(seed)
-        at = SIZES | self.sizes | sizes | {"T": T}
+        dims = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
-            at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
+            dims |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
         if normalised and dtype != torch.float64:
             # A norm of few entries is ill-conditioned. In fp32 a test's sizes stay: they select the path.
-            more, letters = (13, "DVM") if dtype in LOST else (3, set("DVM") - set(sizes))
-            at |= {letter: at[letter] + more for letter in letters}
-        at["K"] = max(1, at["H"] // at.get("shared", 1))
-        at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
-        steady = torch.float64 if dtype == torch.float64 else torch.float32
+            more, letters = (13, "DVM") if dtype in HALF_TOLERANCES else (3, set("DVM") - set(sizes))
+            dims |= {letter: dims[letter] + more for letter in letters}
+        dims["K"] = max(1, dims["H"] // dims.get("shared", 1))
+        dims |= {"R": dims["T"] * self.rows_per_token, "P": dims["W"] - 1, "N": dims.get("N", dims["B"])}
+        full_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
         def tensor(letters, kind, dtype):
             kind = "unit" if calm and kind == "normal" else kind
-            filled = fill(kind, [at[letter] for letter in letters], generator)
+            filled = fill(kind, [dims[letter] for letter in letters], generator)
             if calm and kind == "gate":
                 filled = filled / 200
             if kind == "step":  # the steps of a chunk sum to less than 1
@@ -135,13 +135,13 @@ class Case:
             for name, (letters, kind) in self.data.items()
         }
         start = self.state if resumed else self.memory
-        state_dtype = dtype if self.op == "short_conv" else steady
+        state_dtype = dtype if self.op == "short_conv" else full_dtype
         leaves = {
             f"state_{name}": tensor(*spec, state_dtype) for name, spec in start.items() if name != "position"
         }
         position = None
         if resumed and "position" in self.state:
-            position = (torch.arange(at["N"], device=device) * 2 + 1 + seed) % self.chunk
+            position = (torch.arange(dims["N"], device=device) * 2 + 1 + seed) % self.chunk
         return Inputs(self, data, leaves, position, resumed, lengths)
 
 
@@ -153,13 +153,13 @@ class Inputs:
     position: torch.Tensor | None
     resumed: bool
     lengths: list | None = None
-    given: dict | None = None  # the fields of the state, instead of those computed from `leaves`
+    state_fields: dict | None = None  # the fields of the state, instead of those computed from `leaves`
 
     @property
     def state(self):
         """None, first memories, or the fields of a state."""
-        if self.given is not None:
-            return self.given
+        if self.state_fields is not None:
+            return self.state_fields
         leaves = {name.removeprefix("state_"): x for name, x in self.leaves.items()}
         if not leaves:
             return None
@@ -187,13 +187,13 @@ class Inputs:
 
     def part(self, a, b, state=None):
         """Tokens a to b, from a state with these fields if given."""
-        return self.on_tokens(lambda x, n: x[:, a * n : b * n], state)
+        return self.map_tokens(lambda x, n: x[:, a * n : b * n], state)
 
-    def on_tokens(self, function, state=None):
+    def map_tokens(self, function, state=None):
         """Applies `function(x, rows per token)` to every tensor with a time dimension."""
-        rows = {name: self.case.over_time(name) for name in self.data}
+        rows = {name: self.case.token_rows(name) for name in self.data}
         data = {name: function(x, rows[name]) if rows[name] else x for name, x in self.data.items()}
-        return replace(self, data=data, given=self.given if state is None else state)
+        return replace(self, data=data, state_fields=self.state_fields if state is None else state)
 
     def sequence(self, i):
         """Sequence i of a packed batch, as a batch of one."""
@@ -201,7 +201,7 @@ class Inputs:
         alone = replace(self.part(lo, lo + self.lengths[i]), lengths=None)
         state = self.state
         if isinstance(state, dict):
-            alone = replace(alone, given={name: x[i : i + 1] for name, x in state.items()})
+            alone = replace(alone, state_fields={name: x[i : i + 1] for name, x in state.items()})
         return alone
 
     def cu(self, dtype=torch.int64):
@@ -245,7 +245,7 @@ def mid_chunk(case, leaves, begins):
 def with_any_first_memories(inputs):
     """Resumed inputs of trellis or ttt with independent first memories, also at the start of a chunk."""
     leaves = {name.removeprefix("state_"): x for name, x in inputs.leaves.items()}
-    return replace(inputs, given=leaves | {"position": inputs.position})
+    return replace(inputs, state_fields=leaves | {"position": inputs.position})
 
 
 def state_class(op):
@@ -273,7 +273,7 @@ def state_of(case, fields):
 def start(inputs):
     """`XState.start` for B sequences of this case."""
     case = inputs.case
-    make = getattr(ops, STATES[case.op][0]).start
+    start_state = getattr(ops, STATES[case.op][0]).start
     sizes = SIZES | case.sizes
     known = {
         "batch": sizes["B"],
@@ -291,7 +291,9 @@ def start(inputs):
     if case.op == "lattice":
         known["first"] = inputs.state
     known["device"] = next(iter(inputs.data.values())).device
-    return make(**{name: known[name] for name in inspect.signature(make).parameters if name in known})
+    return start_state(
+        **{name: known[name] for name in inspect.signature(start_state).parameters if name in known}
+    )
 
 
 def outputs(case, result):
@@ -372,13 +374,13 @@ def gsa(label, *optional, sizes=None, **options):
     return Case("gsa", label, QKV | {x: kinds[x] for x in optional}, state, {}, options, sizes or {})
 
 
-def keys_of(sizes):
+def key_heads_letter(sizes):
     """The letter of the key heads."""
     return "K" if sizes and "shared" in sizes else "H"
 
 
 def gla(label, gate=None, sizes=None, **options):
-    data = QKV | {"k": (f"BT{keys_of(sizes)}D", "normal")} | ({"g": (gate, "gate")} if gate else {})
+    data = QKV | {"k": (f"BT{key_heads_letter(sizes)}D", "normal")} | ({"g": (gate, "gate")} if gate else {})
     return Case("gla", label, data, {"s": ("NHDV", "normal")}, {}, options, sizes or {})
 
 
@@ -386,7 +388,7 @@ def delta_product(label, *, g=False, vector=False, keys="unit", sizes=None, **op
     n = options.get("n") or 1
     data = {
         "q": ("BTQD", "unit"),
-        "k": (f"BR{keys_of(sizes)}D", "normal" if options.get("l2norm_qk") else keys),
+        "k": (f"BR{key_heads_letter(sizes)}D", "normal" if options.get("l2norm_qk") else keys),
         "v": ("BRHV", "normal"),
         "beta": ("BRHD" if vector else "BRH", "beta"),
     }
@@ -578,7 +580,7 @@ def float_of(device):
 
 # Tolerances in half precision (outputs, gradients) for properties that a bug violates by far. The tests of
 # the kernels measure the error exactly: at most twice that of PyTorch.
-LOST = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
+HALF_TOLERANCES = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
 
 
 def precision(case, device):
@@ -587,8 +589,8 @@ def precision(case, device):
     Rounding across a kink makes a gradient jump: gradients of relu are not checked in half precision, and
     shrinkage, which moves columns to 0, is drawn in fp32."""
     if getattr(device, "dtype", None) and not case.options.get("shrinkage"):
-        lost, lost_of_gradients = LOST[device.dtype]
-        return device.dtype, lost, math.inf if case.options.get("feature") == "relu" else lost_of_gradients
+        tolerance, grad_tolerance = HALF_TOLERANCES[device.dtype]
+        return device.dtype, tolerance, math.inf if case.options.get("feature") == "relu" else grad_tolerance
     if device == "cuda" and has_kernels(case.op):
         return torch.float32, 1e-4, 1e-3
     return torch.float64, 1e-9, 1e-7

@@ -76,7 +76,7 @@ def base_model(family="llama", seed=0, **own):
     return model.eval()
 
 
-def fits(family, way):
+def supports(family, way):
     """Whether the family's attention supports the conversion: girih's own attention keeps all keys."""
     return family != "girih" or "max_self_attn_length" not in WAYS[way]
 

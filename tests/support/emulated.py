@@ -73,7 +73,7 @@ def compile_to(library, folder, operator):
     subprocess.run(["g++", "-shared", *parts.values(), "-o", library], check=True)
 
 
-def compiled(folder, operator, sizes=("chunks",)):
+def build_library(folder, operator, sizes=("chunks",)):
     """The operator's kernels as a library, compiled from the sources whose names begin with the operator's
     name. `sizes`: functions that return a number.
     """
@@ -86,21 +86,21 @@ def compiled(folder, operator, sizes=("chunks",)):
     return loaded
 
 
-def compiled_once(factory, operator, **how):
-    """compiled() in a folder of a pytest tmp_path_factory, built once for all xdist workers."""
+def load_kernels(factory, operator, **how):
+    """build_library() in a folder of a pytest tmp_path_factory, built once for all xdist workers."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"emulated_{operator}"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return compiled(folder, operator, **how)
+        return build_library(folder, operator, **how)
 
 
-def eights(n):
+def round_up_8(n):
     return (n + 7) // 8 * 8
 
 
-def unwritten(*shape, dtype=torch.float32):
+def guarded_nan(*shape, dtype=torch.float32):
     """A tensor filled with NaN (integers: -1) that ends at a protected page: any access beyond it ends the
     test."""
     used = math.prod(shape) * dtype.itemsize
@@ -115,20 +115,20 @@ def unwritten(*shape, dtype=torch.float32):
     return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), begin, shape, strides)
 
 
-def walled(x):
-    """A copy of x that ends at a protected page, as unwritten()."""
-    return None if x is None else unwritten(*x.shape, dtype=x.dtype).copy_(x)
+def guarded_copy(x):
+    """A copy of x that ends at a protected page, as guarded_nan()."""
+    return None if x is None else guarded_nan(*x.shape, dtype=x.dtype).copy_(x)
 
 
-def surrounded(x):
+def nan_padded_copy(x):
     """A copy of x with NaN on every side in memory."""
     if x is None:
         return None
-    padded = unwritten(*[size + 2 for size in x.shape], dtype=x.dtype)
+    padded = guarded_nan(*[size + 2 for size in x.shape], dtype=x.dtype)
     return padded[tuple(slice(1, -1) for _ in x.shape)].copy_(x)
 
 
-def assert_surrounded(name, x):
+def assert_padding_unwritten(name, x):
     """The NaN around x are unchanged."""
     around = x._base.clone()
     around[tuple(slice(1, -1) for _ in x.shape)] = torch.nan
@@ -141,18 +141,18 @@ def assert_near(name, got, want, most):
     assert error <= most, f"{name}: off by {error:.2g}"
 
 
-def rows(*shape, of=None, dtype=torch.bfloat16):
+def padded_rows(*shape, of=None, dtype=torch.bfloat16):
     """[..., width rounded up to 8] with NaN between the rows: a copy of `of` padded with zeros, or all
     NaN."""
-    padded = unwritten(*shape[:-1], eights(shape[-1]) + 8, dtype=dtype)
-    view = padded[..., : eights(shape[-1])]
+    padded = guarded_nan(*shape[:-1], round_up_8(shape[-1]) + 8, dtype=dtype)
+    view = padded[..., : round_up_8(shape[-1])]
     if of is not None:
         view.zero_()[..., : shape[-1]] = of
     return view
 
 
-def assert_kept(name, x, tokens):
-    """In a tensor of rows() or unwritten(), only the columns of these tokens are written."""
+def assert_rest_unwritten(name, x, tokens):
+    """In a tensor of padded_rows() or guarded_nan(), only the columns of these tokens are written."""
     rest = (x if x._base is None else x._base).clone()
     rest[:, tokens, ..., : x.shape[-1]] = torch.nan
     assert rest.isnan().all(), f"{name} has a write outside its rows"

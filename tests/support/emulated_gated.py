@@ -4,7 +4,7 @@ import ctypes
 
 import kernel_accuracy
 import torch
-from emulated import NUMBER, POINTER, Array, eights, unwritten, walled
+from emulated import NUMBER, POINTER, Array, guarded_copy, guarded_nan, round_up_8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FEATURES = ["softmax", "none", "silu", "relu", "relu2"]
@@ -38,25 +38,25 @@ def gates(pattern, shape, generator):
 class Layout:
     """Where the tokens of sequences are: rows of a batch, packed in one row, or a range of every row."""
 
-    def __init__(self, lengths, how):
+    def __init__(self, lengths, packing):
         self.lengths, self.N = lengths, len(lengths)
-        self.packed, self.cu_seqlens = how == "packed", None
+        self.packed, self.cu_seqlens = packing == "packed", None
         if self.packed:
             self.B, self.T = 1, sum(lengths) + 5
             self.starts = [2 + sum(lengths[:i]) for i in range(self.N)]
-            self.cu_seqlens = walled(torch.tensor([*self.starts, 2 + sum(lengths)]))
-        elif how == "rows":
+            self.cu_seqlens = guarded_copy(torch.tensor([*self.starts, 2 + sum(lengths)]))
+        elif packing == "rows":
             self.B, self.T = self.N, max(lengths) + 3
             self.starts = [n % 3 for n in range(self.N)]
             ends = [[s, s + n] for s, n in zip(self.starts, lengths, strict=True)]
-            self.cu_seqlens = walled(torch.tensor(ends))
+            self.cu_seqlens = guarded_copy(torch.tensor(ends))
         else:
             self.B, self.T, self.starts = self.N, lengths[0], [0] * self.N
         self.owned = torch.zeros(self.B, self.T, dtype=torch.bool)
         for n in range(self.N):
-            self.owned[self.part(n)] = True
+            self.owned[self.index(n)] = True
 
-    def part(self, n):
+    def index(self, n):
         """The index of the tokens of sequence n in a tensor [B, T, ...]; the result is [1, length, ...]."""
         row = 0 if self.packed else n
         return slice(row, row + 1), slice(self.starts[n], self.starts[n] + self.lengths[n])
@@ -66,8 +66,8 @@ class Layout:
         call.cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.data_ptr()
         call.rows = self.cu_seqlens is not None and not self.packed
 
-    def assert_kept(self, name, x):
-        """In an output of rows(), tokens of no sequence and the gaps between rows are not written."""
+    def assert_rest_unwritten(self, name, x):
+        """In an output of padded_rows(), tokens of no sequence and the gaps between rows are not written."""
         left = x._base.clone()
         left[self.owned] = left[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
         assert left.isnan().all(), f"{name} has a write outside its rows"
@@ -76,23 +76,23 @@ class Layout:
 def state(N, H, width, M, of=None):
     """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `of` padded with zeros, or all
     NaN."""
-    padded = unwritten(N, H, eights(width), eights(M))
+    padded = guarded_nan(N, H, round_up_8(width), round_up_8(M))
     if of is not None:
         padded.zero_()[:, :, :width, :M] = of
     return padded
 
 
-def gapped(x, dtype=FP32, turned=False):
-    """x in a layout that a step accepts: NaN between its rows or, if turned, between its columns."""
-    if turned:
-        return gapped(x.mT, dtype).mT
-    padded = unwritten(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
+def with_gaps(x, dtype=FP32, transposed=False):
+    """x in a layout that a step accepts: NaN between its rows or, if transposed, between its columns."""
+    if transposed:
+        return with_gaps(x.mT, dtype).mT
+    padded = guarded_nan(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
     padded[..., : x.shape[-1]] = x
     return padded[..., : x.shape[-1]]
 
 
-def assert_gaps_kept(x):
-    """A tensor of gapped() is written completely, and its gaps are not written."""
+def assert_gaps_unwritten(x):
+    """A tensor of with_gaps() is written completely, and its gaps are not written."""
     base = x._base
     assert base.isnan().sum() == base.numel() - x.numel(), "a step writes outside its rows"
 

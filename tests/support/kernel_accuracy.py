@@ -35,10 +35,10 @@ class Inputs:
         parts = ({name: f(x) for name, x in part.items()} for part in (self.data, self.state, self.grads))
         return Inputs(self.op, *parts, self.options)
 
-    def rows(self, part):
+    def slice_tokens(self, part):
         """The inputs restricted to these tokens."""
-        cut = {name: x[:, part] for name, x in self.data.items()}
-        return replace(self, data=cut, grads=self.grads | {"o": self.grads["o"][:, part]})
+        sliced = {name: x[:, part] for name, x in self.data.items()}
+        return replace(self, data=sliced, grads=self.grads | {"o": self.grads["o"][:, part]})
 
 
 def gates(pattern, shape, generator):
@@ -72,7 +72,7 @@ def gates(pattern, shape, generator):
     return -20 * torch.rand(shape, generator=generator)
 
 
-def start_of(inputs):
+def initial_state(inputs):
     """The operator's state with these fields, None without fields; the position in the chunk varies."""
     if not inputs.state:
         return None
@@ -92,13 +92,13 @@ def run(inputs, source=ops, cu_seqlens=None):
     for x in leaves.values():
         x.requires_grad_()
     call = getattr(source, inputs.op)
-    o, state = call(**inputs.data, **inputs.options, state=start_of(inputs), cu_seqlens=cu_seqlens)
+    o, state = call(**inputs.data, **inputs.options, state=initial_state(inputs), cu_seqlens=cu_seqlens)
     outs = {"o": o} | {name: x for name, x in zip(state._fields, state, strict=True) if x is not None}
-    asked = [(outs[name], grad) for name, grad in inputs.grads.items() if outs[name].requires_grad]
+    output_grads = [(outs[name], grad) for name, grad in inputs.grads.items() if outs[name].requires_grad]
     found = torch.autograd.grad(
-        [out for out, _ in asked],
+        [out for out, _ in output_grads],
         list(leaves.values()),
-        [grad for _, grad in asked],
+        [grad for _, grad in output_grads],
         allow_unused=True,
         materialize_grads=True,
     )
@@ -106,12 +106,12 @@ def run(inputs, source=ops, cu_seqlens=None):
     return {name: x.detach() for name, x in outs.items()} | named
 
 
-def by_formula(run, inputs, **options):
+def run_formula(run, inputs, **options):
     """`run` with the formula in PyTorch, for each chunk length."""
     return [run(inputs, rounded_formula.in_chunks(chunk), **options) for chunk in rounded_formula.CHUNKS]
 
 
-def assert_as_right(found, exact, rounded, terms):
+def assert_accurate(found, exact, rounded, terms):
     """The error against float64, as a maximum and as a root mean square, is at most twice the error of the
     formula in PyTorch at the same dtype (`rounded`, one result per chunk length), plus one rounding of the
     result. An fp32 sum of n terms errs by about sqrt(n) roundings, which depend on its order; where terms of
@@ -129,33 +129,33 @@ def assert_as_right(found, exact, rounded, terms):
         rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
         for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
             error = measure(got.double() - want).item()
-            of_formula = max(measure(near[name].double() - want).item() for near in rounded)
-            allowed = 2 * of_formula + rounding * measure(want).item() + left
-            assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {of_formula:.3g}"
+            formula_error = max(measure(near[name].double() - want).item() for near in rounded)
+            allowed = 2 * formula_error + rounding * measure(want).item() + left
+            assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {formula_error:.3g}"
 
 
-def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None):
+def assert_accurate_as_formula(inputs, cu_seqlens=None, found=None):
     """Checks `run` on these inputs, or `found`, its result on the same values in another layout."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
     exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
-    rounded = by_formula(run, inputs, cu_seqlens=cu_seqlens)
+    rounded = run_formula(run, inputs, cu_seqlens=cu_seqlens)
     _, T, _, D = inputs.data["q"].shape
-    assert_as_right(found, exact, rounded, T + D)
+    assert_accurate(found, exact, rounded, T + D)
 
 
-def in_pieces(inputs, length):
+def run_in_segments(inputs, length):
     """As `run`, but segment by segment, each from the state that the previous segment returned."""
     inputs = inputs.map(lambda x: x.detach().requires_grad_())
-    state, outs_of = start_of(inputs), []
+    state, outputs = initial_state(inputs), []
     T, n = inputs.data["q"].shape[1], inputs.options.get("n", 1)
     for a in range(0, T, length):
         rows = {name: n if x.shape[1] == T * n else 1 for name, x in inputs.data.items()}
         part = {name: x[:, a * rows[name] : (a + length) * rows[name]] for name, x in inputs.data.items()}
         o, state = getattr(ops, inputs.op)(**part, **inputs.options, state=state)
-        outs_of.append(o)
-    outs = {"o": torch.cat(outs_of, 1)} | {m: x for m, x in state._asdict().items() if x is not None}
+        outputs.append(o)
+    outs = {"o": torch.cat(outputs, 1)} | {m: x for m, x in state._asdict().items() if x is not None}
     leaves = inputs.data | {f"state_{name}": x for name, x in inputs.state.items()}
     found = torch.autograd.grad(
         [outs[name] for name in inputs.grads], list(leaves.values()), list(inputs.grads.values())

@@ -23,9 +23,9 @@ def assert_same_at_the_end(inputs, T, gibibytes):
     data = {name: long(x) for name, x in inputs.data.items()}
     want = run(inputs)
     found = run(replace(inputs, data=data, grads=inputs.grads | {"o": long(inputs.grads["o"])}))
-    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    token_results = {"o"} | {f"d{name}" for name in inputs.data}
     for name, x in want.items():
-        got = found[name][:, -tail:] if name in of_tokens else found[name]
+        got = found[name][:, -tail:] if name in token_results else found[name]
         torch.testing.assert_close(got, x, rtol=2e-2, atol=2e-2 * x.abs().max().item())
-        if name in of_tokens:
+        if name in token_results:
             assert not found[name][:, :-tail].any()

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-ROOM = 64  # positions of the mask
+MASK_LENGTH = 64  # positions of the mask
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # until 5.24
 
 
@@ -55,12 +55,12 @@ class ElmRotary(nn.Module):
         angle = angle / 10000 ** (torch.arange(0, k.shape[3], 2, device=k.device) / k.shape[3])
         cos, sin = angle.cos().to(k.dtype).repeat(1, 2), angle.sin().to(k.dtype).repeat(1, 2)
 
-        def turned(x):
+        def rotate(x):
             n = x.shape[2]
             a, b = x.chunk(2, -1)
             return x * cos[-n:] + torch.cat((-b, a), -1) * sin[-n:]
 
-        return turned(q), turned(k)
+        return rotate(q), rotate(k)
 
 
 class ElmCausalAttention(nn.Module):
@@ -165,8 +165,8 @@ class ElmModel(ElmPreTrainedModel):
 
     def mask_over_all(self, attention_mask, x):
         least = torch.finfo(x.dtype).min
-        mask = torch.full((ROOM, ROOM), least, dtype=x.dtype, device=x.device).triu(1)
-        mask = mask.expand(x.shape[0], 1, ROOM, ROOM).clone()
+        mask = torch.full((MASK_LENGTH, MASK_LENGTH), least, dtype=x.dtype, device=x.device).triu(1)
+        mask = mask.expand(x.shape[0], 1, MASK_LENGTH, MASK_LENGTH).clone()
         if attention_mask is not None:
             n = attention_mask.shape[1]
             mask[..., :n].masked_fill_(attention_mask[:, None, None] == 0, least)

@@ -19,10 +19,10 @@ class Padded:
             return None
         order = [d for d in self.order if d < values.dim()]
         outer = len(order) if self.outer is None else self.outer
-        around = [self.padding if i < outer else 0 for i in range(len(order))]
-        sizes = [values.shape[d] + 2 * n for d, n in zip(order, around, strict=True)]
+        margins = [self.padding if i < outer else 0 for i in range(len(order))]
+        sizes = [values.shape[d] + 2 * n for d, n in zip(order, margins, strict=True)]
         buffer = torch.full(sizes, torch.nan, dtype=values.dtype, device=self.device)
-        inside = tuple(slice(n, n + values.shape[d]) for d, n in zip(order, around, strict=True))
+        inside = tuple(slice(n, n + values.shape[d]) for d, n in zip(order, margins, strict=True))
         view = buffer[inside].permute([order.index(d) for d in range(values.dim())])
         view.copy_(values)
         self.views.append((buffer, inside, view, values.to(self.device)))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from girih.ops import DeltaProductState, GLAState, GSAState
-from recurrences import for_each_head
+from recurrences import repeat_heads
 
 CHUNKS = 64, 48  # tokens; two lengths, because the largest error of one chunk length is random
 
@@ -78,13 +78,15 @@ def abc_gates(s, z):
     return (s - running).exp(), before - running, running[:, -1]
 
 
-def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
+def map_sequences(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
     """Calls `operator` on every sequence of a packed batch; tokens outside all sequences give 0. `rows_of`:
     rows per token of each tensor of `data`, 1 by default."""
     bounds = cu_seqlens.tolist()
-    of_data, outs, states, last = rows_of or [1] * len(data), [], [], 0
+    rows_per_tensor, outs, states, last = rows_of or [1] * len(data), [], [], 0
     for i, (lo, hi) in enumerate(pairwise(bounds)):
-        alone = [None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, of_data, strict=True)]
+        alone = [
+            None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, rows_per_tensor, strict=True)
+        ]
         own = None if state is None else type(state)(*(None if x is None else x[i : i + 1] for x in state))
         o, after = operator(q[:, lo:hi], *alone, state=own, **options)
         outs += [o.new_zeros(1, lo - last, *o.shape[2:]), o]
@@ -109,7 +111,7 @@ def gsa(
 ):
     if cu_seqlens is not None:
         options = {"scale": scale, "feature": feature, "chunk": chunk}
-        return per_sequence(gsa, q, k, v, s, g, state=state, cu_seqlens=cu_seqlens, **options)
+        return map_sequences(gsa, q, k, v, s, g, state=state, cu_seqlens=cu_seqlens, **options)
     B, T, H, D = k.shape
     V, M = v.shape[-1], (g if s is None else s).shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -144,9 +146,9 @@ def gsa(
 
 def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNKS[0]):
     if cu_seqlens is not None:
-        return per_sequence(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
+        return map_sequences(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
     H, V = v.shape[2:]
-    q, k = for_each_head(q, H), for_each_head(k, H)
+    q, k = repeat_heads(q, H), repeat_heads(k, H)
     B, T, _, D = k.shape
     scale = D**-0.5 if scale is None else scale
     zeros = wide(q.new_zeros(()))
@@ -195,9 +197,9 @@ def delta_product(
     options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "rows": rows}
     if cu_seqlens is not None:
         options |= {"chunk": chunk, "between_chunks": between_chunks}
-        of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
-        return per_sequence(delta_product, q, k, v, beta, g, **of_data, **options)
-    q, k = for_each_head(q, v.shape[2]), for_each_head(k, v.shape[2])
+        sequence_options = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
+        return map_sequences(delta_product, q, k, v, beta, g, **sequence_options, **options)
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     if between_chunks:
         options |= {"chunk": chunk, "phi": BETWEEN[between_chunks], "state": state}
         return delta_by_chunks(q, k, v, beta, g, **options)
@@ -268,7 +270,7 @@ def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
         )
     outs, last = [], []
     for i, position in enumerate(state.position.tolist()):
-        S, of_sequence = state.s[i : i + 1], [q.new_zeros(1, 0, q.shape[2], V)]
+        S, sequence_outs = state.s[i : i + 1], [q.new_zeros(1, 0, q.shape[2], V)]
         ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
         for lo, hi in pairwise(ends):
             part = [
@@ -276,9 +278,9 @@ def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
                 for x, r in ((q, 1), (k, n), (v, n), (beta, n), (g, 1))
             ]
             o, (S, _) = delta_product(*part, n=n, state=DeltaProductState(S, None), **options)
-            of_sequence.append(o)
+            sequence_outs.append(o)
             if (position + hi) % chunk == 0:
                 S = phi(S)
-        outs.append(torch.cat(of_sequence, 1))
+        outs.append(torch.cat(sequence_outs, 1))
         last.append(S)
     return torch.cat(outs), DeltaProductState(torch.cat(last), (state.position + T) % chunk)

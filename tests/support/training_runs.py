@@ -113,9 +113,9 @@ def train(mixer, options, rate, *, width=32, layers=2, tokens=None, batch=8, see
     norms, bits = [], []
     for step in range(STEPS):
         done = max(0.0, (step - WARM_UP) / (STEPS - WARM_UP))
-        by = (step + 1) / WARM_UP if step < WARM_UP else (1 + math.cos(math.pi * done)) / 2
+        factor = (step + 1) / WARM_UP if step < WARM_UP else (1 + math.cos(math.pi * done)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = rate * by
+            group["lr"] = rate * factor
         starts = torch.randint(len(data) - tokens, (batch,), generator=draw)
         ids = torch.stack([data[start : start + tokens] for start in starts.tolist()]).long().to(device)
         loss = model(ids, labels=ids, use_cache=False).loss
@@ -124,9 +124,9 @@ def train(mixer, options, rate, *, width=32, layers=2, tokens=None, batch=8, see
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         bits.append(loss.item() / math.log(2))
         optimizer.step()
-    some = STEPS // 10
+    tenth = STEPS // 10
     largest = max(norms[WARM_UP:], key=lambda norm: math.inf if math.isnan(norm) else norm)
-    return Result(largest, sum(bits[:some]) / some, sum(bits[-some:]) / some)
+    return Result(largest, sum(bits[:tenth]) / tenth, sum(bits[-tenth:]) / tenth)
 
 
 def main() -> int:
@@ -137,17 +137,17 @@ def main() -> int:
     parser.add_argument("--rates", default="1e-3,3e-3,9e-3")
     parser.add_argument("--only", help="mixers separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes, which share a GPU")
-    asked = parser.parse_args()
-    rates = [float(rate) for rate in asked.rates.split(",")]
+    arguments = parser.parse_args()
+    rates = [float(rate) for rate in arguments.rates.split(",")]
     print("| mixer | options | " + " | ".join(f"lr {rate:g}: norm, bits" for rate in rates) + " |")
     print("|---|---|" + "---|" * len(rates))
-    runs = [run for run in RUNS if not asked.only or run[0] in asked.only.split(",")]
-    sizes = {"width": asked.width, "layers": asked.layers, "tokens": asked.tokens}
+    runs = [run for run in RUNS if not arguments.only or run[0] in arguments.only.split(",")]
+    sizes = {"width": arguments.width, "layers": arguments.layers, "tokens": arguments.tokens}
     worst = 0.0
-    with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         cells = [[pool.submit(train, *run, rate, **sizes) for rate in rates] for run in runs]
-        for (mixer, options), of_rates in zip(runs, cells, strict=True):
-            found = [cell.result() for cell in of_rates]
+        for (mixer, options), row_cells in zip(runs, cells, strict=True):
+            found = [cell.result() for cell in row_cells]
             worst = max([worst, *(result.largest for result in found)])
             shown = " ".join(f"{n}={x if isinstance(x, str) else json.dumps(x)}" for n, x in options.items())
             row = (f"{result.largest:.3g}, {result.first:.2f} to {result.last:.2f}" for result in found)
