@@ -296,18 +296,18 @@ def test_more_chunks_than_stages(kernels, D, n, how):
 @pytest.mark.parametrize("D, V", [(128, 128), (72, 104)])
 @pytest.mark.parametrize("n, T", [(1, 330), (1, 65), (3, 100), (4, 33)])
 @pytest.mark.parametrize("how", [{}, EVERY, {"gates": 5.0}], ids=["plain", "gates_unit", "strong"])
-def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
+def test_two_chains_with_output_warps(kernels, D, V, n, T, how):
     check(kernels, T, D=D, V=V, n=n, card=1, **how)
 
 
 @pytest.mark.parametrize("V", [192, 200])  # three and four groups of 64 columns, with one chain each
-def test_two_chains_that_make_the_output_of_wide_values(kernels, V):
+def test_two_chains_with_output_warps_of_wide_values(kernels, V):
     check(kernels, 70, D=128, V=V, card=1, **EVERY)
     check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)
 
 
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
-def test_two_chains_that_make_the_output_of_packed_sequences(kernels, how):
+def test_two_chains_with_output_warps_of_packed_sequences(kernels, how):
     check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, card=1, packed=True, **how)
     check(kernels, 70, 0, 33, D=128, V=128, n=2, card=1, begins=[1, 5, 2], **how)
 
@@ -340,7 +340,7 @@ def test_segments_of_rows_with_one_sequence(kernels):
     check(kernels, 190, 0, 70, n=4, begins=[1, 5, 2], cut="both")
 
 
-def test_a_packed_sequence_of_four_segments_where_reverse_is_not_cut(kernels):
+def test_four_forward_segments_and_an_uncut_reverse_pass(kernels):
     check(kernels, 250, 20, n=4, D=128, card=4, packed=True, cut="forward")
 
 
@@ -367,7 +367,7 @@ def test_half(kernels, n, how):
 
 @pytest.mark.parametrize("gates", [5.0, 300.0])
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 64), (128, 128)])
-def test_gates_that_close(kernels, D, V, gates):
+def test_closed_gates(kernels, D, V, gates):
     check(kernels, 70, D=D, V=V, gates=gates)
 
 

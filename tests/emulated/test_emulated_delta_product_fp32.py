@@ -152,7 +152,7 @@ def test_several_steps_and_heads(kernels, n, vector):
     check(kernels, 80 // n, D=24, V=24, n=n, H=2, group=2, vector=vector, **EVERY)
 
 
-def test_gates_that_let_a_memory_grow(kernels):
+def test_gates_above_0(kernels):
     check(kernels, 50, gates=-0.1)
     check(kernels, 25, n=2, H=2, group=2, gates=-0.1)
 

@@ -225,7 +225,7 @@ def test_cross_entropies(kernels, classes, dtype):
 @pytest.mark.parametrize(
     "sizes, D", [((2, 3, 3, 1), 16), ((1, 2, 2, 2), 48), ((1, 2, 9, 4), 256), ((1, 0, 1, 1), 16)]
 )
-def test_turns(kernels, sizes, D, dtype, has_row_positions, monkeypatch):
+def test_rotary(kernels, sizes, D, dtype, has_row_positions, monkeypatch):
     monkeypatch.setattr(test_elementwise_kernels, "DEVICE", "cpu")
     B, T, query_heads, heads = sizes
     pad = PaddedTensors()

@@ -66,5 +66,5 @@ def test_columns_of_a_wider_product(kernels):
     check(runner(kernels, stride=19), normal(33, 16, dtype=torch.bfloat16), "sigmoid", with_bias=False)
 
 
-def test_blocks_that_walk_over_many_rows(kernels):
+def test_blocks_that_loop_over_rows(kernels):
     check(runner(kernels), normal(9000, 264, dtype=torch.bfloat16), "decay")

@@ -219,7 +219,7 @@ def test_every_width(kernels, kind, D, V, dtype, pattern):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D, V", [(20, 130), (200, 24)])
-def test_every_width_of_the_exact_kernels(kernels, D, V, kind):
+def test_every_width_of_the_fp32_kernels(kernels, D, V, kind):
     check(kernels, [70], kind, dtype=BF16 if V == 24 else FP32, exact=True, D=D, V=V)
 
 
@@ -266,12 +266,12 @@ def test_long_sequences(kernels, kind, shared):
         *((128, 260, SHARED_86), (200, 260, SHARED), (200, 200, SHARED_80)),
     ],
 )
-def test_more_chunks_than_places(kernels, D, T, shared):
+def test_more_chunks_than_stages(kernels, D, T, shared):
     check(kernels, [T], "head", D=D, V=24, shared=shared, cut=False)
 
 
 @pytest.mark.parametrize("D", [24, 128, 200])
-def test_the_smallest_card(kernels, D):
+def test_the_smallest_shared_memory(kernels, D):
     least = bisect_left(range(SHARED), True, key=lambda shared: bool(kernels.fits(D, shared)))
     assert 0 < least < SHARED
     check(kernels, [140], "head", D=D, V=24, shared=least)
@@ -330,5 +330,5 @@ def test_heads_that_share_in_a_step(kernels, sizes, H, queries, keys):
     step(kernels, **STEPS[sizes], kind="channel", dtype=BF16, H=H, queries=queries, keys=keys)
 
 
-def test_step_of_a_state_that_lies_otherwise(kernels):
+def test_step_of_a_transposed_state(kernels):
     step(kernels, D=20, V=24, kind="channel", dtype=BF16, queries=4, transposed=True)

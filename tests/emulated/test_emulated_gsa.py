@@ -234,7 +234,7 @@ def test_every_width(kernels, D, V, M, dtype, pattern):
 
 @pytest.mark.parametrize("kind", ["s_g", "abc"])
 @pytest.mark.parametrize("D, V, M", [(20, 130, 17), (130, 24, 64), (72, 72, 200)])
-def test_every_width_of_the_exact_kernels(kernels, D, V, M, kind):
+def test_every_width_of_the_fp32_kernels(kernels, D, V, M, kind):
     check(kernels, [70], kind, dtype=BF16 if M == 64 else FP32, exact=True, D=D, V=V, M=M)
 
 
@@ -304,7 +304,7 @@ def test_every_feature_of_a_step(kernels, feature):
 
 
 @pytest.mark.parametrize("transposed", [(True, False), (False, True)])
-def test_step_of_a_state_that_lies_otherwise(kernels, transposed):
+def test_step_of_a_transposed_state(kernels, transposed):
     step(kernels, D=20, V=24, M=40, kind="s_g", dtype=BF16, group=2, transposed=transposed)
 
 

@@ -226,7 +226,7 @@ def test_more_chunks_than_stages(kernels, objective, rows):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_more_chunks_than_any_turn_of_a_ring(kernels, objective):
+def test_rings_that_wrap_around_many_times(kernels, objective):
     check(kernels, objective, 2, [131], position=[1], D=24, M=40, gates=0.05)
 
 
@@ -249,7 +249,7 @@ def equal_bits(x, y):
         ([0, 50, 0, 7, 0], {"chunk": 4, "packed": True, "position": [3, 1, 2, 2, 1], "gates": None}),
     ],
 )
-def test_two_blocks_a_head_give_what_one_does(kernels, objective, lengths, how):
+def test_two_blocks_a_head_equal_one(kernels, objective, lengths, how):
     """Two blocks per head if the card has enough multiprocessors. Backward kernels split a head's chunks
     likewise."""
     heads = len(lengths) * how.get("H", 1)
@@ -279,7 +279,7 @@ def test_short_chunks_on_a_small_card(kernels, objective):
         *(("decode", 17, 80, 72, 24), ("encode", 17, 80, 72, 72)),
     ],
 )
-def test_more_chunks_than_stages_of_long_ones(kernels, objective, chunk, T, D, M):
+def test_more_long_chunks_than_stages(kernels, objective, chunk, T, D, M):
     check(kernels, objective, chunk, [T], position=[3], D=D, M=M, gates=0.05)
 
 
@@ -291,7 +291,7 @@ def test_wide_memories(kernels, objective, chunk, D, M):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gates_that_shut(kernels, objective):
+def test_closed_gates(kernels, objective):
     # Gates that nearly empty the memory leave almost no reads and steps in encode.
     check(kernels, objective, 16, [40], position=[5], D=40, gates=1.0 if objective == "encode" else 8.0)
 
@@ -309,7 +309,7 @@ def test_packed_sequences(kernels):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_no_read_exceeds_what_unit_columns_hold(kernels, structure, objective):
+def test_reads_are_bounded(kernels, structure, objective):
     """With repeated tokens and closed gates, norms are small differences; their floor keeps reads bounded."""
     for chunk, gates in ((8, 5.0), (16, 5.0), (16, 40.0), (64, 5.0)):
         tokens = STRUCTURES[structure]

@@ -199,5 +199,5 @@ def test_packed_sequences(kernels):
 
 
 @pytest.mark.parametrize("chunk", [1, 6])
-def test_gates_that_shut(kernels, chunk):
+def test_closed_gates(kernels, chunk):
     check(kernels, 20, chunk=chunk, gates=8.0, most=1e-4)

@@ -296,7 +296,7 @@ def test_wide_memories(kernels, chunk, D, V, M):
 
 
 @pytest.mark.parametrize("gates", [None, 0.1])
-def test_wide_memories_that_go_on_in_a_chunk(kernels, gates):
+def test_wide_memories_resumed_in_a_chunk(kernels, gates):
     Run(kernels, 16, [20, 3, 40], position=[7, 5, 1], D=72, V=40, M=100, gates=gates, packed=True).check()
 
 
@@ -305,12 +305,12 @@ def test_packed_sequences(kernels):
     Run(kernels, 33, [50, 0, 10], packed=True).check()
 
 
-def test_gates_that_close(kernels):
+def test_closed_gates(kernels):
     Run(kernels, 16, [40], gates=20.0, phi="silu", f="silu").check()
 
 
 @pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
-def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
+def test_separate_kernel_for_reads(kernels, chunk, D):
     Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()
 
 

@@ -241,7 +241,7 @@ def test_wider_than_the_tensor_cores(kernels, phi, D, V, M):
     check(kernels, 12, D=D, V=V, M=M, phi=phi, f=phi, chunk=5, gates=0.1, position=[2])
 
 
-def test_wide_chunks_in_runs(kernels):
+def test_wide_chunks_in_several_runs(kernels):
     """A chunk has more tokens than a run holds."""
     check(kernels, 70, D=130, V=40, M=20, chunk=64, gates=0.1, position=[50], H=2, group=2)
 
@@ -257,7 +257,7 @@ def test_packed_sequences(kernels):
 
 
 @pytest.mark.parametrize("chunk", [1, 6])
-def test_gates_that_shut(kernels, chunk):
+def test_closed_gates(kernels, chunk):
     check(kernels, 70, chunk=chunk, gates=8.0, phi="silu", f="silu", most=1e-4)
 
 

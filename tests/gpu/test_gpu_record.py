@@ -21,7 +21,7 @@ def test_the_kernels_are_those_of_the_last_green_run_on_a_gpu():
     assert why is None, why
 
 
-def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
+def test_states_cover_kernels_callers_and_tests():
     files = {
         part: {p.relative_to(gpu.ROOT).as_posix() for p in gpu.files_of_state(part)} for part in gpu.parts()
     }
@@ -67,7 +67,7 @@ def add_to(monkeypatch, file, text):
         ("tests/kernels/test_short_conv_kernels.py", {"short_conv"}),
     ],
 )
-def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
+def test_a_changed_file_makes_the_record_stale(changed, parts, monkeypatch):
     record = gpu.updated_record({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
     add_to(monkeypatch, gpu.ROOT / changed, b"\nprint(1)\n")
@@ -86,7 +86,7 @@ def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
         ("tests/support/recurrences.py", b"  # word\n"),
     ],
 )
-def test_a_comment_leaves_a_record_as_it_is(changed, text, monkeypatch):
+def test_comments_do_not_change_the_state(changed, text, monkeypatch):
     before = states()
     add_to(monkeypatch, gpu.ROOT / changed, text)
     assert states() == before
@@ -152,7 +152,7 @@ def test_code_counts(name, text, other):
     assert gpu.source_text(name, text) != gpu.source_text(name, other)
 
 
-def test_two_files_that_change_places_are_a_change(monkeypatch):
+def test_swapped_files_change_the_state(monkeypatch):
     before, read = states(), Path.read_bytes
     scan, step = (gpu.ROOT / "kernels" / "gsa" / name for name in ("scan.cu", "step.cu"))
     other = {scan: step, step: scan}
@@ -165,7 +165,7 @@ def test_two_files_that_change_places_are_a_change(monkeypatch):
     }
 
 
-def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
+def test_unused_definitions_do_not_count(monkeypatch):
     before, read = states(), Path.read_bytes
     file = gpu.ROOT / "tests" / "support" / "recurrences.py"
 
@@ -179,7 +179,7 @@ def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypat
     assert {"gsa", "lattice"} <= with_line(b"\n\nprint(0)\n")
 
 
-def test_stages_of_several_commands_add_up_while_the_state_stays():
+def test_stages_accumulate_while_the_state_is_unchanged():
     first, second = gpu.RECORDED[:3], gpu.RECORDED[3:]
     state = states()
     everything = ",".join(gpu.parts())
@@ -209,7 +209,7 @@ def test_stages_of_several_commands_add_up_while_the_state_stays():
         (124, "", False, (0, 0)),
     ],
 )
-def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monkeypatch):
+def test_fuzz_is_recorded_but_not_required(code, printed, green, counts, monkeypatch):
     commands = []
     monkeypatch.setattr(gpu.Runner, "run", lambda self, command: commands.append(command) or (code, printed))
     result = gpu.Runner(1, False, []).fuzz()
@@ -241,7 +241,7 @@ def race(kernel):
         (race("fmha(Params)"), False, (0, 0)),  # no summary: the run was interrupted
     ],
 )
-def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
+def test_racecheck_runs_valid_calls(printed, green, counts, monkeypatch):
     commands = []
     code = int("wrong" in printed or not printed)
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
     assert (gpu.ROOT / command[program]).exists() and "--operators=gsa" in command
 
 
-def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
+def test_racecheck_runs_the_tests_of_other_parts(monkeypatch):
     commands = []
     output = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
     monkeypatch.setattr(

@@ -87,7 +87,7 @@ def assert_accurate_as_formula(inputs, cu_chunks=None, found=None, lse=0):
     assert_accurate(found, exact, [rounded], inputs.q.shape[1] + inputs.q.shape[-1] + lse)
 
 
-def test_which_path_a_call_takes():
+def test_selected_path():
     assert path() == path(D=256, V=20) == path(dtype=torch.float16, chunk=256) == path(chunk=2, D=1)
     assert path() == path(dtype=torch.float32) == path(dtype=torch.float32, D=128, V=1, chunk=256)
     assert path(D=257) == path(V=264) == path(dtype=torch.float64) == "aten"
@@ -187,7 +187,7 @@ def test_packed_sequences(bounds, chunk, dtype):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
+def test_invalid_bounds_access_no_memory_outside(bounds, dtype):
     inputs = draw(B=1, T=170, chunk=4, dtype=dtype)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_chunks=torch.tensor(bounds, device=DEVICE))
@@ -195,7 +195,7 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
     pad.assert_untouched()
 
 
-def test_a_row_hears_of_nothing_after_it():
+def test_rows_depend_only_on_visible_keys():
     """A row does not depend on later rows, nor on tokens of earlier chunks that are not headers."""
     inputs = draw(B=1, T=200, H=1).map(lambda x: x.to(DEVICE))
     o = ops.cat_attention(inputs.q, inputs.k, inputs.v, **inputs.options)
@@ -207,7 +207,7 @@ def test_a_row_hears_of_nothing_after_it():
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_nothing_is_left_unwritten(dtype):
+def test_every_output_is_written(dtype):
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

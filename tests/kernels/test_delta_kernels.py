@@ -134,7 +134,7 @@ def test_every_length(D, T, dtype):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("G", [1, 2])
 @every_head_width
-def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
+def test_more_chunks_than_stages(D, G, n, pattern, l2norm_qk):
     """Every ring of stages wraps around more than twice."""
     options = {"pattern": pattern, "l2norm_qk": l2norm_qk, "dtype": torch.bfloat16}
     assert_accurate_as_formula(draw(B=1, T=650, G=G, D=D, V=72, n=n, **options))
@@ -144,7 +144,7 @@ def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
 @pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n, T", [(1, 400), (1, 2100), (2, 330), (3, 20)])
 @every_head_width
-def test_the_output_where_no_gradient_is_wanted(D, n, T, pattern, dtype):
+def test_outputs_without_gradients_have_the_same_bits(D, n, T, pattern, dtype):
     """Without gradients nothing is saved, and the outputs have the same bits."""
     inputs = draw(B=1, T=T, D=D, V=D, n=n, pattern=pattern, dtype=dtype).map(lambda x: x.to(DEVICE))
     found = run(inputs)
@@ -156,7 +156,7 @@ def test_the_output_where_no_gradient_is_wanted(D, n, T, pattern, dtype):
 
 @every_fp32_call
 @pytest.mark.parametrize("T", LENGTHS)
-def test_every_length_of_the_exact_kernels(T, kind):
+def test_every_length_of_the_fp32_kernels(T, kind):
     assert_accurate_as_formula(draw(T=T, **kind))
 
 
@@ -170,7 +170,7 @@ def test_every_number_of_steps(D, T, n):
 @every_fp32_call
 @pytest.mark.parametrize("n", [2, 3, 17, 33, 64, 65])
 @pytest.mark.parametrize("T", [1, 3, 22, 33])
-def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
+def test_every_number_of_steps_of_the_fp32_kernels(T, n, kind):
     """65 steps have no kernel."""
     if n == 65 and "between_chunks" in kind:
         pytest.skip("the ATen form, whose tanh and gelu round differently between devices")
@@ -212,7 +212,7 @@ def test_a_beta_for_every_channel_on_the_tensor_cores(D, n, T, dtype):
 @pytest.mark.parametrize("n, T", [(1, 650), (2, 330), (3, 220)])
 @pytest.mark.parametrize("G", [1, 2])
 @every_head_width
-def test_more_chunks_than_places_with_a_beta_for_every_channel(D, G, n, T):
+def test_more_chunks_than_stages_with_a_beta_for_every_channel(D, G, n, T):
     assert_accurate_as_formula(draw(B=1, T=T, G=G, D=D, V=D, n=n, dtype=torch.bfloat16, **PLAIN_VECTOR))
 
 
@@ -241,7 +241,7 @@ def test_gates_from_0_to_minus_20(D, n, pattern, dtype):
 @every_fp32_call
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_gates_of_the_exact_kernels(n, pattern, kind):
+def test_gates_of_the_fp32_kernels(n, pattern, kind):
     assert_accurate_as_formula(draw(T=130, n=n, pattern=pattern, **kind))
 
 
@@ -255,7 +255,7 @@ def test_one_closed_gate(position, kind):
 
 @every_gated_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
+def test_very_negative_gates_equal_closed_gates(gate, kind):
     """A gate resets the memory without loss of precision for its neighbours: the results equal those of
     -100."""
     inputs = draw(T=100, **kind).map(lambda x: x.to(DEVICE))
@@ -290,7 +290,7 @@ def test_keys_and_queries_of_any_length(D, n, key, dtype):
 @every_fp32_call
 @pytest.mark.parametrize("key", ["random", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_keys_and_queries_of_any_length_of_the_exact_kernels(n, key, kind):
+def test_keys_and_queries_of_any_length_of_the_fp32_kernels(n, key, kind):
     inputs = draw(n=n, T=100, key=key, l2norm_qk=True, **kind)
     inputs.data["q"][:, 3] = 0
     inputs.data["k"][:, 5] = 0
@@ -327,7 +327,7 @@ def test_memories_that_share_keys_in_every_scan(pattern, D, T, n, dtype):
 @pytest.mark.parametrize("D, pattern", [(64, None), (128, None), (256, "mild")])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("G", [3, 4, 5])
-def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
+def test_query_heads_around_the_number_of_stages(G, n, D, pattern):
     options = {"pattern": pattern, "dtype": torch.bfloat16}
     assert_accurate_as_formula(draw(H=1, G=G, D=D, V=D, T=330, n=n, **options))
 
@@ -421,7 +421,7 @@ def test_an_odd_number_of_steps_of_16_bits(T, dtype):
 @every_fp32_call
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_layout_of_the_exact_kernels(n, layout, kind):
+def test_every_layout_of_the_fp32_kernels(n, layout, kind):
     inputs = draw(B=3, T=67, D=24, V=24 if "vector" in kind else 40, n=n, **kind)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_accurate_as_formula(inputs, found=run(inputs.map(pad)))
@@ -479,7 +479,7 @@ def test_no_gates(D, V, dtype, n, G, l2norm_qk):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @every_head_width
-def test_steps_of_almost_nothing(D, dtype, n, G):
+def test_tiny_step_sizes(D, dtype, n, G):
     """The gradient of beta is computed from beta G: dividing by a tiny beta needs its exponent range and
     precision."""
     inputs = draw(T=200, D=D, G=G, n=n, dtype=dtype, pattern=None)
@@ -512,7 +512,7 @@ def random_options(choose, packed, seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_everything_together(seed):
+def test_random_options_together(seed):
     """Random sizes, options, gates and packing."""
     choose = random.Random(seed).choice
     T, packed = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True])
@@ -532,7 +532,7 @@ def test_everything_together(seed):
 
 
 @pytest.mark.parametrize("seed", range(48))
-def test_everything_together_in_the_exact_kernels(seed):
+def test_random_options_together_in_the_fp32_kernels(seed):
     choose = random.Random(seed).choice
     T, packed, vector = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True]), choose([0, 1])
     bounds = sorted(choose(range(T + 1)) for _ in range(3))
@@ -557,7 +557,7 @@ def test_everything_together_in_the_exact_kernels(seed):
 
 @every_scan_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_rows_with_bounds_are_their_sequences(n, kind):
+def test_rows_with_bounds_equal_their_sequences(n, kind):
     """cu_seqlens [B, 2]: the sequence of every row gives the same bits alone; other tokens give zeros."""
     bounds = [(0, 100), (30, 100), (0, 61), (50, 50)]
     inputs = draw(B=4, T=100, n=n, **kind).map(lambda x: x.to(DEVICE))
@@ -592,7 +592,7 @@ def test_rows_with_bounds_are_their_sequences(n, kind):
 )
 @every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_bounds_that_make_no_sense_reach_nothing_outside(n, kind, bounds):
+def test_invalid_bounds_access_no_memory_outside(n, kind, bounds):
     inputs = draw(B=1, T=40, n=n, sequences=3, **kind)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -601,7 +601,7 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(n, kind, bounds):
 
 
 @every_kind
-def test_no_sequences_in_a_row_of_tokens(kind):
+def test_zero_packed_sequences(kind):
     inputs = draw(B=1, T=128, sequences=0, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
     assert not any(x.any() for name, x in found.items() if x.numel())
@@ -609,7 +609,7 @@ def test_no_sequences_in_a_row_of_tokens(kind):
 
 @every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_nothing_is_left_unwritten(n, kind):
+def test_every_output_is_written(n, kind):
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -666,7 +666,7 @@ def test_segments_of_every_width(H, G, D, V, n, packed):
 
 @every_fp32_call
 @pytest.mark.parametrize("n", [1, 2])
-def test_long_sequences_of_the_exact_kernels(n, kind):
+def test_long_sequences_of_the_fp32_kernels(n, kind):
     inputs = draw(B=1, T=4096, D=64, V=64, n=n, **kind).map(lambda x: x.to(DEVICE))
     exact, rounded = run(inputs.map(torch.Tensor.double)), run_formula(run, inputs)
     assert_accurate(run(inputs), exact, rounded, 4096 * n)
@@ -677,7 +677,7 @@ def test_long_sequences_of_the_exact_kernels(n, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("G, n, l2norm_qk", [(1, 1, False), (2, 2, True)])
 @torch.no_grad()
-def test_steps_in_place_are_the_forward(G, n, l2norm_qk, layout, dtype):
+def test_steps_in_place_equal_the_forward(G, n, l2norm_qk, layout, dtype):
     T, sizes = 9, {"B": 3, "G": G, "D": 24, "V": 40, "n": n, "l2norm_qk": l2norm_qk}
     inputs = draw(T=T, dtype=dtype, **sizes).map(lambda x: x.to(DEVICE))
     start, source = Padded(*LAYOUTS[layout], device=DEVICE), Padded(*LAYOUTS[layout], device=DEVICE)

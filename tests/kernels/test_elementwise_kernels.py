@@ -126,7 +126,7 @@ def test_norms_with_and_without_a_branch(with_branch, with_after, weight):
     check_norm(33, 64, PAIRS[3], with_branch, with_after, weight)
 
 
-def test_only_what_is_used_has_a_gradient():
+def test_gradients_of_single_outputs():
     norm, x, branch = norm_of(64), normal(3, 64).requires_grad_(), normal(3, 64, seed=1).requires_grad_()
     s, y = residual_norm(norm, x, branch)
     for grad in torch.autograd.grad(s, (x, branch), torch.ones_like(s), retain_graph=True):
@@ -154,7 +154,7 @@ def test_norms_of_silu(rows, width, dtype, weight):
     assert_close(found[1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
 
 
-def test_norms_of_silu_far_out():
+def test_norms_of_silu_of_extreme_inputs():
     x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 300.0, -300.0, 1e-30, 3.0]], device=DEVICE).requires_grad_()
     norm, dy = norm_of(8), normal(1, 8, seed=2)
     wide = x.detach().double().requires_grad_()
@@ -186,7 +186,7 @@ def test_rows_of_length_one_of_zeros_and_tiny_numbers():
     torch.testing.assert_close(y[2], torch.full_like(y[2], -0.125))
 
 
-def test_gradients_of_rows_of_length_one_can_be_differentiated_once_more():
+def test_second_derivatives_of_rows_of_length_one():
     x = normal(5, 64).requires_grad_()
 
     def second(unit):
@@ -208,7 +208,7 @@ def test_frozen_weights_have_no_gradient(kernels):
 
 
 @pytest.mark.parametrize("layout", ["transposed", "odd", "expanded"])
-def test_any_layout_is_read(layout):
+def test_any_layout_is_accepted(layout):
     def with_layout(x):
         if layout == "transposed":
             return x.t().contiguous().t()
@@ -247,7 +247,7 @@ def test_products(shape, dtype):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
-def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels):
+def test_a_feed_forward_layer_is_as_accurate_as_its_parts(autocast, frozen, kernels):
     """Compared with float64; both sides use the kernels of `silu_product`."""
     torch.manual_seed(0)
     layer, x = swiglu.SwiGLU(64, 160).to(DEVICE), normal(3, 50, 64).requires_grad_()
@@ -274,13 +274,13 @@ def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels
         assert error <= 1.1 * parts_error + 1e-6 * exact.norm()
 
 
-def test_a_feed_forward_layer_with_another_layer_in_it_calls_it():
+def test_a_feed_forward_layer_calls_hooks_of_its_layers():
     layer, x, outputs = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
     layer.down_proj.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     assert layer(x).equal(outputs[0])
 
 
-def test_a_feed_forward_layer_keeps_no_product():
+def test_a_feed_forward_layer_does_not_save_the_product():
     layer, x = swiglu.SwiGLU(64, 4096).to(DEVICE), normal(1000, 64).requires_grad_()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -290,7 +290,7 @@ def test_a_feed_forward_layer_keeps_no_product():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_gates_that_are_wide_open_or_shut(dtype):
+def test_products_of_extreme_gates(dtype):
     gate = torch.tensor([0.0, -0.0, 80.0, -80.0, 3e4, -3e4, torch.inf, -torch.inf], device=DEVICE).to(dtype)
     up = torch.ones_like(gate)
     got, want = torch.ops.girih.silu_product(gate, up), F.silu(gate.float())
@@ -334,13 +334,13 @@ def test_cross_entropies_of_extreme_logits(dtype):
 
 
 @pytest.mark.parametrize("label", [-1, 64, 2**40])
-def test_a_label_that_is_no_class_is_a_loss_that_is_no_number(label):
+def test_invalid_labels_give_nan_losses(label):
     z, labels = normal(3, 64), torch.tensor([1, label, 2], device=DEVICE)
     got = torch.ops.girih.cross_entropy_(z, labels, -100)
     assert got.isnan().tolist() == [False, True, False] and z.isfinite().all()
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad = Padded(16, range(2), outer=1, device=DEVICE)
     x, branch, dy, after = (pad(normal(9, 40, seed=i)) for i in range(4))
     weight = Padded(8, range(1), device=DEVICE)(normal(40))
@@ -420,19 +420,19 @@ def check_rotary(run, run_backward, sizes, D, dtype, has_row_positions):
 @pytest.mark.parametrize("has_row_positions", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D", [16, 48, 64, 96, 128, 256])
-def test_turns_of_every_width(D, dtype, has_row_positions):
+def test_rotary_of_every_width(D, dtype, has_row_positions):
     check_rotary(
         torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, has_row_positions
     )
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2, 1), (2, 0, 2, 1), (1, 5, 0, 2), (1, 5, 3, 0), (3, 700, 40, 8)])
-def test_turns_of_any_heads_and_none(sizes):
+def test_rotary_of_any_number_of_heads(sizes):
     check_rotary(torch.ops.girih.rotary, torch.ops.girih.rotary_backward, sizes, 128, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 1)])
-def test_turned_is_rotary(heads):
+def test_split_and_rotate_equals_rotary(heads):
     """Equal up to a rounding in fp32, also for first and second derivatives."""
     x, position = normal(2, 9, sum(heads), 32).requires_grad_(), torch.arange(3, 12, device=DEVICE)
 
@@ -455,7 +455,7 @@ def test_turned_is_rotary(heads):
         )
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     position, rate, all_heads = torch.arange(6, device=DEVICE), normal(8), normal(2, 6, 4, 16)
     x, weight, label = normal(4, 16), normal(16), torch.zeros(4, dtype=torch.long, device=DEVICE)
     ops = torch.ops.girih
@@ -493,7 +493,7 @@ def test_what_they_refuse():
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 3), (torch.float64, 8)], ids=str)
-def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
+def test_products_without_a_kernel_use_pytorch(dtype, width):
     gate, up = (normal(3, width, seed=i).to(dtype).requires_grad_() for i in range(2))
     for result, want in (
         (silu_product(gate, up), F.silu(gate) * up),
@@ -507,7 +507,7 @@ def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
 
 
 @pytest.mark.parametrize("why", ["hook", "double", "width", "strides", "class"])
-def test_the_rest_goes_to_pytorch(why, kernels):
+def test_other_calls_use_pytorch(why, kernels):
     width = 12 if why == "width" else 64
     norm, x = norm_of(width), normal(4, width)
     if why == "hook":
@@ -522,7 +522,7 @@ def test_the_rest_goes_to_pytorch(why, kernels):
     assert not kernels and s is x and y.equal(norm(x))
 
 
-def test_what_transforms_operators_gets_pytorchs():
+def test_torch_func_transforms_use_pytorch():
     norm, x = norm_of(64), normal(3, 5, 64)
 
     def f(x):
@@ -578,7 +578,7 @@ def errors_of(model, exact, ids):
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "gated_deltanet", "attention"])
-def test_a_model_trains_as_right_as_by_pytorch(mixer, kernels, without_kernels):
+def test_a_model_trains_as_accurately_as_with_pytorch(mixer, kernels, without_kernels):
     torch.manual_seed(0)
     sizes = {"vocab_size": 1000, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
     model = GirihForCausalLM(GirihConfig(mixer=mixer, loss_in_chunks=True, **sizes)).to(DEVICE).train()

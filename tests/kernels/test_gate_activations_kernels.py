@@ -87,13 +87,13 @@ def test_every_number_of_rows(columns, rows, gate):
     check(run, normal(rows, columns, dtype=torch.bfloat16), gate, with_bias=False)
 
 
-def test_blocks_that_walk_over_many_rows():
+def test_blocks_that_loop_over_rows():
     check(run, normal(2**18 + 5, 9), "sigmoid")
     check(run, normal(20000, 1032), "decay")
 
 
 @pytest.mark.parametrize("layout", ["columns", "odd columns", "transposed", "expanded", "odd"])
-def test_any_layout_is_read(layout):
+def test_any_layout_is_accepted(layout):
     whole = normal(3, 7, 64, dtype=torch.bfloat16)
     x = {
         "columns": lambda: whole[..., 16:32],
@@ -105,13 +105,13 @@ def test_any_layout_is_read(layout):
     check(run, x, "sigmoid")
 
 
-def test_gates_that_are_wide_open_or_shut():
+def test_extreme_gates():
     x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 3e4, -3e4, 20.5, -20.5]], device=DEVICE)
     for gate in GATES:
         check(run, x, gate)
 
 
-def test_only_what_is_wanted_has_a_gradient():
+def test_only_requested_gradients_are_computed():
     x, bias = normal(9, 16).requires_grad_(), normal(16)
     assert_close(
         torch.autograd.grad(apply_gate(x, "sigmoid", bias).sum(), x)[0],
@@ -126,7 +126,7 @@ def test_only_what_is_wanted_has_a_gradient():
 
 @pytest.mark.parametrize("rows", [(5,), ()], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_can_be_differentiated_once_more(gate, rows):
+def test_second_derivatives(gate, rows):
     bias, rate = bias_and_rate(16, gate, True)
     leaves = [t.requires_grad_() for t in (normal(*rows, 16), bias, rate) if t is not None]
 
@@ -141,7 +141,7 @@ def test_gradients_can_be_differentiated_once_more(gate, rows):
         torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_the_rest_goes_to_pytorch(monkeypatch):
+def test_other_calls_use_pytorch(monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "row_gates", None)
     x, bias = normal(4, 16), normal(16)
     assert apply_gate(x.double(), "sigmoid", bias).dtype == torch.float64
@@ -151,7 +151,7 @@ def test_the_rest_goes_to_pytorch(monkeypatch):
     torch.func.vmap(lambda row: apply_gate(row, "sigmoid", bias))(x)
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad, rows = Padded(8, range(1), device=DEVICE), Padded(16, range(2), device=DEVICE)
     x, dense = rows(normal(9, 40)), Padded(16, range(2), outer=1, device=DEVICE)
     bias, rate, dy = pad(normal(40, seed=1)), pad(normal(40, seed=2)), dense(normal(9, 40, seed=3))
@@ -170,7 +170,7 @@ def test_equal_calls_have_the_same_bits():
     assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     x, bias, ops = normal(4, 16), normal(16), torch.ops.girih
     for call, message in [
         (lambda: ops.row_gates(x.double(), "sigmoid", bias, None, 1.0), "x is Double"),

@@ -133,7 +133,7 @@ def test_every_layout(layout, dtype, width):
 
 @pytest.mark.parametrize("unaligned", range(4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_begin_anywhere(unaligned, dtype):
+def test_unaligned_rows(unaligned, dtype):
     """Contiguous tensors, one of which starts at an address that is not a multiple of 16 bytes."""
     inputs = draw(5, 128, dtype=dtype)
     device_inputs = on_device(inputs)
@@ -167,7 +167,7 @@ def test_expanded_gradients():
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_far_out(activation, dtype):
+def test_gates_of_any_size(activation, dtype):
     x, weight, _, dy = draw(2, 16, 8, dtype=dtype)
     far = torch.tensor([0.0, 1e-6, 8.0, 30.0, 87.0, 89.0, 127.0, 1e3])
     gate = torch.stack([far, -far]).repeat(16, 1).view(2, 16, 8).to(dtype)
@@ -178,7 +178,7 @@ def test_gates_far_out(activation, dtype):
     assert_accurate_as_formula(found, inputs, **options)
 
 
-def test_a_row_of_zeros_and_one_that_is_not_finite():
+def test_rows_of_zeros_and_infinities_do_not_affect_others():
     """Neither row affects y, dx or dgate of another row."""
     x, weight, gate, dy = on_device(draw(40, 64, dtype=torch.bfloat16))
     want = run(x, weight, gate, dy)
@@ -200,7 +200,7 @@ def test_a_hundred_runs_have_the_same_bits(width):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.float32, 8193)], ids=str)
-def test_what_has_no_kernel_takes_the_aten_form(dtype, width):
+def test_calls_without_a_kernel_use_aten(dtype, width):
     inputs = [t.to(dtype) for t in draw(2, 3, width, dtype=torch.float32)]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for got, want in zip(run(*on_device(inputs)), run(*inputs), strict=True):

@@ -171,7 +171,7 @@ def test_large_logits_in_fp32(M):
 @pytest.mark.parametrize("feature", ["softmax", "silu"])
 @pytest.mark.parametrize("M", [72, 128])
 @pytest.mark.parametrize("pattern", ["open", "mild", "sudden", "uniform"])
-def test_rows_of_more_slots_than_a_warp_has(pattern, M, feature):
+def test_rows_of_slots_shared_by_two_warps(pattern, M, feature):
     """Two warps share a row: its softmax and its products, with and without factored gates."""
     dtype = DTYPES[1 + (M == 128)]
     inputs = draw(T=100, G=2, M=M, D=72, V=136, pattern=pattern, dtype=dtype, feature=feature, scale=0.1)
@@ -181,7 +181,7 @@ def test_rows_of_more_slots_than_a_warp_has(pattern, M, feature):
 @pytest.mark.parametrize("kind", ["s_g", "g", "abc", "head", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slots", [120, 136])  # within and beyond the limit of the tensor-core kernels
-def test_several_tiles_of_everything(slots, dtype, kind):
+def test_several_tiles_of_every_dimension(slots, dtype, kind):
     """Wide rows, many slots and grouped queries together, in chunks that end early."""
     D = slots if kind == "channel" else 200
     inputs = draw(kind, B=1, T=150, G=2, D=D, V=136, M=slots, dtype=dtype, pattern="mixed", sequences=3)
@@ -200,7 +200,7 @@ def test_one_closed_gate(position, dtype):
 @pytest.mark.parametrize("kind", ["s_g", "head"])
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate, dtype, kind):
+def test_very_negative_gates_equal_closed_gates(gate, dtype, kind):
     """A gate resets the memory without loss of precision for its neighbours: the results equal those of
     -100."""
     inputs = draw(kind, T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
@@ -213,7 +213,7 @@ def test_a_gate_far_below_is_as_one_that_closes(gate, dtype, kind):
         torch.testing.assert_close(found[name], want[name], rtol=close, atol=close)
 
 
-def test_no_sequences_in_a_row_of_tokens():
+def test_zero_packed_sequences():
     inputs = draw(B=1, T=128, dtype=torch.bfloat16, sequences=0).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
     assert not any(x.any() for name, x in found.items() if x.numel())
@@ -363,7 +363,7 @@ def test_bounds_of_rows(dtype, kind):
 )
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
-def test_bounds_that_make_no_sense_reach_nothing_outside(kind, dtype, bounds):
+def test_invalid_bounds_access_no_memory_outside(kind, dtype, bounds):
     inputs = draw(kind, B=1, T=40, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -390,7 +390,7 @@ def test_masked_tokens_of_abc_do_nothing():
 
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("kind", ["s_g", "abc", "head", "channel"])
-def test_nothing_is_left_unwritten(kind, dtype):
+def test_every_output_is_written(kind, dtype):
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -434,7 +434,7 @@ def test_long_packed_sequences_of_few_heads(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "head", "channel"])
-def test_long_sequences_from_nothing(kind):
+def test_long_sequences_without_a_first_state(kind):
     inputs = draw(kind, B=1, T=3300, V=136, dtype=torch.bfloat16)
     assert_accurate_as_formula(replace(inputs, state={}))
 
@@ -469,7 +469,7 @@ def test_gates_between_large_gradients(kind, size, dtype):
     "kind, G", [("s_g", 1), ("g", 2), ("abc", 1), ("plain", 1), ("head", 2), ("channel", 1)]
 )
 @torch.no_grad()
-def test_steps_in_place_are_the_forward(kind, G, layout, dtype):
+def test_steps_in_place_equal_the_forward(kind, G, layout, dtype):
     T, sizes = 9, {"B": 3, "G": G, "D": 24, "V": 40, "M": 17}
     inputs = draw(kind, T=T, dtype=dtype, **sizes).map(lambda x: x.to(DEVICE))
     start, source = Padded(*LAYOUTS[layout], device=DEVICE), Padded(*LAYOUTS[layout], device=DEVICE)

@@ -47,14 +47,14 @@ def test_every_operator_with_kernels_has_a_section():
 
 
 @every_section
-def test_files_of_a_section_lie_in_its_folder(folders, text):
+def test_files_of_a_section_exist_in_its_folders(folders, text):
     names = files_in(text)
     assert names
     for name in names:
         assert find_files(name, folders), f"{name}: not in {', '.join(folders)}, nor where its folders say"
 
 
-def test_files_elsewhere_on_the_page_are_there():
+def test_other_files_on_the_page_exist():
     rest = TEXT
     for _, text in sections():
         rest = rest.replace(text, "")
@@ -83,7 +83,7 @@ def test_a_section_names_every_file_with_a_kernel(folders, text):
             assert file in named or file.name == "step.cu", file
 
 
-def test_names_of_functions_and_types_are_those_of_the_sources():
+def test_named_functions_and_types_exist():
     known = words_of(*SOURCES, *ROOT.glob("csrc/ops/**/*.h"), *ROOT.glob("csrc/ops/**/*.cpp"))
     known |= words_of(*ROOT.glob("tests/emulated/*.py"), *ROOT.glob("tests/gpu/*.py")) | set(FOLDERS)
     inline = re.findall(r"`((?:\w+::)*\w+)(?:\(\))?`", re.sub(r"^    .*", "", TEXT, flags=re.MULTILINE))
@@ -94,7 +94,7 @@ def test_names_of_functions_and_types_are_those_of_the_sources():
         assert set(name.split("::")) <= known, name
 
 
-def test_the_lines_that_decide_are_those_of_the_sources():
+def test_quoted_lines_are_in_the_sources():
     (part,) = re.findall(r"^## Three calls\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^    (.*?) \| (.*) \| (\S+)$", part, re.MULTILINE)
     assert len(rows) >= 15
@@ -103,7 +103,7 @@ def test_the_lines_that_decide_are_those_of_the_sources():
         assert line in re.sub(r"\s+", " ", source.read_text()), f"{step}: {file} has no {line}"
 
 
-def test_folders_include_what_the_page_says():
+def test_includes_between_folders_match_the_page():
     (part,) = re.findall(r"^## Folders\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
     listed = re.findall(r"    (\w+) -> (\w+(?:, \w+)*)(?=    |$)", part, re.MULTILINE)
     rules = {folder: set(others.split(", ")) for folder, others in listed}

@@ -83,7 +83,7 @@ def draw(
     return Inputs("lattice", data, state, grads, {"chunk": chunk} | options)
 
 
-def test_which_path_a_call_takes():
+def test_selected_path():
     def path(**how):
         inputs = draw(resumed=False, **how)
         state = inputs.state["first"].to(torch.promote_types(torch.float32, inputs.data["q"].dtype))
@@ -144,7 +144,7 @@ def test_gates_from_0_to_minus_20(pattern, chunk, objective, resumed):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("chunk", [16, 40])
-def test_tokens_that_come_again(chunk, structure, objective):
+def test_repeated_tokens(chunk, structure, objective):
     inputs = draw(chunk=chunk, objective=objective)
     for name in ("k", "v"):
         inputs.data[name] = STRUCTURES[structure](inputs.data[name]).contiguous()
@@ -208,7 +208,7 @@ def test_packed_sequences(bounds, chunk, resumed):
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
 @pytest.mark.parametrize("chunk", [16, 7])
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, chunk, resumed):
+def test_invalid_bounds_access_no_memory_outside(bounds, chunk, resumed):
     inputs = draw(B=1, T=40, sequences=3, chunk=chunk, resumed=resumed)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -236,7 +236,7 @@ def test_bounds_of_rows(chunk):
 
 @start_and_resumed
 @pytest.mark.parametrize("chunk", [16, 7])
-def test_nothing_is_left_unwritten(chunk, resumed):
+def test_every_output_is_written(chunk, resumed):
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -306,7 +306,7 @@ def run_steps(inputs, T):
 @pytest.mark.parametrize("pattern", [None, "mild"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @torch.no_grad()
-def test_steps_are_the_sequence(objective, pattern, G, dtype):
+def test_steps_equal_the_sequence(objective, pattern, G, dtype):
     for D, M, chunk in ((64, 64, 16), (30, 17, 1), (136, 150, 3)):
         inputs = draw(T=20, D=D, M=M, G=G, chunk=chunk, pattern=pattern, objective=objective, dtype=dtype)
         inputs = inputs.map(lambda x: x.to(DEVICE))
@@ -388,7 +388,7 @@ FP32_CHUNKS = [1, 2, 7, 16, 40]
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("pattern", [None, "mild"])
 @pytest.mark.parametrize("chunk", FP32_CHUNKS)
-def test_exact_chunks(chunk, pattern, objective, resumed):
+def test_fp32_chunks(chunk, pattern, objective, resumed):
     for dtype in DTYPES if chunk < 8 else DTYPES[:1]:
         how = {"chunk": chunk, "pattern": pattern, "objective": objective, "dtype": dtype}
         assert_fp32_accurate(draw_fp32(resumed=resumed, **how))
@@ -396,14 +396,14 @@ def test_exact_chunks(chunk, pattern, objective, resumed):
 
 @pytest.mark.parametrize("T", [0, 1, 7, 8, 9, 63, 64, 65, 129])
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_exact_lengths(T, chunk):
+def test_fp32_lengths(T, chunk):
     assert_fp32_accurate(draw_fp32(T=T, chunk=chunk, resumed=True))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("D, M", [(1, 64), (3, 1), (64, 64), (100, 64), (64, 100), (128, 128)])
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_exact_widths(D, M, chunk, objective):
+def test_fp32_widths(D, M, chunk, objective):
     # At D = 1 a step is parallel to its column, and its gradient has no meaning.
     assert_fp32_accurate(draw_fp32(T=20, D=D, M=M, chunk=chunk, objective=objective, resumed=D > 1))
 
@@ -421,18 +421,18 @@ def test_free_norms_and_shrinkage(normalize, shrinkage, pattern, objective):
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("G", [2, 8])
-def test_exact_grouped_queries(G, chunk):
+def test_fp32_grouped_queries(G, chunk):
     assert_fp32_accurate(draw_fp32(G=G, chunk=chunk, resumed=True))
 
 
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
-def test_exact_gates_of_any_dtype(gate_dtype):
+def test_fp32_gates_of_any_dtype(gate_dtype):
     assert_fp32_accurate(draw_fp32(gate_dtype=gate_dtype))
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_exact_layouts(layout, chunk):
+def test_fp32_layouts(layout, chunk):
     inputs = draw_fp32(B=3, D=24, M=17, chunk=chunk, resumed=True)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_fp32_accurate(inputs, found=run(inputs.map(pad)))
@@ -441,7 +441,7 @@ def test_exact_layouts(layout, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("bounds", [[0, 0, 64, 64, 70, 90, 90], [0, 1, 2, 65, 70, 90], [9, 40, 80]], ids=str)
-def test_exact_packed_sequences(bounds, chunk):
+def test_fp32_packed_sequences(bounds, chunk):
     inputs = draw_fp32(B=1, T=90, chunk=chunk, resumed=True, sequences=len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
@@ -450,14 +450,14 @@ def test_exact_packed_sequences(bounds, chunk):
 
 
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
-def test_exact_absent_gradients(absent):
+def test_fp32_absent_gradients(absent):
     inputs = draw_fp32(chunk=7, resumed=True)
     kept = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
     assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_exact_runs_have_the_same_bits(chunk):
+def test_fp32_runs_have_the_same_bits(chunk):
     inputs = draw_fp32(T=200, D=64, M=64, chunk=chunk, resumed=True).map(lambda x: x.to(DEVICE))
     first = run(inputs)
     for _ in range(20):
@@ -473,13 +473,13 @@ def test_more_sequences_than_blocks(chunk):
 
 
 @torch.no_grad()
-def test_exact_columns_stay_of_unit_length():
+def test_fp32_columns_stay_of_unit_length():
     inputs = draw_fp32(B=1, H=1, T=65536, D=64, M=64, pattern=None).map(lambda x: x.to(DEVICE))
     _, state = ops.lattice(**inputs.data, **inputs.options, state=inputs.state["first"])
     assert (state.first.norm(dim=-2) - 1).abs().max() < 1e-5
 
 
-def test_exact_memory_of_training():
+def test_fp32_memory_of_training():
     """Memories are saved every 64 tokens, not for every token."""
     inputs = draw_fp32(B=4, T=4096, H=16, D=64, M=64, dtype=torch.bfloat16)
     leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)

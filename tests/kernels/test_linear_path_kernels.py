@@ -193,7 +193,7 @@ def test_gates_of_channels_of_any_sizes(sizes, n):
 
 
 @pytest.mark.parametrize("layout", ["transposed", "odd", "expanded"])
-def test_any_layout_is_read(layout):
+def test_any_layout_is_accepted(layout):
     def with_layout(x):
         if layout == "transposed":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -222,7 +222,7 @@ def test_any_layout_is_read(layout):
     )
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad, ops = Padded(16, range(4), outer=1, device=DEVICE), torch.ops.girih
     shapes = [(2, 6, 4, 40), (2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 1, 40), (2, 6, 1, 40)]
     x, dq, dk, dv, k, v = (pad(normal(*shape, seed=i)) for i, shape in enumerate(shapes))
@@ -248,7 +248,7 @@ def test_equal_calls_have_the_same_bits():
     assert all(a.equal(b) for a, b in zip(run_once(), run_once(), strict=True))
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     x, ops = normal(2, 6, 4, 40).to(DEVICE), torch.ops.girih
     for call, message in [
         (lambda: ops.virtual_rows(x[..., :12], x, x, 2), "q is Float"),
@@ -297,7 +297,7 @@ def test_functions_differentiate(dtype):
 
 @pytest.mark.parametrize("gate_per", ["head", "channel"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
+def test_an_injected_layer_is_as_accurate_as_its_parts(n, gate_per, monkeypatch):
     """In bf16 the errors of outputs and gradients against float64 are at most those of the separate parts."""
     torch.manual_seed(0)
     path = liza.LinearPath(SIZES, Injection(n=n, gate_per=gate_per)).to(DEVICE)

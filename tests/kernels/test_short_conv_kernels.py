@@ -146,7 +146,7 @@ def test_packed_sequences(bounds, index, layout, dtype):
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
+def test_invalid_bounds_access_no_memory_outside(bounds, dtype):
     inputs = draw(1, 40, 8, 4, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), cu_seqlens=torch.tensor(bounds, device="cuda"))
@@ -170,7 +170,7 @@ def test_a_hundred_runs_have_the_same_bits(packed):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
 @pytest.mark.parametrize("bias, activation", [(True, "silu"), (False, "silu"), (True, None), (False, None)])
-def test_a_step_is_a_forward_of_one_token(layout, dtype, W, bias, activation):
+def test_a_step_equals_a_forward_of_one_token(layout, dtype, W, bias, activation):
     pad = Padded(*LAYOUTS[layout])
     assert_step_is_the_forward(pad, draw(3, 1, 36, W, dtype=dtype, bias=bias), activation)
 

@@ -106,12 +106,12 @@ def test_a_residual(width, kind):
     check(x, matrices, row_input, torch.randn(4, 1, 1032, dtype=torch.bfloat16))
 
 
-def test_the_widest_rows_of_all():
+def test_the_widest_rows():
     check(*draw((12,), 8192, (16,), torch.bfloat16, "rms_norm"))
 
 
 @torch.no_grad()
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     call = draw((3,), 264, (9, 17, 8, 8, 5), torch.bfloat16, "rms_norm")
     padded = Padded(8, (0, 1), 1)
     plain = products(*map_tensors(call, lambda t: t.to(DEVICE)))
@@ -133,7 +133,7 @@ def test_the_same_bits_in_every_run_and_in_a_graph():
             assert torch.equal(a, b) and torch.equal(a, c)
 
 
-def test_what_it_refuses():
+def test_invalid_arguments_are_refused():
     x, matrices, _ = map_tensors(draw((2,), 64, (8, 8), torch.bfloat16), lambda t: t.to(DEVICE))
 
     def call(
@@ -191,7 +191,7 @@ def test_what_it_refuses():
     ids=lambda x: str(list(x.shape)),
 )
 @torch.no_grad()
-def test_the_rest_goes_to_pytorch(x):
+def test_other_calls_use_pytorch(x):
     x = x.to(DEVICE)
     weight = torch.randn(8, x.shape[-1], device=DEVICE).to(x.dtype)
     assert not has_skinny_gemm(x, [Product(weight)])

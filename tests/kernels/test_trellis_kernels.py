@@ -85,7 +85,7 @@ def with_scaled_gradients(inputs):
     return replace(inputs, grads={name: x / 16 for name, x in inputs.grads.items()})
 
 
-def test_which_path_a_call_takes():
+def test_selected_path():
     def path(**how):
         inputs = draw(resumed=False, **how)
         state = inputs.state["k"], inputs.state["v"]
@@ -177,7 +177,7 @@ def test_gates_from_0_to_minus_20(pattern, chunk, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("phi", MAPS)
 @pytest.mark.parametrize("pattern", ["closed", "mixed", "uniform"])
-def test_what_gates_empty_stays_finite(pattern, phi, dtype):
+def test_closed_gates_give_finite_results(pattern, phi, dtype):
     inputs = draw(T=130, pattern=pattern, dtype=dtype, phi=phi, f=phi).map(lambda x: x.to(DEVICE))
     with torch.no_grad():
         o, state = ops.trellis(**inputs.data, **inputs.options, state=initial_state(inputs))
@@ -236,7 +236,7 @@ def test_packed_sequences(bounds, chunk, resumed):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
+def test_invalid_bounds_access_no_memory_outside(bounds, resumed):
     inputs = draw(B=1, T=40, sequences=3, resumed=resumed)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -261,7 +261,7 @@ def test_bounds_of_rows():
             assert row_result.equal(x), name
 
 
-def test_nothing_is_left_unwritten():
+def test_every_output_is_written():
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -313,7 +313,7 @@ def run_steps(inputs, T):
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize("phi", MAPS)
 @torch.no_grad()
-def test_steps_are_the_sequence(phi, G, dtype):
+def test_steps_equal_the_sequence(phi, G, dtype):
     for D, V, M, chunk in ((64, 64, 64, 16), (7, 30, 17, 1), (24, 20, 17, 4), (136, 200, 150, 3)):
         inputs = draw(T=20, D=D, V=V, M=M, G=G, chunk=chunk, phi=phi, dtype=dtype).map(lambda x: x.to(DEVICE))
         found = run_steps(inputs, 20)
@@ -382,13 +382,13 @@ def assert_fp32_accurate(inputs, cu_seqlens=None, found=None):
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("pattern", [None, "mild"])
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33, 40, 64])
-def test_exact_chunks(chunk, pattern, resumed):
+def test_fp32_chunks(chunk, pattern, resumed):
     assert_fp32_accurate(draw_fp32(T=150, chunk=chunk, pattern=pattern, resumed=resumed))
 
 
 @pytest.mark.parametrize("T", [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_exact_lengths(T, chunk):
+def test_fp32_lengths(T, chunk):
     assert_fp32_accurate(draw_fp32(B=3, T=T, chunk=chunk, resumed=True))
 
 
@@ -397,7 +397,7 @@ def test_exact_lengths(T, chunk):
     "D, V, M",
     [(129, 24, 20), (24, 129, 20), (24, 20, 129), (256, 256, 256), (200, 136, 72), (64, 3, 255)],
 )
-def test_exact_wide(D, V, M, dtype):
+def test_fp32_wide(D, V, M, dtype):
     for chunk, resumed in ((16, True), (64, True), (1, False)):
         assert_fp32_accurate(
             draw_fp32(B=1, T=70, H=2, D=D, V=V, M=M, chunk=chunk, dtype=dtype, resumed=resumed)
@@ -406,56 +406,56 @@ def test_exact_wide(D, V, M, dtype):
 
 @pytest.mark.parametrize("D, V, M", [(3, 1, 1), (64, 64, 64), (65, 20, 72), (20, 72, 8), (128, 128, 128)])
 @pytest.mark.parametrize("chunk", [1, 16, 40])
-def test_exact_widths(D, V, M, chunk):
+def test_fp32_widths(D, V, M, chunk):
     assert_fp32_accurate(draw_fp32(D=D, V=V, M=M, chunk=chunk, resumed=True))
 
 
 @pytest.mark.parametrize("phi", ["silu", "softmax"])
 @pytest.mark.parametrize("D, V, M", [(1, 64, 3), (3, 1, 1), (20, 64, 3)])
 @pytest.mark.parametrize("chunk", [1, 16, 40])
-def test_exact_few_slots(D, V, M, chunk, phi):
+def test_fp32_few_slots(D, V, M, chunk, phi):
     """With maps without a norm: three slots minus their mean may nearly vanish, and a division by their norm
     amplifies rounding errors. The norm of a memory of width 1 keeps only the sign."""
     assert_fp32_accurate(draw_fp32(D=D, V=V, M=M, chunk=chunk, phi=phi, f=phi, resumed=True))
 
 
 @pytest.mark.parametrize("chunk", [16, 40])
-def test_exact_few_slots_by_their_length(chunk):
+def test_fp32_few_slots_with_a_norm(chunk):
     assert_fp32_accurate(draw_fp32(D=20, V=64, M=3, chunk=chunk, phi="l2_silu", f="l2_silu", resumed=True))
 
 
 @pytest.mark.parametrize("M", [40, 130])
 @pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
 @pytest.mark.parametrize("phi", MAPS)
-def test_exact_maps(phi, f, M):
+def test_fp32_maps(phi, f, M):
     assert_fp32_accurate(draw_fp32(M=M, phi=phi, f=f, resumed=True))
 
 
 @pytest.mark.parametrize("f", MAPS)
-def test_exact_maps_of_reads(f):
+def test_fp32_maps_of_reads(f):
     assert_fp32_accurate(draw_fp32(f=f))
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 40])
 @pytest.mark.parametrize("pattern", ["open", "closed", "mixed", "sudden", "uniform"])
-def test_exact_gates_from_0_to_minus_20(pattern, chunk):
+def test_fp32_gates_from_0_to_minus_20(pattern, chunk):
     assert_fp32_accurate(draw_fp32(T=130, pattern=pattern, chunk=chunk, phi="silu", f="silu", resumed=True))
 
 
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
-def test_exact_gates_of_any_dtype(gate_dtype):
+def test_fp32_gates_of_any_dtype(gate_dtype):
     assert_fp32_accurate(draw_fp32(gate_dtype=gate_dtype))
 
 
 @pytest.mark.parametrize("D", [24, 136])
 @pytest.mark.parametrize("G", [2, 8])
-def test_exact_grouped_queries(G, D):
+def test_fp32_grouped_queries(G, D):
     assert_fp32_accurate(draw_fp32(G=G, D=D, resumed=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_exact_layouts(layout, chunk):
+def test_fp32_layouts(layout, chunk):
     inputs = draw_fp32(B=3, T=67, chunk=chunk, resumed=True)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_fp32_accurate(inputs, found=run(inputs.map(pad)))
@@ -467,7 +467,7 @@ def test_exact_layouts(layout, chunk):
 @pytest.mark.parametrize(
     "bounds", [[0, 150], [0, 0, 64, 64, 128, 150, 150], [0, 1, 2, 65, 129, 150], [9, 70, 140]], ids=str
 )
-def test_exact_packed_sequences(bounds, chunk, resumed):
+def test_fp32_packed_sequences(bounds, chunk, resumed):
     inputs = draw_fp32(B=1, T=150, chunk=chunk, resumed=resumed, sequences=len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
@@ -479,7 +479,7 @@ def test_exact_packed_sequences(bounds, chunk, resumed):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_exact_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
+def test_fp32_invalid_bounds_access_no_memory_outside(bounds, resumed):
     inputs = draw_fp32(B=1, T=40, sequences=3, resumed=resumed)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -487,7 +487,7 @@ def test_exact_bounds_that_make_no_sense_reach_nothing_outside(bounds, resumed):
     pad.assert_untouched()
 
 
-def test_exact_bounds_of_rows():
+def test_fp32_bounds_of_rows():
     """A row's tokens between its bounds give the same bits alone; other tokens give zeros."""
     inputs = draw_fp32(B=3, T=150).map(lambda x: x.to(DEVICE))
     bounds = [(0, 150), (20, 97), (60, 60)]
@@ -504,13 +504,13 @@ def test_exact_bounds_of_rows():
 
 
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
-def test_exact_absent_gradients(absent):
+def test_fp32_absent_gradients(absent):
     inputs = draw_fp32(chunk=7, resumed=True)
     kept = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
     assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
 
 
-def test_exact_leaves_nothing_unwritten():
+def test_fp32_every_output_is_written():
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -522,7 +522,7 @@ def test_exact_leaves_nothing_unwritten():
 
 
 @pytest.mark.parametrize("M", [64, 150])
-def test_exact_runs_have_the_same_bits(M):
+def test_fp32_runs_have_the_same_bits(M):
     inputs = draw_fp32(T=200, D=64, V=64, M=M, resumed=True).map(lambda x: x.to(DEVICE))
     first = run(inputs)
     for _ in range(20):
@@ -531,12 +531,12 @@ def test_exact_runs_have_the_same_bits(M):
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-def test_exact_calls_that_go_on(chunk):
+def test_fp32_calls_in_segments(chunk):
     inputs = draw_fp32(B=1, T=200, chunk=chunk).map(lambda x: x.to(DEVICE))
     assert_fp32_accurate(inputs, found=run_in_segments(inputs, 77))
 
 
-def test_exact_memory_of_training():
+def test_fp32_memory_of_training():
     """Memories are saved every 64 tokens, not for every token."""
     inputs = draw_fp32(B=4, T=4096, H=16, D=64, V=64, M=64, chunk=1)
     leaves = inputs.map(lambda x: x.to(DEVICE)).map(torch.Tensor.requires_grad_)

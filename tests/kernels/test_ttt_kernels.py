@@ -87,7 +87,7 @@ def draw(
     return Inputs("ttt", data, state, grads, {"chunk": chunk} | options)
 
 
-def test_which_path_a_call_takes():
+def test_selected_path():
     def path(**how):
         inputs = draw(resumed=False, **how)
         return ops.explain(
@@ -212,7 +212,7 @@ def test_packed_sequences(bounds, chunk, resumed, weighted):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
+def test_invalid_bounds_access_no_memory_outside(bounds, dtype):
     for f in ("identity", "softmax"):
         inputs = draw(B=1, T=40, sequences=3, dtype=dtype, f=f, weighted=True)
         pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
@@ -241,7 +241,7 @@ def test_bounds_of_rows(f, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_nothing_is_left_unwritten(dtype):
+def test_every_output_is_written(dtype):
     """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -296,7 +296,7 @@ def run_steps(inputs, T):
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize("phi", MAPS)
 @torch.no_grad()
-def test_steps_are_the_sequence(phi, G, dtype, weighted):
+def test_steps_equal_the_sequence(phi, G, dtype, weighted):
     for D, M, chunk in ((64, 64, 16), (7, 17, 1), (24, 17, 4), (136, 150, 3)):
         inputs = draw(T=20, D=D, M=M, G=G, chunk=chunk, phi=phi, dtype=dtype, weighted=weighted)
         inputs = inputs.map(lambda x: x.to(DEVICE))
@@ -336,19 +336,19 @@ def draw_fp32(*, T=40, H=3, D=24, M=17, dtype=torch.float32, resumed=False, **ho
 @WEIGHTED
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33, 40, 64])
-def test_exact_chunks(chunk, resumed, weighted):
+def test_fp32_chunks(chunk, resumed, weighted):
     assert_fp32_accurate(draw_fp32(T=150, chunk=chunk, pattern="mild", resumed=resumed, weighted=weighted))
 
 
 @pytest.mark.parametrize("T", [0, 1, 63, 64, 65, 129])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_exact_lengths(T, chunk):
+def test_fp32_lengths(T, chunk):
     assert_fp32_accurate(draw_fp32(B=3, T=T, chunk=chunk, resumed=True, weighted=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, M", [(129, 20), (24, 129), (256, 256), (200, 72), (64, 255)])
-def test_exact_wide(D, M, dtype):
+def test_fp32_wide(D, M, dtype):
     for chunk, resumed in ((16, True), (1, False)):
         how = {"chunk": chunk, "dtype": dtype, "resumed": resumed, "weighted": True}
         assert_fp32_accurate(draw_fp32(B=1, T=70, H=2, D=D, M=M, **how))
@@ -358,7 +358,7 @@ def test_exact_wide(D, M, dtype):
 @pytest.mark.parametrize("M", [40, 130])
 @pytest.mark.parametrize("f", ["layer_norm", "softmax", "identity"])
 @pytest.mark.parametrize("phi", MAPS)
-def test_exact_maps(phi, f, M, weighted):
+def test_fp32_maps(phi, f, M, weighted):
     assert_fp32_accurate(draw_fp32(M=M, phi=phi, f=f, resumed=True, weighted=weighted))
 
 
@@ -371,13 +371,13 @@ def test_a_weight_of_softmax(f, dtype):
 @WEIGHTED
 @pytest.mark.parametrize("D", [24, 136])
 @pytest.mark.parametrize("G", [2, 8])
-def test_exact_grouped_queries(G, D, weighted):
+def test_fp32_grouped_queries(G, D, weighted):
     assert_fp32_accurate(draw_fp32(G=G, D=D, resumed=True, pattern="mild", weighted=weighted))
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_exact_layouts(layout, chunk):
+def test_fp32_layouts(layout, chunk):
     inputs = draw_fp32(B=3, T=67, chunk=chunk, resumed=True, weighted=True)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
     assert_fp32_accurate(inputs, found=run(inputs.map(pad)))
@@ -387,7 +387,7 @@ def test_exact_layouts(layout, chunk):
 @pytest.mark.parametrize("f", ["softmax", "identity"])
 @pytest.mark.parametrize("chunk", [1, 33])
 @pytest.mark.parametrize("bounds", [[0, 0, 64, 64, 128, 150, 150], [9, 70, 140]], ids=str)
-def test_exact_packed_sequences(bounds, chunk, f):
+def test_fp32_packed_sequences(bounds, chunk, f):
     how = {"sequences": len(bounds) - 1, "f": f, "pattern": "mild", "weighted": True}
     inputs = draw_fp32(B=1, T=150, chunk=chunk, resumed=True, **how)
     cu_seqlens = torch.tensor(bounds)

@@ -51,7 +51,7 @@ def test_fp32_after_4096_tokens(case, device):
 
 
 @pytest.mark.parametrize("case", [c for c in RECURRENT if c.memory], ids=str)
-def test_a_first_memory_may_differ_between_sequences(case, device):
+def test_first_memories_per_sequence(case, device):
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(5, dtype=dtype, device=device)
     inputs = type(inputs)(

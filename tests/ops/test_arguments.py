@@ -109,13 +109,13 @@ def test_options_out_of_range(name, change, words, device):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "q" in c.data], ids=str)
-def test_query_heads_that_are_no_multiple(case, device):
+def test_query_heads_must_be_a_multiple_of_heads(case, device):
     refuse(case, draw(case, H=2, Q=3), "q", "3", "multiple", "2", device=device)
     refuse(case, draw(case, H=2, Q=0), "q", "0", "at least 1", device=device)
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_bounds_of_packed_sequences(case, device):
+def test_invalid_bounds_of_packed_sequences(case, device):
     name = case.packing
     bounds = torch.tensor([0, 4])
     refuse(case, draw(case, B=2) | {name: bounds}, name, "B", device=device)
@@ -136,13 +136,13 @@ def test_a_tensor_on_another_device(case):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_step_takes_one_token(case, device):
+def test_a_step_requires_one_token(case, device):
     keywords = {name: move_to(x, device) for name, x in draw(case, T=2, resumed=True).items()}
     with pytest.raises(ValueError, match="T = 1"):
         getattr(ops, f"{case.op}_step")(**keywords)
 
 
-def test_an_abc_state_needs_z_and_a_gated_one_has_none(device):
+def test_z_is_required_for_abc_and_refused_for_gated_states(device):
     abc, gated = (draw(CASES_BY_NAME[name], resumed=True) for name in ("gsa-abc", "gsa-g"))
     refuse(
         CASES_BY_NAME["gsa-abc"],
@@ -158,14 +158,14 @@ def test_an_abc_state_needs_z_and_a_gated_one_has_none(device):
 
 
 @pytest.mark.parametrize("name", ["delta_product-n2", "delta_product-n3_vector", "delta_product-plain"])
-def test_the_number_of_householder_steps_is_read_off_the_rows(name, device):
+def test_n_defaults_to_the_ratio_of_rows_to_tokens(name, device):
     for T in (0, 1, 5):
         inputs = CASES_BY_NAME[name].draw(T, device=device)
         assert_within(operator(inputs, n=None), operator(inputs), 0.0)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_start_is_the_start(case, device):
+def test_start_equals_the_state_after_zero_tokens(case, device):
     """`XState.start(...)` equals the state after zero tokens."""
     inputs = case.draw(6, dtype=torch.float32, device=device)
     state = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}

@@ -13,7 +13,7 @@ in_half_precision = True
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @given(data=st.data(), t=st.integers(0, 12), seed=st.integers(0, 5))
-def test_the_future_changes_nothing(case, device, data, t, seed):
+def test_outputs_do_not_depend_on_later_tokens(case, device, data, t, seed):
     dtype, tolerance, _ = precision(case, device)
     drawn = data.draw(sizes(case), "sizes")
     inputs, other = (case.draw(12, dtype=dtype, device=device, seed=s, **drawn) for s in (seed, seed + 100))
@@ -26,7 +26,7 @@ def test_the_future_changes_nothing(case, device, data, t, seed):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @given(data=st.data(), t=st.integers(1, 12))
-def test_no_gradient_reaches_the_future(case, device, data, t):
+def test_later_tokens_have_zero_gradients(case, device, data, t):
     dtype, _, _ = precision(case, device)
     drawn = data.draw(sizes(case), "sizes")
     inputs = case.draw(12, dtype=dtype, device=device, **drawn).requiring_grad()

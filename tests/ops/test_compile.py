@@ -28,7 +28,7 @@ def compile_operator(inputs, **how):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_aot_eager_is_eager(case, device):
+def test_aot_eager_equals_eager(case, device):
     inputs = case.draw(7, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     outs, want = compile_operator(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
@@ -36,7 +36,7 @@ def test_aot_eager_is_eager(case, device):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_inductor_is_eager(case, device):
+def test_inductor_equals_eager(case, device):
     # From a start: a state in mid-chunk is built by more operators, whose kernels take long to compile. In
     # float64: the compiler rounds the first state in another order, and a gradient can amplify the difference
     # ten times.
@@ -112,7 +112,7 @@ def export_program(case, inputs, trained=False):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_an_exported_program_takes_any_length(case, device):
+def test_exported_programs_accept_any_length(case, device):
     inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
     program = export_program(case, inputs)
     for T in (9, 33):
@@ -121,7 +121,7 @@ def test_an_exported_program_takes_any_length(case, device):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_what_forward_keeps_holds_a_program_to_no_length(case, device):
+def test_saved_tensors_do_not_bound_the_exported_length(case, device):
     """16-bit inputs save the most tensors; a bound on the length would make the export fail."""
     export_program(
         case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True

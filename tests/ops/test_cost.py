@@ -28,7 +28,7 @@ def work(case, T):
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
-def test_twice_the_tokens_cost_twice_as_much(case):
+def test_cost_is_linear_in_tokens(case):
     # A chunk-defining form with short chunks runs many small operators, and the profiler is slow for each.
     if case.chunk > 1:
         case = replace(case, options=case.options | {"chunk": 8})
@@ -51,7 +51,7 @@ def count_peak_states(case, T):
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state and c.op != "short_conv"], ids=str)
-def test_a_chunk_holds_a_few_states_and_a_token_none(case):
+def test_states_are_held_per_chunk_not_per_token(case):
     """Per chunk the first state, its gradient and temporary copies of both are held: 6 with two memories. One
     state per four tokens would add 8 in the shortest chunk tested, 32 tokens."""
     if case.chunk > 1:
@@ -91,7 +91,7 @@ def count_saved_states(case, T):
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.memory], ids=str)
-def test_short_chunks_are_computed_again_a_stretch_of_64_tokens_at_a_time(case):
+def test_short_chunks_are_recomputed_in_segments_of_64_tokens(case):
     """Between segments of 64 tokens the backward pass holds one state per memory, not one per chunk."""
     case = replace(case, options=case.options | {"chunk": 8})
     segments = 2

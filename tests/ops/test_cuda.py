@@ -29,7 +29,7 @@ def waits_are_errors():
     [(case, False) for case in CASES] + [(case, True) for case in PACKED],
     ids=[f"{case}-batch" for case in CASES] + [f"{case}-packed" for case in PACKED],
 )
-def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
+def test_calls_do_not_synchronise(case, packed, waits_are_errors):
     lengths = [4 * case.chunk, 0, 2 * case.chunk] if packed else None
     inputs = case.draw(9, lengths=lengths, resumed=case.has_state, dtype=torch.float32, device="cuda")
     # Bounds and cotangents are created beforehand, because their copy to the device synchronises.
@@ -82,7 +82,7 @@ def test_a_step_in_a_graph(case):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 @torch.no_grad()
-def test_a_launch_that_was_refused_is_reported_once(case):
+def test_a_failed_launch_is_reported_once(case):
     """Every launch into an invalidated capture fails."""
     inputs = case.draw(64, resumed=case.has_state, calm=True, dtype=torch.float32, device="cuda")
     want = operator(inputs)
@@ -110,7 +110,7 @@ def set_allow_tf32():
 
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
-def test_a_backward_called_by_itself_is_fp32_too(case, set_allow_tf32):
+def test_direct_backward_calls_ignore_allow_tf32(case, set_allow_tf32):
     """Called from a thread outside any backward pass, under either setting of allow_tf32."""
     sizes = {"D": 32, "V": 32, "M": 32}
     inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)

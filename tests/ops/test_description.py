@@ -37,7 +37,7 @@ def test_examples_in_docstrings_run(module):
 
 
 @pytest.mark.parametrize("name", DESCRIPTION)
-def test_functions_take_what_the_description_says(name):
+def test_signatures_match_the_description(name):
     """Tensors in the described order, then options by keyword with their defaults, `state` and the
     packing."""
     op = DESCRIPTION[name]
@@ -62,19 +62,19 @@ def test_functions_take_what_the_description_says(name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_states_are_the_description(name):
+def test_state_fields_match_the_description(name):
     fields = [t["name"].removeprefix("state_") for t in DESCRIPTION[name]["tensors"] if t["state"]]
     assert list(getattr(ops, STATES[name][0])._fields) == fields == STATES[name][1]
 
 
-def test_every_operator_and_every_word_has_a_case():
+def test_cases_cover_every_operator_and_option_value():
     assert {case.op for case in CASES} == {case.op for case in ONE_EACH} == set(DESCRIPTION)
     for name, option in OPTIONS:
         used = {case.options.get(option["name"], option.get("default")) for case in CASES if case.op == name}
         assert set(option.get("words", ())) <= used, f"{name}: {option['name']}"
 
 
-def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
+def test_one_each_covers_the_tensor_cores():
     def on_tensor_cores(cases):
         halves = [case.draw(20, dtype=torch.bfloat16, gate_dtype=torch.float32) for case in cases]
         return {inputs.case.op for inputs in halves if path_of(inputs) == "tensor cores"}
@@ -83,13 +83,13 @@ def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
 
 
 @pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)
-def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
+def test_unknown_option_values_are_refused_with_the_allowed_values(name, option):
     text = message(case := find_case(name, option["name"]), draw(case) | {option["name"]: "sine"})
     assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in text
 
 
 @pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
-def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
+def test_numbers_out_of_range_are_refused_with_their_bounds(name, option):
     """Values below the least, above the most, nan and infinities."""
     case, number = find_case(name, option["name"]), option["name"]
     wrong = [option[end] + step for end, step in (("least", -1), ("most", 1)) if end in option]
@@ -116,7 +116,7 @@ def test_a_required_tensor_that_is_none_is_named(name):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_another_thing_for_a_state_is_named(case):
+def test_a_state_of_another_type_is_refused(case):
     for wrong in (torch.zeros(2, 2), (None, None), object()):
         text = message(case, draw(case) | {"state": wrong})
         assert text.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in text
@@ -167,7 +167,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("name, sizes, dtype, path", PATHS, ids=str)
-def test_explain_tells_the_path(name, sizes, dtype, path):
+def test_explain_returns_the_path(name, sizes, dtype, path):
     case = CASES_BY_NAME[name]
     inputs = case.draw(5, dtype=dtype, gate_dtype=torch.float32, **sizes)
     explanation = ops.explain(case.op, **arguments(inputs), device="cuda")
@@ -178,7 +178,7 @@ def test_explain_tells_the_path(name, sizes, dtype, path):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_forward_keeps_is_sized_by_the_path(case):
+def test_saved_tensors_depend_on_the_path(case):
     """On the meta device, forward returns saved tensors exactly where the kernels need them."""
     inputs = case.draw(70, dtype=torch.bfloat16, gate_dtype=torch.float32).map(lambda x: x.to("meta"))
     _, args, kwargs = registered_call(operator, inputs)
@@ -195,7 +195,7 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
 
 
 @pytest.mark.parametrize("name", ["gsa", "gla", "delta_product", "trellis", "ttt", "short_conv"])
-def test_explain_tells_the_path_of_a_step(name):
+def test_explain_returns_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
     explanation = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
@@ -204,7 +204,7 @@ def test_explain_tells_the_path_of_a_step(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
+def test_explain_under_autocast_returns_the_path_of_the_cast_inputs(case, dtype):
     wide = case.draw(70, dtype=torch.float32)
     cast = case.draw(70, dtype=dtype, gate_dtype=torch.float32)
     with torch.autocast("cpu", dtype):
@@ -212,7 +212,7 @@ def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
     assert explanation == ops.explain(case.op, **arguments(cast), device="cuda")
 
 
-def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
+def test_autocast_enables_the_tensor_cores():
     wide = CASES_BY_NAME["gsa-g"].draw(70, dtype=torch.float32)
     paths = []
     for enabled in (False, True):
@@ -221,7 +221,7 @@ def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
     assert paths == ["fp32", "tensor cores"]
 
 
-def test_explain_refuses_what_the_call_refuses():
+def test_explain_raises_the_errors_of_the_call():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"girih.gla: k has shape \[1, 3, 2, 8\]"):
         ops.explain("gla", q, q[:, 1:], q)

@@ -15,7 +15,7 @@ def uses_half_products(inputs, device):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_half_precision_loses_a_rounding(case, dtype, device):
+def test_half_precision_errs_by_one_rounding(case, dtype, device):
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )
@@ -62,7 +62,7 @@ def autocast_inputs(inputs, dtype):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backward", ["inside", "outside"])
-def test_autocast_lowers_data_and_keeps_gates_and_states(case, backward, device):
+def test_autocast_casts_data_but_not_gates_and_states(case, backward, device):
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=torch.float32, device=device
     ).requiring_grad()

@@ -38,7 +38,7 @@ def drop_tokens(inputs, mask):
 
 @pytest.mark.parametrize("case", PER_TOKEN, ids=str)
 @given(data=st.data(), mask=st.lists(st.booleans(), min_size=1, max_size=20), resumed=st.booleans())
-def test_a_masked_token_might_as_well_not_be_there(case, device, data, mask, resumed):
+def test_masked_tokens_have_no_effect(case, device, data, mask, resumed):
     dtype, tolerance, grad_tolerance = precision(case, device)
     mask = torch.tensor(mask, device=device)
     drawn = data.draw(sizes(case), "sizes")
@@ -51,7 +51,7 @@ def test_a_masked_token_might_as_well_not_be_there(case, device, data, mask, res
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @given(data=st.data(), padding=st.integers(0, 9), T=st.integers(0, 9))
-def test_left_padding_changes_nothing(case, device, data, padding, T):
+def test_left_padding_has_no_effect(case, device, data, padding, T):
     """Chunk-defining cases start at position (-padding) mod C, so that the first unpadded token starts a
     chunk."""
     dtype, tolerance, _ = precision(case, device)

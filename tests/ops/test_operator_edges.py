@@ -29,7 +29,7 @@ GATED = [case for case in RECURRENT if "g" in case.data]
 
 @pytest.mark.parametrize("shut", [-1e8, -math.inf], ids=str)
 @pytest.mark.parametrize("case", GATED, ids=str)
-def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
+def test_a_closed_gate_in_mid_chunk_loses_no_precision(case, shut, device):
     """Later tokens decay by their own gates. A difference of two gate sums across the closed gate loses
     precision."""
     # Wide enough that no key is nearly parallel to a column, which loses precision in lattice.
@@ -53,7 +53,7 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("l2norm_qk", [False, True])
-def test_a_key_that_repeats_at_beta_2_keeps_three_digits_over_2000_tokens(l2norm_qk, n):
+def test_repeated_keys_at_beta_2_keep_three_digits(l2norm_qk, n):
     """Every step reflects the memory along the same key, and no later step corrects an error."""
     case = next(c for c in CASES if str(c) == f"delta_product-{'l2' if l2norm_qk else 'plain'}")
     case = replace(case, options=case.options | {"n": n}, sizes={"n": n})
@@ -72,7 +72,7 @@ CHUNKS_OF_ONE = [case for case in CASES if case.op in ("trellis", "ttt") and cas
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", [[0], [1], [40], [131], [70, 0, 61]], ids=str)
 @pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
-def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype, device):
+def test_first_memories_have_no_effect_at_chunk_1(case, lengths, dtype, device):
     packed = lengths if len(lengths) > 1 else None
     tied = case.draw(sum(lengths), lengths=packed, resumed=True, dtype=dtype, device=device).requiring_grad()
     free = with_any_first_memories(tied)
@@ -87,7 +87,7 @@ def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
 @torch.no_grad()
-def test_a_step_of_a_chunk_of_one_token_reads_the_memories(case, dtype, device):
+def test_a_step_at_chunk_1_ignores_first_memories(case, dtype, device):
     free = with_any_first_memories(case.draw(1, resumed=True, dtype=dtype, device=device))
     firsts = {f"first_{x}": free.state_fields[x] for x in "kv" if x in free.state_fields}
     tied = replace(free, state_fields={name: x.clone() for name, x in (free.state_fields | firsts).items()})
@@ -126,7 +126,7 @@ def draw_structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk):
+def test_lattice_reads_are_bounded(structure, objective, chunk):
     """A read of unit columns cannot exceed sum |q| even after cancellation; rounding may reach a small
     multiple."""
     for gate in (0.0, -0.5, -1.0, -2.5, -5.0, -20.0, -60.0):
@@ -142,7 +142,7 @@ def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk
                 assert x.isfinite().all(), f"{label}: the gradient of {name}"
 
 
-def test_a_column_that_cancels_stays_as_it_was():
+def test_lattice_columns_of_one_entry_do_not_move():
     """In one dimension the tangent space is empty: a step is 0 up to rounding, and closed gates clear the
     column."""
     generator = torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ def test_a_column_that_cancels_stays_as_it_was():
             assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), (q, k, v), allow_unused=True))
 
 
-def test_a_token_that_cancels_a_column_leaves_it():
+def test_a_lattice_column_that_becomes_zero_keeps_its_value():
     """A column that becomes 0, here by shrinkage at C = 1, keeps its previous value."""
     first = torch.eye(2)[None, :, :1].contiguous()  # s = (1, 0)
     v = torch.tensor([-1.0, 0.0]).view(1, 1, 1, 2)
@@ -169,7 +169,7 @@ def test_a_token_that_cancels_a_column_leaves_it():
 
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chunk, device):
+def test_gradients_of_lattice_first_memories_are_tangent(objective, chunk, device):
     """The gradient of the recurrence without its component along the columns."""
     case = next(c for c in CASES if str(c) == "lattice-decode_c4_g")
     case = replace(case, options={"chunk": chunk, "objective": objective})
@@ -219,7 +219,7 @@ def test_cat_attention_over_many_rows(lengths, device):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "cat_attention"], ids=str)
-def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
+def test_chunks_outside_all_sequences_give_zeros(case, device):
     """Rows outside all sequences are 0, and so are their gradients."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     C = case.chunk
@@ -243,7 +243,7 @@ def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
+def test_meta_results_have_the_dtypes_and_shapes_of_the_cpu(case, resumed):
     """Includes bf16, where states are fp32."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         inputs = case.draw(5, resumed=resumed and case.has_state, dtype=dtype)
@@ -263,7 +263,7 @@ BAD_BOUNDS = [[0, 99, 5, 6], [-1, 3, 4, 6], [0, 3, 2, 6], [0, 1, 2, 99]]
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @pytest.mark.parametrize("bad", BAD_BOUNDS, ids=str)
-def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
+def test_the_cpu_refuses_invalid_bounds(case, bad):
     inputs = case.draw(0, lengths=[2 * case.chunk] * 3, resumed=case.has_state, dtype=torch.float32)
     for dtype in (torch.int32, torch.int64):
         with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds"):
@@ -271,7 +271,7 @@ def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
+def test_the_cpu_refuses_a_bound_beyond_the_end(case):
     """The last chunk of cat_attention may be partial."""
     C = case.chunk if case.op == "cat_attention" else 1
     inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
@@ -281,7 +281,7 @@ def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_the_cpu_refuses_rows_that_end_before_they_begin(case):
+def test_the_cpu_refuses_invalid_bounds_of_rows(case):
     inputs = case.draw(6, resumed=True, dtype=torch.float32)
     for bad in ([[0, 6], [4, 3]], [[0, 7], [0, 6]], [[-1, 6], [0, 6]]):
         with pytest.raises(ValueError, match="cu_seqlens holds"):
@@ -290,7 +290,7 @@ def test_the_cpu_refuses_rows_that_end_before_they_begin(case):
 
 
 @pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
-def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
+def test_the_cpu_refuses_a_position_outside_the_chunk(case):
     for T in (9, 1):
         inputs = case.draw(T, resumed=True, dtype=torch.float32)
         for bad in ([0, case.chunk], [-1, 0]):
@@ -301,7 +301,7 @@ def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c in PACKED and c.has_state], ids=str)
-def test_tokens_before_and_behind_all_sequences_are_nobodys(case, device):
+def test_tokens_outside_all_sequences_give_zeros(case, device):
     """The first bound may be greater than 0 and the last bound less than T."""
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(9, B=1, N=2, resumed=True, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ in_half_precision = True
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @given(data=st.data())
-def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
+def test_packed_sequences_equal_a_loop_over_sequences(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4), "lengths")
     if case.op == "cat_attention":
@@ -45,7 +45,7 @@ def row_tokens(inputs, i, a, b):
 
 @pytest.mark.parametrize("bounds", [[[0, 9], [2, 7], [4, 4]], [[0, 1], [8, 9], [3, 9]]], ids=str)
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
+def test_one_sequence_per_row_within_bounds(case, bounds, device):
     """`cu_seqlens [B, 2]`: tokens outside the bounds have no effect, and their outputs are 0."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     inputs = case.draw(9, B=3, resumed=True, dtype=dtype, device=device).requiring_grad()
@@ -69,7 +69,7 @@ def skip_cpu(device):
 
 @pytest.mark.parametrize("T", [9, 1])
 @pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
-def test_positions_outside_of_a_chunk_are_its_first_or_last(case, T, device):
+def test_positions_outside_a_chunk_are_clamped(case, T, device):
     skip_cpu(device)
     dtype, _, _ = precision(case, device)
     inputs = case.draw(T, resumed=True, dtype=dtype, device=device)
@@ -90,7 +90,7 @@ def test_sequences_longer_than_a_chunk(case, device):
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_bounds_that_make_no_sense_read_nothing_outside(case, device):
+def test_invalid_bounds_read_no_memory_outside(case, device):
     """Bounds on a device cannot be checked without a synchronisation, so they must be safe."""
     skip_cpu(device)
     dtype, _, _ = precision(case, device)

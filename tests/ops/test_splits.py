@@ -17,7 +17,7 @@ def fields(outs):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @given(data=st.data())
-def test_two_parts_are_the_whole(case, device, data):
+def test_two_parts_equal_the_whole(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
     T = data.draw(st.integers(0, 20) | st.sampled_from([63, 64, 65, 100]), "T")
     a = data.draw(st.integers(0, T), "a")

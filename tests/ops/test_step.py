@@ -16,7 +16,7 @@ def with_own_state(inputs):
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_steps_are_the_forward(case, resumed, device):
+def test_steps_equal_the_forward(case, resumed, device):
     dtype, tolerance, _ = precision(case, device)
     inputs = with_own_state(case.draw(9, resumed=resumed, dtype=dtype, device=device))
     want = operator(inputs)
@@ -27,7 +27,7 @@ def test_steps_are_the_forward(case, resumed, device):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_every_part_that_is_written_has_a_new_version(case, device):
+def test_a_step_increments_the_versions_of_state_tensors(case, device):
     inputs = with_own_state(case.draw(2, resumed=True, dtype=torch.float32, device=device))
     for t in range(2):
         before = {name: x._version for name, x in inputs.state_fields.items()}
@@ -38,7 +38,7 @@ def test_every_part_that_is_written_has_a_new_version(case, device):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_step_over_what_a_backward_pass_needs_is_an_error_there(case, device):
+def test_backward_fails_after_a_step_on_its_state(case, device):
     """PyTorch's in-place operators do the same; otherwise the gradients would be wrong."""
     inputs = with_own_state(case.draw(4, resumed=True, dtype=torch.float32, device=device))
     data = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in inputs.data.items()}
@@ -50,7 +50,7 @@ def test_a_step_over_what_a_backward_pass_needs_is_an_error_there(case, device):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_state_of_inference_mode_is_stepped(case, device):
+def test_a_step_accepts_an_inference_mode_state(case, device):
     with torch.inference_mode():
         inputs = with_own_state(case.draw(1, resumed=True, dtype=torch.float32, device=device))
         want = operator(inputs)["o"]
@@ -68,7 +68,7 @@ def test_a_step_at_bf16_keeps_an_fp32_state(case, device):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_what_cannot_be_stepped_is_refused_by_name_and_nothing_is_written(case, device):
+def test_invalid_states_are_refused_by_name_and_not_written(case, device):
     """A gradient, a missing tensor, an expanded or negated view, two tensors that share memory."""
     inputs = with_own_state(case.draw(1, resumed=True, dtype=torch.float32, device=device))
     copies = {name: x.clone() for name, x in inputs.state_fields.items()}
@@ -103,7 +103,7 @@ def test_what_cannot_be_stepped_is_refused_by_name_and_nothing_is_written(case, 
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_wrong_last_part_leaves_the_first_as_it_was(case, device):
+def test_an_invalid_last_tensor_leaves_the_state_unchanged(case, device):
     inputs = with_own_state(case.draw(1, resumed=True, dtype=torch.float32, device=device))
     copies = {name: x.clone() for name, x in inputs.state_fields.items()}
     last = list(inputs.state_fields)[-1]

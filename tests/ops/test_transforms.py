@@ -19,7 +19,7 @@ WITHOUT_WEIGHTS = [case for case in CASES if not {"weight", "bias", "phi_weight"
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", WITHOUT_WEIGHTS, ids=str)
-def test_vmap_is_a_loop(case, resumed, device):
+def test_vmap_equals_a_loop(case, resumed, device):
     """Outputs and gradients. All draws share the position in the chunk."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     resumed = resumed and case.has_state
@@ -149,7 +149,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_the_graph_names_its_operator(case, device):
+def test_autograd_nodes_are_named_after_the_operator(case, device):
     inputs = case.draw(3, dtype=float_of(device), device=device).requiring_grad()
     assert operator(inputs)["o"].grad_fn.name() == f"girih::{case.op}_backward"
 

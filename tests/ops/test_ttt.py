@@ -38,7 +38,7 @@ def run_operator(q, k, v, eta, W, weight, bias, batch):
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("norm", [True, False], ids=["weights", "no weights"])
-def test_it_is_ttt_linear(batch, norm):
+def test_ttt_equals_ttt_linear(batch, norm):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -76,7 +76,7 @@ def test_it_is_ttt_linear(batch, norm):
     assert_within(*grads, 1e-9)
 
 
-def test_the_inner_bias_is_a_one_behind_keys_and_queries():
+def test_the_inner_bias_by_ones_appended_to_keys_and_queries():
     """z = W k + b, with A = [W, b]."""
     generator = torch.Generator().manual_seed(0)
     q, k, a = (torch.randn(1, 7, 1, D, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -97,7 +97,7 @@ def test_the_inner_bias_is_a_one_behind_keys_and_queries():
     assert_within(state.k[0, 0], torch.cat([W, b[:, None]], 1), 1e-12)
 
 
-def test_it_is_the_first_pass_of_trellis():
+def test_ttt_equals_the_first_pass_of_trellis():
     """Trellis with zero values and an identity as its second memory reads f(A q)."""
     generator = torch.Generator().manual_seed(0)
 
