@@ -24,9 +24,9 @@ struct Counts {
   int recorded = 0, replayed = 0;
 };
 
-class Counting final : public nn::GraphRecorder {
+class CountingRecorder final : public nn::GraphRecorder {
  public:
-  Counting(Counts& counts, std::unique_ptr<nn::GraphRecorder> inner)
+  CountingRecorder(Counts& counts, std::unique_ptr<nn::GraphRecorder> inner)
       : counts_(counts), inner_(std::move(inner)) {}
 
   std::function<void()> record(const std::function<void()>& work) override {
@@ -44,11 +44,11 @@ class Counting final : public nn::GraphRecorder {
 
 class Warnings final : public c10::WarningHandler {
  public:
-  void process(const c10::Warning& warning) override { words.push_back(warning.msg()); }
-  std::vector<std::string> words;
+  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
+  std::vector<std::string> messages;
 };
 
-class Refusing final : public nn::GraphRecorder {
+class FailingRecorder final : public nn::GraphRecorder {
   std::function<void()> record(const std::function<void()>&) override {
     throw std::runtime_error("not here");
   }
@@ -63,7 +63,7 @@ std::vector<at::Device> devices() {
   return all;
 }
 
-std::vector<nn::Config> decoded() {
+std::vector<nn::Config> decoding_configurations() {
   auto all = configurations();
   auto with = [&](const auto& change) {
     auto config = configurations()[0];
@@ -113,13 +113,13 @@ TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int prompt = 5, steps = 5 * kChunk;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       for (const int64_t batch : {1, 3}) {
         INFO(name_of(config) << " on " << device << ", batch " << batch);
         auto model = model_on(device, config);
         const auto text = ids(batch, prompt + steps).to(device);
         Counts counts;
-        nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+        nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
         check_steps(model, decode, text, prompt);
         // The first step of each kind runs eagerly: a token inside a chunk, and a token that ends a chunk.
         const int kinds = has_cat(config) ? 2 : 1;
@@ -140,14 +140,14 @@ TEST_CASE("Steps after padded prompts are replayed, CAT's by how many chunks end
     kinds.insert(ended);
   }
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       const auto text = ids(4, prompt + steps).to(device);
       const auto mask =
           at::arange(prompt, text.options()) >= at::tensor({0, 0, 0, 3}, text.options()).unsqueeze(1);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+      nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, prompt, mask);
       CHECK(counts.replayed == steps - (has_cat(config) ? int(kinds.size()) : 1));
     }
@@ -159,12 +159,12 @@ TEST_CASE("The key cache keeps its buffer until it is full; a larger buffer is r
   const at::NoGradGuard no_grad;
   constexpr int prompt = 180, steps = 90, slots = 256;
   for (const auto device : devices()) {
-    auto config = decoded()[0];
+    auto config = decoding_configurations()[0];
     config.hybrid = {"attention", "gsa"};
     auto model = model_on(device, config);
     const auto text = ids(2, prompt + steps).to(device);
     Counts counts;
-    nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+    nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
     const auto keys = [&] { return decode.state().parts[0].tensors[0]; };
     check_steps(model, decode, text.slice(1, 0, slots), prompt);
     CHECK(counts.replayed == slots - prompt - 1);
@@ -186,14 +186,14 @@ TEST_CASE("The cache of CAT's headers grows when it is full", "[decoding]") {
   const at::NoGradGuard no_grad;
   for (const auto device : devices()) {
     for (const auto* second : {"", "gsa"}) {
-      auto config = decoded()[0];
+      auto config = decoding_configurations()[0];
       config.mixer = "cat";
       if (*second) config.hybrid = {"cat", second};
       config = with_sizes(config, 5, /*chunk=*/2);
       auto model = model_on(device, config);
       const auto text = ids(2, 90).to(device);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+      nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, 7);
       CHECK(counts.recorded > 2);
       CHECK(counts.replayed > 70);
@@ -204,7 +204,7 @@ TEST_CASE("The cache of CAT's headers grows when it is full", "[decoding]") {
 TEST_CASE("Two texts of one model are decoded in turn", "[decoding]") {
   const at::NoGradGuard no_grad;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       std::vector<Tensor> texts, whole;
@@ -214,7 +214,7 @@ TEST_CASE("Two texts of one model are decoded in turn", "[decoding]") {
         texts.push_back(ids(batch, 20).to(device));
         whole.push_back(model(texts.back()).first);
         decoders.push_back(std::make_unique<nn::Decoder>(
-            *model, std::make_unique<Counting>(counts, nn::make_recorder(texts.back()))));
+            *model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(texts.back()))));
         (*decoders.back())(texts.back().slice(1, 0, 4));
       }
       for (int64_t t = 4; t < 20; ++t) {
@@ -229,15 +229,15 @@ TEST_CASE("Two texts of one model are decoded in turn", "[decoding]") {
 
 TEST_CASE("A step that cannot be recorded runs eagerly, with one warning", "[decoding]") {
   const at::NoGradGuard no_grad;
-  for (const auto& config : decoded()) {
+  for (const auto& config : decoding_configurations()) {
     INFO(name_of(config));
     auto model = model_on(at::kCPU, config);
-    nn::Decoder decode(*model, std::make_unique<Refusing>());
+    nn::Decoder decode(*model, std::make_unique<FailingRecorder>());
     Warnings warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
     check_steps(model, decode, ids(2, 17), 5);
-    REQUIRE(warnings.words.size() == 1);
-    CHECK(warnings.words[0].starts_with(
+    REQUIRE(warnings.messages.size() == 1);
+    CHECK(warnings.messages[0].starts_with(
         "a decoding step cannot be captured as a CUDA graph and runs eagerly: not here"));
   }
 }
@@ -246,7 +246,7 @@ TEST_CASE("Generated text is the same with and without recorded steps", "[decodi
   const at::NoGradGuard no_grad;
   constexpr int more = 24;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       for (const int64_t batch : {1, 3}) {
         INFO(name_of(config) << " on " << device << ", batch " << batch);
         auto model = model_on(device, config);
@@ -275,7 +275,7 @@ TEST_CASE("Generated text is the same with and without recorded steps", "[decodi
 
 TEST_CASE("Threads generate texts with one model concurrently", "[decoding]") {
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       std::vector<Tensor> prompts, expected, found(3);
@@ -295,7 +295,7 @@ TEST_CASE("Threads generate texts with one model concurrently", "[decoding]") {
 
 TEST_CASE("Sampling from NaN logits is an error", "[decoding]") {
   for (const auto device : devices()) {
-    auto model = model_on(device, decoded()[0]);
+    auto model = model_on(device, decoding_configurations()[0]);
     model->parameters()[0].detach().fill_(NAN);
     CHECK_THROWS_AS(model->generate(ids(2, 5).to(device), {.temperature = 1.0}), c10::Error);
   }

@@ -39,7 +39,7 @@ Tensor qkv(int64_t rows) {
 
 // The equations for one row, x [T, heads + 2 kv_heads, head_dim], token by token: TPTT, eq. 4, 5, 6, 16, 22,
 // 23, 24.
-Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
+Tensor compute_equations(const nn::LinearPath& path, const Tensor& x) {
   const auto& o = path->options;
   const auto unit = [&](int64_t t, int64_t column) {
     if (t < 0) return at::zeros({kWidth}, at::kDouble);
@@ -60,20 +60,20 @@ Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
     }
     difference = difference / std::exp2(double(m));
     const double angle = 2 * std::numbers::pi * double(m) / double(o.n);
-    auto turned = unit(t, column).clone();
+    auto rotated = unit(t, column).clone();
     for (int64_t i = 0; i < kWidth; i += 2) {
       const auto a = unit(t, column)[i], b = unit(t, column)[i + 1];
-      turned[i] = a * std::cos(angle) - b * std::sin(angle);
-      turned[i + 1] = a * std::sin(angle) + b * std::cos(angle);
+      rotated[i] = a * std::cos(angle) - b * std::sin(angle);
+      rotated[i + 1] = a * std::sin(angle) + b * std::cos(angle);
     }
-    if (o.virtual_tokens == "both") return (difference + turned) / 2;
-    return o.virtual_tokens == "derivative" ? difference : turned;
+    if (o.virtual_tokens == "both") return (difference + rotated) / 2;
+    return o.virtual_tokens == "derivative" ? difference : rotated;
   };
   std::vector<Tensor> rows;
   for (int64_t head = 0; head < kHeads; ++head) {
     const auto memory = head / (kHeads / kMemories), k = kHeads + memory, v = k + kMemories;
     auto S = at::zeros({kWidth, kWidth}, at::kDouble);
-    std::vector<Tensor> read;
+    std::vector<Tensor> reads;
     for (int64_t t = 0; t < x.size(0); ++t) {
       auto beta = o.gate == "k" ? gate(t, k) : o.gate == "v" ? gate(t, v) : gate(t, k) * gate(t, v);
       if (o.gate_per == "head") beta = beta.mean().expand({kWidth});
@@ -82,11 +82,11 @@ Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
         S = S + at::outer(key, beta * value - at::mv(S.t(), beta * key));
       }
       const auto out = at::mv(S.t(), unit(t, head));
-      read.push_back(out / (out.square().mean() + o.norm_eps).sqrt() * path->norm->weight);
+      reads.push_back(out / (out.square().mean() + o.norm_eps).sqrt() * path->norm->weight);
       if (o.between_chunks && (t + 1) % o.chunk == 0)
         S = *o.between_chunks == "tanh" ? S.tanh() : at::gelu(S);
     }
-    rows.push_back(at::stack(read));
+    rows.push_back(at::stack(reads));
   }
   return at::cat(rows, -1);
 }
@@ -101,7 +101,7 @@ TEST_CASE("A linear path computes its equations", "[nn]") {
     auto path = path_of(options);
     const auto x = qkv(2), y = path(x).first;
     for (int64_t row = 0; row < 2; ++row)
-      CHECK(close(y[row], written_out(path, x[row].view({kTokens, -1, kWidth}))));
+      CHECK(close(y[row], compute_equations(path, x[row].view({kTokens, -1, kWidth}))));
   }
 }
 
@@ -222,7 +222,7 @@ TEST_CASE("An invalid state of an injected layer is refused before any tensor is
     const auto x = at::randn({2, 5, kHidden});
     auto state = layer(x, Tensor(), nn::State(), true).second;
     const auto copy = state.map([](const Tensor& t) { return t.clone(); });
-    const auto one = x.slice(1, 0, 1);
+    const auto token = x.slice(1, 0, 1);
     const auto count = tensors_of(state).size();
     for (size_t i = 0; i < count; ++i) {
       for (const bool shorter : {true, false}) {
@@ -230,18 +230,18 @@ TEST_CASE("An invalid state of an injected layer is refused before any tensor is
         auto& part = *tensors_of(wrong)[i];
         // A missing sequence, or an integer dtype.
         part = shorter ? part.slice(0, 0, 1) : part.to(at::kInt);
-        CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+        CHECK_THROWS_AS(layer(token, Tensor(), wrong, true), c10::ValueError);
       }
     }
     for (const size_t side : {0, 1}) {
       auto wrong = state;
       auto& parts = side == 0 ? wrong.parts : wrong.parts[1].parts;
       parts.pop_back();
-      CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+      CHECK_THROWS_AS(layer(token, Tensor(), wrong, true), c10::ValueError);
     }
     auto before = copy;
-    const auto now = tensors_of(state), then = tensors_of(before);
-    for (size_t i = 0; i < count; ++i) CHECK(now[i]->equal(*then[i]));
+    const auto found = tensors_of(state), expected = tensors_of(before);
+    for (size_t i = 0; i < count; ++i) CHECK(found[i]->equal(*expected[i]));
   }
 }
 

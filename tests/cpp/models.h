@@ -28,10 +28,10 @@ inline std::vector<nn::Config> configurations() {
   auto hybrid = all[0];
   hybrid.hybrid = {"cat", "gsa"};
   all.push_back(hybrid);
-  auto bent = all[0];
-  bent.mixer = "delta_product";
-  bent.between_chunks = "gelu";
-  all.push_back(bent);
+  auto nonlinear = all[0];
+  nonlinear.mixer = "delta_product";
+  nonlinear.between_chunks = "gelu";
+  all.push_back(nonlinear);
   for (auto& config : all) config = with_sizes(config, 5);
   // Options of the papers' ablations.
   const auto with = [&](const auto& change) {
