@@ -51,11 +51,11 @@ def reference(q, k, v, chunk, scale, first):
     return torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
 
 
-def nan_padded_rows(B, T, *shape, dtype, of=None):
+def nan_padded_rows(B, T, *shape, dtype, values=None):
     """[B, T, *shape] as padded_rows(), with rows of NaN after the last token."""
     view = padded_rows(B, T + 2, *shape, dtype=dtype)[:, :T]
-    if of is not None:
-        view.zero_()[..., : shape[-1]] = of
+    if values is not None:
+        view.zero_()[..., : shape[-1]] = values
     return view
 
 
@@ -90,7 +90,7 @@ def check(
     HQ, K = H * G, -(-T // chunk)
     inputs = {"q": (HQ, D), "k": (H, D), "v": (H, V), "dout": (HQ, V)}
     inputs = {
-        name: nan_padded_rows(B, T, *shape, dtype=dtype, of=normal(B, T, *shape))
+        name: nan_padded_rows(B, T, *shape, dtype=dtype, values=normal(B, T, *shape))
         for name, shape in inputs.items()
     }
     outputs = {"o": (HQ, V), "dq": (HQ, D), "dk": (H, D), "dv": (H, V)}

@@ -103,7 +103,7 @@ def check(
         return padded if present else None
 
     def input_rows(width, rows_, heads, values, dtype=dtype):
-        return padded_rows(B, rows_, heads, width, of=values, dtype=dtype)
+        return padded_rows(B, rows_, heads, width, values=values, dtype=dtype)
 
     tensors = {
         "q": input_rows(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
@@ -206,7 +206,7 @@ def check(
         )
         found = dict(zip(leaves, gradients, strict=True))
 
-    owned = ~outside[..., None, None]
+    is_owned = ~outside[..., None, None]
     want = {"o": o, "o_alone": o, "last": torch.cat(finals), "last_alone": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in found.items() if x is not None}
     got = {}
@@ -215,7 +215,7 @@ def check(
         if name in ("last", "last_alone", "dinitial"):
             got[name] = x[:, :, :D, :V]
             continue
-        token = owned.repeat_interleave(x.shape[1] // T, 1) if T else owned
+        token = is_owned.repeat_interleave(x.shape[1] // T, 1) if T else is_owned
         token = token if x.dim() == 4 else token[..., 0]
         if x.dim() == 4:
             assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: a write outside its columns"

@@ -76,7 +76,7 @@ def check(
     tensors = dict(inputs) | {"dlast": guarded_copy(dlast), "dout": guarded_copy(dout)}
     tensors["beta"] = inputs["beta"] if vector else inputs["beta"][..., None].expand(B, T * n, H, max(D, V))
     like = {"last": "initial", "dinitial": "initial", "dq": "q", "dk": "k", "dv": "v"}
-    tensors |= {name: guarded_nan(*inputs[of].shape) for name, of in like.items()}
+    tensors |= {name: guarded_nan(*inputs[values].shape) for name, values in like.items()}
     tensors["o"] = guarded_nan(B, T, HQ, V)
     dbeta = guarded_nan(*inputs["beta"].shape)
     tensors["dbeta"] = dbeta if vector else dbeta[..., None]
@@ -108,7 +108,7 @@ def check(
             for name, x in leaves.items()
             if name != "initial"
         }
-        out, (final, at) = recurrences.delta_product(
+        out, (final, final_position) = recurrences.delta_product(
             **own,
             n=n,
             scale=0.3,
@@ -121,7 +121,7 @@ def check(
         total = total + (final * dlast[i : i + 1].double()).sum()
         o.append(out.detach())
         finals.append(final.detach())
-        assert not between or last_position[i] == at
+        assert not between or last_position[i] == final_position
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}

@@ -91,21 +91,21 @@ def check(
     if kind != "plain":
         shape = (B, T, H, D) if kind == "channel" else (B, T, H)
         inputs["g"] = gates(pattern, shape, generator).to(gate_dtype)
-    x = {name: padded_rows(*y.shape, of=y, dtype=dtype) for name, y in inputs.items() if name in "qkv"}
+    x = {name: padded_rows(*y.shape, values=y, dtype=dtype) for name, y in inputs.items() if name in "qkv"}
     if not by_head:
         q = repeat_heads(inputs["q"], H)
         k = repeat_heads(inputs["k"], H)
         x["q"] = (
-            padded_rows(*q.shape, of=q * scale, dtype=FP32)
+            padded_rows(*q.shape, values=q * scale, dtype=FP32)
             if exact
-            else padded_rows(*q.shape, of=q, dtype=dtype)
+            else padded_rows(*q.shape, values=q, dtype=dtype)
         )
-        x["k"] = padded_rows(*k.shape, of=k, dtype=dtype)
+        x["k"] = padded_rows(*k.shape, values=k, dtype=dtype)
         if exact:
-            x["s"] = padded_rows(*k.shape, of=k, dtype=FP32)
+            x["s"] = padded_rows(*k.shape, values=k, dtype=FP32)
         g = inputs["g"].float() if "g" in inputs else torch.zeros(B, T, H)
-        x["g"] = padded_rows(B, T, H, D, of=g if g.dim() == 4 else g[..., None], dtype=FP32)
-    x["dout"] = padded_rows(B, T, HO, V, of=normal(B, T, HO, V), dtype=dtype)
+        x["g"] = padded_rows(B, T, H, D, values=g if g.dim() == 4 else g[..., None], dtype=FP32)
+    x["dout"] = padded_rows(B, T, HO, V, values=normal(B, T, HO, V), dtype=dtype)
     x |= {
         "o": padded_rows(B, T, HO, V, dtype=dtype),
         "dq": padded_rows(B, T, HO, D, dtype=FP32 if exact else dtype),
@@ -124,11 +124,11 @@ def check(
     call.key_share, call.query_share = H // HK, max(1, H // HQ)
     if by_head:
         # The gradient of the last state is an input of the first query head of every memory.
-        of_first = torch.zeros(N, H, HO // H, D, V)
-        of_first[:, :, 0] = dlast
+        query_dlast = torch.zeros(N, H, HO // H, D, V)
+        query_dlast[:, :, 0] = dlast
         memory = {
             "initial": guarded_copy(first),
-            "dlast": guarded_copy(of_first.flatten(1, 2)),
+            "dlast": guarded_copy(query_dlast.flatten(1, 2)),
             "last": guarded_nan(N, H, D, V),
             "dinitial": guarded_nan(N, HO, D, V),
         }

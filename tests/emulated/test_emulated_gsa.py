@@ -86,10 +86,10 @@ def check(
         return torch.randn(shape, generator=generator)
 
     x = {
-        "q": padded_rows(B, T, HQ, D, of=normal(B, T, HQ, D), dtype=dtype),
-        "k": padded_rows(B, T, H, D, of=normal(B, T, H, D), dtype=dtype),
-        "v": padded_rows(B, T, H, V, of=normal(B, T, H, V), dtype=dtype),
-        "dout": padded_rows(B, T, HQ, V, of=normal(B, T, HQ, V), dtype=dtype),
+        "q": padded_rows(B, T, HQ, D, values=normal(B, T, HQ, D), dtype=dtype),
+        "k": padded_rows(B, T, H, D, values=normal(B, T, H, D), dtype=dtype),
+        "v": padded_rows(B, T, H, V, values=normal(B, T, H, V), dtype=dtype),
+        "dout": padded_rows(B, T, HQ, V, values=normal(B, T, HQ, V), dtype=dtype),
         "o": padded_rows(B, T, HQ, V, dtype=dtype),
         "dq": padded_rows(B, T, HQ, D, dtype=dtype),
         "dk": padded_rows(B, T, heads_of_parts, D, dtype=part),
@@ -99,8 +99,8 @@ def check(
     z = {}
     if kind == "abc":
         x |= {
-            "s": padded_rows(B, T, H, M, of=0.0, dtype=FP32),
-            "g": padded_rows(B, T, H, M, of=0.0, dtype=FP32),
+            "s": padded_rows(B, T, H, M, values=0.0, dtype=FP32),
+            "g": padded_rows(B, T, H, M, values=0.0, dtype=FP32),
         }
         z["logits"] = 3 * normal(B, T, H, M)
         z["logits"][:, ::7, :, ::3] = -torch.inf
@@ -110,10 +110,10 @@ def check(
             z |= {"first_z": normal(N, H, M), "dfirst_z": guarded_nan(N, H, M)}
     else:
         g = gates(pattern, (B, T, H, M), generator)
-        x["g"] = padded_rows(B, T, H, M, of=g, dtype=FP32)
+        x["g"] = padded_rows(B, T, H, M, values=g, dtype=FP32)
         s = torch.rand((B, T, H, M), generator=generator) / 2 if kind == "s_g" else -torch.expm1(g)
         if kind == "s_g" or exact:
-            x["s"] = padded_rows(B, T, H, M, of=s, dtype=inner)
+            x["s"] = padded_rows(B, T, H, M, values=s, dtype=inner)
     if kind == "s_g" or exact:
         x["ds"] = padded_rows(B, T, heads_of_parts, M, dtype=FP32 if exact else part)
     widths, sizes = (D, V), ((N, H, D, M), (N, H, M, V))

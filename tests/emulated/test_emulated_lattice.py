@@ -86,11 +86,13 @@ def run(
     gated, resumed = gates is not None, position is not None
     first = F.normalize(normal(N, H, D, M), dim=2)
     tensors = {
-        "q": padded_rows(B, T, HQ, M, of=normal(B, T, HQ, M)),
-        "dout": padded_rows(B, T, HQ, D, of=normal(B, T, HQ, D)),
+        "q": padded_rows(B, T, HQ, M, values=normal(B, T, HQ, M)),
+        "dout": padded_rows(B, T, HQ, D, values=normal(B, T, HQ, D)),
     }
     for name, width in (("k", M), ("v", D)):
-        tensors[name] = padded_rows(B, T, H, width, of=tokens(F.normalize(normal(B, T, H, width), dim=-1)))
+        tensors[name] = padded_rows(
+            B, T, H, width, values=tokens(F.normalize(normal(B, T, H, width), dim=-1))
+        )
     tensors["gamma"] = guarded_copy(torch.rand(B, T, H, generator=generator) / chunk)
     tensors["g"] = guarded_copy(-gates * torch.rand(B, T, H, generator=generator)) if gated else None
     tensors["memory"], tensors["step"], tensors["decay"] = state(first), None, None
@@ -260,8 +262,8 @@ def test_two_blocks_a_head_equal_one(kernels, objective, lengths, how):
     for name, x in two.items():
         assert (x is None and one[name] is None) or equal_bits(x, one[name]), name
     assert last_position.tolist() == [
-        (begun + length) % call["chunk"]
-        for begun, length in zip(call.get("position", [0] * len(lengths)), lengths, strict=True)
+        (first + length) % call["chunk"]
+        for first, length in zip(call.get("position", [0] * len(lengths)), lengths, strict=True)
     ]
 
 

@@ -94,13 +94,13 @@ def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
     for t in range(T):
         token = {name: place(x[:, t]) for name, x in tokens.items()}
         o = place(torch.full((N, HQ, D), torch.nan))
-        at, following = guarded_copy(position), guarded_nan(N, dtype=torch.int64)
+        positions, following = guarded_copy(position), guarded_nan(N, dtype=torch.int64)
         call = LatticeCall(shared=shared, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
         call.objective = OBJECTIVES.index(objective)
         for name, x in (token | state | {"o": o}).items():
             setattr(call, name, Array.of(x))
         if chunk > 1:
-            call.position, call.next_position = at.data_ptr(), following.data_ptr()
+            call.position, call.next_position = positions.data_ptr(), following.data_ptr()
         lattice.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
         if chunk > 1:
@@ -142,7 +142,7 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
     how = {"chunk": chunk, "phi": phi, "f": f}
     want, final = recurrences.trellis(**to_double(tokens), **how, state=(*start, position))
 
-    at = guarded_copy(position)
+    positions = guarded_copy(position)
     for t in range(T):
         token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
         o = nan_padded_copy(torch.full((N, HQ, V), torch.nan))
@@ -152,10 +152,10 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
             setattr(call, name, Array.of(x))
         for m in (0, 1):
             call.first[m], call.memory[m] = Array.of(firsts[m]), Array.of(memories[m])
-        call.position = at.data_ptr()
+        call.position = positions.data_ptr()
         trellis.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
-        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+        assert positions.tolist() == ((position + t + 1) % chunk).tolist()
     for m in (0, 1):
         for name, x, expected in (("first", firsts, final[2 * m]), ("memory", memories, final[2 * m + 1])):
             assert_near(f"{name} {m}", x[m], expected, 1e-5)
@@ -189,7 +189,7 @@ def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
     how = {"chunk": chunk, "phi": phi, "f": f}
     want, final = recurrences.ttt(**to_double(tokens), **to_double(weight), **how, state=start)
 
-    at = guarded_copy(position)
+    positions = guarded_copy(position)
     for t in range(T):
         token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
         token |= {"weight": nan_padded_copy(weight["phi_weight"])} if weighted else {}
@@ -199,11 +199,11 @@ def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
         for name, x in (token | {"o": o}).items():
             setattr(call, name, Array.of(x))
         call.first[0], call.memory[0] = Array.of(first), Array.of(memory)
-        call.position = at.data_ptr()
+        call.position = positions.data_ptr()
         trellis.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
         assert_padding_unwritten(f"o of token {t}", o)
-        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+        assert positions.tolist() == ((position + t + 1) % chunk).tolist()
     for name, x, expected in (("first", first, final[0]), ("memory", memory, final[1])):
         assert_near(name, x, expected, 1e-5)
         if place is nan_padded_copy:

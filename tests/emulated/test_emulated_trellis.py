@@ -104,7 +104,7 @@ class Run:
 
         position = None if position is None else guarded_copy(torch.tensor(position))
         one = {
-            name: padded_rows(B, T, H, n, of=x)
+            name: padded_rows(B, T, H, n, values=x)
             for name, n, x in (
                 ("q", D, normal(B, T, H, D)),
                 ("a", M, normal(B, T, H, M)),
@@ -118,7 +118,7 @@ class Run:
             one["dweight"] = guarded_nan(N, H, round_up_8(M))
         one |= {"o": padded_rows(B, T, H, out), "dq": padded_rows(B, T, H, D)}
         one |= {"dgamma": guarded_nan(B, T, H), "dg": None if gates is None else guarded_nan(B, T, H)}
-        x = [padded_rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
+        x = [padded_rows(B, T, H, n, values=unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
         first = both(lambda _: None)
         if position is not None:

@@ -134,7 +134,7 @@ def check(
     grads |= {f"{name}{m}": normal(*both[m]) for name in ("dlast_first", "dlast") for m in both}
 
     def packs(x):
-        return padded_rows(*x.shape, of=x, dtype=x.dtype)
+        return padded_rows(*x.shape, values=x, dtype=x.dtype)
 
     def unpadded_rows(x):
         return guarded_copy(F.pad(x, (0, round_up_8(x.shape[-1]) - x.shape[-1])))

@@ -187,15 +187,15 @@ class Damage:
         self.changes.append(f"{CONFIG} {what}")
 
     def garble(self, data: bytes) -> tuple[str, bytes]:
-        at, to = sorted(self.random.randint(0, len(data)) for _ in range(2))
+        start, stop = sorted(self.random.randint(0, len(data)) for _ in range(2))
         noise = self.random.randbytes(self.choice(1, 4, 300))
         return self.choice(
-            (f"cut off at {at}", data[:at]),
-            (f"without {at} to {to}", data[:at] + data[to:]),
-            (f"with {at} to {to} twice", data[:to] + data[at:]),
-            (f"with noise at {at}", data[:at] + noise + data[at:]),
-            (f"overwritten at {at}", data[:at] + noise + data[at + len(noise) :]),
-            (f"with a bit of byte {at} flipped", flip_bits(data, at, 1 << self.random.randrange(8))),
+            (f"cut off at {start}", data[:start]),
+            (f"without {start} to {stop}", data[:start] + data[stop:]),
+            (f"with {start} to {stop} twice", data[:stop] + data[start:]),
+            (f"with noise at {start}", data[:start] + noise + data[start:]),
+            (f"overwritten at {start}", data[:start] + noise + data[start + len(noise) :]),
+            (f"with a bit of byte {start} flipped", flip_bits(data, start, 1 << self.random.randrange(8))),
             ("twice", data * 2),
             ("empty", b""),
             ("zeros", bytes(len(data))),
@@ -222,7 +222,7 @@ class Damage:
             self.changes.append(f"{file.name}: {name}: {key} = {value!r:.60}")
 
         def offsets() -> None:
-            some = [
+            candidates = [
                 begin,
                 end,
                 0,
@@ -248,7 +248,7 @@ class Damage:
                 ),
                 *([begin, end, total], [begin], [], {}, None, [[begin], [end]], {"begin": begin, "end": end}),
                 *([begin + 0.5, end + 0.5], [float(begin), float(end)], [0, end - begin], [0, total]),
-                self.random.choices(some, k=2),
+                self.random.choices(candidates, k=2),
             )
             set_key("data_offsets", change)
 
@@ -302,7 +302,7 @@ class Damage:
             what, text = self.garble(text)
             self.changes.append(f"header {what}")
         if self.random.random() < 0.2:
-            some = [
+            candidates = [
                 length + 1,
                 length - 1,
                 length - 8,
@@ -314,7 +314,7 @@ class Damage:
                 100_000_001,
                 total + length,
             ]
-            length = self.random.choice(some) % 2**64
+            length = self.random.choice(candidates) % 2**64
             self.changes.append(f"header of {length} bytes")
         if self.random.random() < 0.1:
             rest = self.choice(rest[:-1], rest[:-4], rest[: total // 2], b"", rest + bytes(8))
@@ -326,8 +326,8 @@ class Damage:
         file = self.tensor_file()
         data = file.read_bytes()
         if self.random.random() < 0.5:
-            at = self.random.randrange(self.choice(8, 200, len(data)))
-            what, data = f"with byte {at} flipped", flip_bits(data, at, self.random.randint(1, 255))
+            start = self.random.randrange(self.choice(8, 200, len(data)))
+            what, data = f"with byte {start} flipped", flip_bits(data, start, self.random.randint(1, 255))
         else:
             what, data = self.garble(data)
         file.write_bytes(data)
@@ -338,7 +338,7 @@ class Damage:
         file = self.folder / INDEX
         index = json.loads(file.read_text())
         names = index["weight_map"]
-        some = self.random.choice(list(names))
+        tensor_name = self.random.choice(list(names))
         if self.random.random() < 0.3:
             what, data = self.garble(file.read_bytes())
         else:
@@ -346,14 +346,23 @@ class Damage:
                 ("without weight_map", {"metadata": {}}),
                 ("with another weight_map", {"weight_map": self.anything()}),
                 ("with an empty weight_map", {"weight_map": {}}),
-                ("with another value", index | {"weight_map": names | {some: self.anything()}}),
-                ("with a file that is not there", index | {"weight_map": names | {some: "no.safetensors"}}),
-                ("with another place", index | {"weight_map": names | {some: "../../etc/passwd"}}),
-                ("with a folder for a file", index | {"weight_map": names | {some: "."}}),
-                ("with the configuration", index | {"weight_map": names | {some: CONFIG}}),
-                ("with one name less", index | {"weight_map": {n: f for n, f in names.items() if n != some}}),
-                ("with one name more", index | {"weight_map": names | {"more": names[some]}}),
-                ("with all names in one file", index | {"weight_map": dict.fromkeys(names, names[some])}),
+                ("with another value", index | {"weight_map": names | {tensor_name: self.anything()}}),
+                (
+                    "with a file that is not there",
+                    index | {"weight_map": names | {tensor_name: "no.safetensors"}},
+                ),
+                ("with another place", index | {"weight_map": names | {tensor_name: "../../etc/passwd"}}),
+                ("with a folder for a file", index | {"weight_map": names | {tensor_name: "."}}),
+                ("with the configuration", index | {"weight_map": names | {tensor_name: CONFIG}}),
+                (
+                    "with one name less",
+                    index | {"weight_map": {n: f for n, f in names.items() if n != tensor_name}},
+                ),
+                ("with one name more", index | {"weight_map": names | {"more": names[tensor_name]}}),
+                (
+                    "with all names in one file",
+                    index | {"weight_map": dict.fromkeys(names, names[tensor_name])},
+                ),
             )
             data = to_json(change)
         file.write_bytes(data)
@@ -367,8 +376,8 @@ class Damage:
         if what == "a folder":
             file.mkdir()
         elif what != "missing":
-            to = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
-            file.symlink_to(to.get(what, what))
+            targets = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
+            file.symlink_to(targets.get(what, what))
         self.changes.append(f"{file.name} is {what}")
 
 
@@ -402,8 +411,8 @@ def to_json(value: Any) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-def flip_bits(data: bytes, at: int, bits: int) -> bytes:
-    return data[:at] + bytes(x ^ bits for x in data[at : at + 1]) + data[at + 1 :]
+def flip_bits(data: bytes, start: int, bits: int) -> bytes:
+    return data[:start] + bytes(x ^ bits for x in data[start : start + 1]) + data[start + 1 :]
 
 
 def reader_of(damage: Damage, language: str) -> Any:

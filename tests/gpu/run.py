@@ -66,12 +66,12 @@ RACECHECK_CALLS = 1_000  # maximum number of valid calls under racecheck
 
 def closure(files: list[Path], imported) -> set[Path]:
     """The files and everything that they include or import, transitively."""
-    found, left = set(), list(files)
-    while left:
-        file = left.pop()
+    found, pending = set(), list(files)
+    while pending:
+        file = pending.pop()
         if file not in found:
             found.add(file)
-            left += [other for other in imported(file) if other.is_file()]
+            pending += [other for other in imported(file) if other.is_file()]
     return found
 
 
@@ -175,13 +175,13 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
     that is passed as a whole, these are the definitions whose names the importing code mentions."""
     text_of = functools.cache(lambda file: file.read_bytes().decode())
     used: dict[Path, set[int]] = {}
-    left = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
-    while left:
-        file, mentions = left.pop()
+    pending = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
+    while pending:
+        file, mentions = pending.pop()
         requested = [(file, name) for name in mentions if file not in tests]
-        for module, name, here in imported_names(text_of(file)):
+        for module, name, local_name in imported_names(text_of(file)):
             other = module_beside(file, module)
-            if here in mentions and other.is_file():
+            if local_name in mentions and other.is_file():
                 requested += [(other, n) for n in ([name] if name else mentions)]
         for other in {other for other, _ in requested}:
             names = {name for of, name in requested if of == other}
@@ -189,8 +189,8 @@ def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
                 counts = not statement.defines or statement.defines & names
                 if counts and i not in used.setdefault(other, set()):
                     used[other].add(i)
-                    left.append((other, statement.mentions))
-    return {file: [statements(text_of(file))[i] for i in sorted(of_file)] for file, of_file in used.items()}
+                    pending.append((other, statement.mentions))
+    return {file: [statements(text_of(file))[i] for i in sorted(indices)] for file, indices in used.items()}
 
 
 @functools.cache
@@ -459,8 +459,8 @@ def main() -> int:
         why = result.get("why") or ("ran out of time" if result.get("code") == 124 else "")
         red = "" if result["green"] else f"  RED {why}"
         print(f"{stage:<12}{result['passed']:>8}{result['failed']:>8}{result['seconds']:>9}{red}")
-    left = complaint(json.loads(options.record.read_text()))
-    print(left or f"every stage is green in this state: {options.record}")
+    reason = complaint(json.loads(options.record.read_text()))
+    print(reason or f"every stage is green in this state: {options.record}")
     return int(not all(result["green"] for result in results.values()))
 
 

@@ -377,11 +377,11 @@ def test_gates_and_steps_of_any_dtype(gate_dtype, kind):
 @pytest.mark.parametrize("n", [1, 2])
 def test_absent_parts(n, absent, kind):
     inputs = draw(n=n, **kind)
-    kept = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
+    grad_names = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
     inputs = replace(
         inputs,
         state={} if absent == "state" else inputs.state,
-        grads={name: grad for name, grad in inputs.grads.items() if name in kept},
+        grads={name: grad for name, grad in inputs.grads.items() if name in grad_names},
     )
     assert_accurate_as_formula(inputs)
 
@@ -778,11 +778,11 @@ def test_steps_replayed_from_a_graph(n):
     graph, o = capture(lambda: ops.delta_product_step(**first, **inputs.options, state=replayed))
     replayed.s.copy_(inputs.state["s"])
     for t in range(9):
-        now = token(inputs.data, t, n)
+        token_data = token(inputs.data, t, n)
         for name, x in first.items():
-            x.copy_(now[name])
+            x.copy_(token_data[name])
         graph.replay()
-        assert torch.equal(o, ops.delta_product_step(**now, **inputs.options, state=eager))
+        assert torch.equal(o, ops.delta_product_step(**token_data, **inputs.options, state=eager))
     assert torch.equal(replayed.s, eager.s)
 
 

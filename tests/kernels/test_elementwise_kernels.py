@@ -285,8 +285,8 @@ def test_a_feed_forward_layer_does_not_save_the_product():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     y = layer(x)
-    kept = torch.cuda.memory_allocated() - before - y.nbytes
-    assert kept < 2.5 * 4 * 4096 * 1000  # gate and up
+    saved_bytes = torch.cuda.memory_allocated() - before - y.nbytes
+    assert saved_bytes < 2.5 * 4 * 4096 * 1000  # gate and up
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -592,8 +592,8 @@ def test_a_model_trains_as_accurately_as_with_pytorch(mixer, kernels, without_ke
     silu_ops = {"silu_norm", "silu_norm_backward"}
     assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else silu_ops)
     without_kernels()
-    by_pytorch = errors_of(model, exact, ids)
-    for result, reference in zip(found, by_pytorch, strict=True):
+    pytorch_errors = errors_of(model, exact, ids)
+    for result, reference in zip(found, pytorch_errors, strict=True):
         assert result <= 2 * reference + 1e-3
 
 

@@ -272,11 +272,11 @@ def test_gates_of_any_dtype(kind, gate_dtype):
 def test_absent_parts(kind, absent, dtype):
     inputs = draw(kind, dtype=dtype)
     last = next(reversed(inputs.grads))
-    kept = {"do": [*inputs.state], "dstate": ["o"], "all but one": [last]}.get(absent, inputs.grads)
+    grad_names = {"do": [*inputs.state], "dstate": ["o"], "all but one": [last]}.get(absent, inputs.grads)
     inputs = replace(
         inputs,
         state={} if absent == "state" else inputs.state,
-        grads={name: grad for name, grad in inputs.grads.items() if name in kept},
+        grads={name: grad for name, grad in inputs.grads.items() if name in grad_names},
     )
     assert_accurate_as_formula(inputs)
 
@@ -379,12 +379,12 @@ def test_masked_tokens_of_abc_do_nothing():
     inputs.data["s"][:, masked] = -torch.inf
     inputs.grads["o"][:, masked] = 0  # outputs at masked tokens still read the memory
     inputs = inputs.map(lambda x: x.to(DEVICE))
-    found, kept = run(inputs), inputs.slice_tokens(~masked)
+    found, unmasked = run(inputs), inputs.slice_tokens(~masked)
     for name in ("o", "dq", "dk", "dv", "ds"):
         if name in ("dk", "dv", "ds"):
             assert not found[name][:, masked].any()
         found[name] = found[name][:, ~masked]
-    exact, rounded = run(kept.map(torch.Tensor.double)), run_formula(run, kept)
+    exact, rounded = run(unmasked.map(torch.Tensor.double)), run_formula(run, unmasked)
     assert_accurate(found, exact, rounded, 164)
 
 
@@ -611,11 +611,11 @@ def test_steps_replayed_from_a_graph(kind):
     for name, x in inputs.state.items():
         getattr(replayed, name).copy_(x)
     for t in range(9):
-        now = {name: x[:, t : t + 1] for name, x in inputs.data.items()}
+        token_data = {name: x[:, t : t + 1] for name, x in inputs.data.items()}
         for name, x in token.items():
-            x.copy_(now[name])
+            x.copy_(token_data[name])
         graph.replay()
-        assert torch.equal(o, step(**now, state=eager))
+        assert torch.equal(o, step(**token_data, state=eager))
     for name in inputs.state:
         assert torch.equal(getattr(replayed, name), getattr(eager, name))
 

@@ -166,8 +166,8 @@ def test_grouped_queries(G, objective):
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
 def test_absent_gradients(absent, resumed):
     inputs = draw(resumed=resumed)
-    kept = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
-    grads = {name: grad for name, grad in inputs.grads.items() if name in kept}
+    grad_names = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
+    grads = {name: grad for name, grad in inputs.grads.items() if name in grad_names}
     assert_accurate_as_formula(replace(inputs, grads=grads))
 
 
@@ -452,8 +452,8 @@ def test_fp32_packed_sequences(bounds, chunk):
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
 def test_fp32_absent_gradients(absent):
     inputs = draw_fp32(chunk=7, resumed=True)
-    kept = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
-    assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
+    grad_names = {"do": ["first", "step", "decay"], "states": ["o"], "all but one": ["step"]}[absent]
+    assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in grad_names}))
 
 
 @pytest.mark.parametrize("chunk", [1, 7])

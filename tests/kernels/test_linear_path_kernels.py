@@ -88,13 +88,13 @@ def check_rows(run, run_backward, sizes, D, n, dtype, scale=2.0):
         assert_close(got, dx, f"d{name}")
 
 
-def check_sum(run, sizes, D, of_x, of_total, from_end):
+def check_sum(run, sizes, D, x_dtype, total_dtype, from_end):
     """`run(x, from_end, dtype)`; sizes: B, T, heads."""
-    x = normal(*sizes, D, dtype=of_x)
+    x = normal(*sizes, D, dtype=x_dtype)
     wide = x.double()
     want = wide.flip(1).cumsum(1).flip(1) if from_end else wide.cumsum(1)
-    found = run(x, from_end, of_total)
-    assert found.dtype == of_total and found.is_contiguous()
+    found = run(x, from_end, total_dtype)
+    assert found.dtype == total_dtype and found.is_contiguous()
     assert_close(found, want)
 
 

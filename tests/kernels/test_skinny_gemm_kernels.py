@@ -19,15 +19,15 @@ def draw(rows, width, features, dtype, kind="plain", seed=0):
     """x, the products and the row input, on the CPU; every matrix but the first has a gate."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape, to=dtype):
-        return torch.randn(shape, generator=generator).to(to)
+    def normal(*shape, to_dtype=dtype):
+        return torch.randn(shape, generator=generator).to(to_dtype)
 
     x = normal(*rows, width)
     matrices = []
     for i, n in enumerate(features):
         gate = GATES[(i - 1) % 4] if i else "none"
         weight = normal(n, width) / width**0.5
-        bias = normal(n, to=torch.float32) if i % 2 else None
+        bias = normal(n, to_dtype=torch.float32) if i % 2 else None
         rate = torch.rand(n, generator=generator) if gate == "decay" else None
         matrices.append(Product(weight.to(dtype), gate, bias, rate, (1.0, 2.0, 0.125)[i % 3]))
     other = None if kind == "plain" else normal(*(x.shape if kind == "silu_product" else (width,)))

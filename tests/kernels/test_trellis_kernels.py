@@ -197,8 +197,8 @@ def test_grouped_queries(G):
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
 def test_absent_gradients(absent):
     inputs = draw()
-    kept = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
-    grads = {name: grad for name, grad in inputs.grads.items() if name in kept}
+    grad_names = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
+    grads = {name: grad for name, grad in inputs.grads.items() if name in grad_names}
     assert_accurate_as_formula(replace(inputs, grads=grads))
 
 
@@ -506,8 +506,8 @@ def test_fp32_bounds_of_rows():
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
 def test_fp32_absent_gradients(absent):
     inputs = draw_fp32(chunk=7, resumed=True)
-    kept = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
-    assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
+    grad_names = {"do": ["first_k", "k", "first_v", "v"], "states": ["o"], "all but one": ["first_v"]}[absent]
+    assert_fp32_accurate(replace(inputs, grads={name: inputs.grads[name] for name in grad_names}))
 
 
 def test_fp32_every_output_is_written():

@@ -170,8 +170,8 @@ def test_grouped_queries(G, weighted):
 @pytest.mark.parametrize("absent", ["do", "states", "all but one"])
 def test_absent_gradients(absent, weighted):
     inputs = draw(weighted=weighted)
-    kept = {"do": ["first_k", "k"], "states": ["o"], "all but one": ["first_k"]}[absent]
-    assert_accurate_as_formula(replace(inputs, grads={name: inputs.grads[name] for name in kept}))
+    grad_names = {"do": ["first_k", "k"], "states": ["o"], "all but one": ["first_k"]}[absent]
+    assert_accurate_as_formula(replace(inputs, grads={name: inputs.grads[name] for name in grad_names}))
 
 
 @WEIGHTED

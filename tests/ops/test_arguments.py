@@ -23,8 +23,8 @@ def move_to(x, device):
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
-        moved = [move_to(part, device) for part in x]
-        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
+        parts = [move_to(part, device) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 
 

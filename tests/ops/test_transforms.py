@@ -136,7 +136,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
         saved = list(results[len(outs) :]) if isinstance(results, tuple) else []
         # forward returns an output that is also a saved tensor only once.
         saved += [
-            results[0] for kept in description["saved"] if kept["name"] == description["output"]["name"]
+            results[0] for tensor in description["saved"] if tensor["name"] == description["output"]["name"]
         ]
         found = getattr(torch.ops.girih, f"{case.op}_backward")(*output_grads, *tensors, *saved, **options)
         return [x for x in found if x is not None]

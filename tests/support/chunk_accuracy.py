@@ -77,7 +77,7 @@ def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_slice
     The allowed rounding is one rounding of the result. An fp32 sum of n terms errs by about sqrt(n)
     roundings, which depend on its order; where terms of size 1 cancel, n roundings of 1 may be left."""
     assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
-    left = torch.finfo(torch.float32).eps * terms
+    cancellation = torch.finfo(torch.float32).eps * terms
     errors = {}
     for name, want in exact.items():
         got = found[name]
@@ -92,7 +92,7 @@ def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_slice
             error = measure(got.double() - want).sqrt().item()
             formula_error = max(measure(near[name].double() - want).sqrt().item() for near in rounded)
             size = measure(want).sqrt().item()
-            values = torch.tensor([error, formula_error, rounding * size + left], dtype=torch.float64)
+            values = torch.tensor([error, formula_error, rounding * size + cancellation], dtype=torch.float64)
             errors[name, measure.__name__] = values / (size or 1.0)
     return errors
 

@@ -141,13 +141,13 @@ def assert_near(name, got, want, most):
     assert error <= most, f"{name}: off by {error:.2g}"
 
 
-def padded_rows(*shape, of=None, dtype=torch.bfloat16):
-    """[..., width rounded up to 8] with NaN between the rows: a copy of `of` padded with zeros, or all
+def padded_rows(*shape, values=None, dtype=torch.bfloat16):
+    """[..., width rounded up to 8] with NaN between the rows: a copy of `values` padded with zeros, or all
     NaN."""
     padded = guarded_nan(*shape[:-1], round_up_8(shape[-1]) + 8, dtype=dtype)
     view = padded[..., : round_up_8(shape[-1])]
-    if of is not None:
-        view.zero_()[..., : shape[-1]] = of
+    if values is not None:
+        view.zero_()[..., : shape[-1]] = values
     return view
 
 

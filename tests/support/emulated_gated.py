@@ -68,17 +68,17 @@ class Layout:
 
     def assert_rest_unwritten(self, name, x):
         """In an output of padded_rows(), tokens of no sequence and the gaps between rows are not written."""
-        left = x._base.clone()
-        left[self.owned] = left[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
-        assert left.isnan().all(), f"{name} has a write outside its rows"
+        rest = x._base.clone()
+        rest[self.owned] = rest[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
+        assert rest.isnan().all(), f"{name} has a write outside its rows"
 
 
-def state(N, H, width, M, of=None):
-    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `of` padded with zeros, or all
+def state(N, H, width, M, values=None):
+    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `values` padded with zeros, or all
     NaN."""
     padded = guarded_nan(N, H, round_up_8(width), round_up_8(M))
-    if of is not None:
-        padded.zero_()[:, :, :width, :M] = of
+    if values is not None:
+        padded.zero_()[:, :, :width, :M] = values
     return padded
 
 

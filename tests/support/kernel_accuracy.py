@@ -51,8 +51,8 @@ def gates(pattern, shape, generator):
     # The decay of every 64 tokens is 2^-12.5, nearly all of it at one token, which differs between slots.
     if pattern == "once":
         token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
-        at = torch.randint(64, shape[2:], generator=generator)
-        return torch.where(token % 64 == at, -8.6, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
+        leap_token = torch.randint(64, shape[2:], generator=generator)
+        return torch.where(token % 64 == leap_token, -8.6, -1e-3).repeat(shape[0], *[1] * len(shape[1:]))
     if pattern == "growing":  # the decay of a chunk is 2^-7; its second half grows by 2^10
         token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:])).expand(shape)
         return torch.where(token % 64 < 32, -0.38, 0.22)
@@ -67,7 +67,9 @@ def gates(pattern, shape, generator):
         return torch.where(torch.rand(shape, generator=generator) < 0.02, -20.0, -0.01)
     if pattern == "rising":  # 3 to 6 tokens above 0, then a decay, at other tokens for every slot
         token = torch.arange(shape[1]).view(-1, *[1] * len(shape[2:]))
-        first, length = (torch.randint(*of, shape[2:], generator=generator) for of in ((0, 16), (3, 7)))
+        first, length = (
+            torch.randint(*bounds, shape[2:], generator=generator) for bounds in ((0, 16), (3, 7))
+        )
         return torch.where((token + first) % 16 < length, 0.3, -3.0).repeat(shape[0], *[1] * len(shape[1:]))
     return -20 * torch.rand(shape, generator=generator)
 
@@ -117,7 +119,7 @@ def assert_accurate(found, exact, rounded, terms):
     result. An fp32 sum of n terms errs by about sqrt(n) roundings, which depend on its order; where terms of
     size 1 cancel, n roundings of 1 may be left."""
     assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
-    left = torch.finfo(torch.float32).eps * terms
+    cancellation = torch.finfo(torch.float32).eps * terms
     for name, want in exact.items():
         got = found[name]
         if not got.is_floating_point():
@@ -130,7 +132,7 @@ def assert_accurate(found, exact, rounded, terms):
         for measure in (lambda x: x.abs().max(), lambda x: x.square().mean().sqrt()):
             error = measure(got.double() - want).item()
             formula_error = max(measure(near[name].double() - want).item() for near in rounded)
-            allowed = 2 * formula_error + rounding * measure(want).item() + left
+            allowed = 2 * formula_error + rounding * measure(want).item() + cancellation
             assert error <= allowed, f"{name}: off by {error:.3g}, the formula by {formula_error:.3g}"
 
 

@@ -244,8 +244,8 @@ def delta_product(
         Z = (W - factor_here * read).to(dtype)
         U = torch.einsum("bhri,bihv->brhv", inverse.to(dtype), Z)
         # O = scale (e^L Q S + (Q K^T e^{L_t - L_r}) U)
-        seen = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
-        decay = to_token.transpose(1, 2).masked_fill(~seen[..., None], -torch.inf).exp()  # [B, t, r, H]
+        visible = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
+        decay = to_token.transpose(1, 2).masked_fill(~visible[..., None], -torch.inf).exp()  # [B, t, r, H]
         reads = []
         for j in range(groups):
             own_q = q[:, tokens, j::groups]
@@ -255,8 +255,8 @@ def delta_product(
         outs.append(torch.stack(reads, 3).flatten(2, 3).to(dtype))
         # S <- e^{L_C} S + (K e^{L_C - L})^T U
         to_end = to_token[:, :, -1].exp()[..., None]
-        kept = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
-        S = S * L[:, -1].exp()[..., None, None] + wide(kept)
+        update = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
+        S = S * L[:, -1].exp()[..., None, None] + wide(update)
     return torch.cat(outs, 1), DeltaProductState(S, None)
 
 

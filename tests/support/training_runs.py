@@ -149,9 +149,11 @@ def main() -> int:
         for (mixer, options), row_cells in zip(runs, cells, strict=True):
             found = [cell.result() for cell in row_cells]
             worst = max([worst, *(result.largest for result in found)])
-            shown = " ".join(f"{n}={x if isinstance(x, str) else json.dumps(x)}" for n, x in options.items())
+            option_text = " ".join(
+                f"{n}={x if isinstance(x, str) else json.dumps(x)}" for n, x in options.items()
+            )
             row = (f"{result.largest:.3g}, {result.first:.2f} to {result.last:.2f}" for result in found)
-            print(f"| {mixer} | {shown} | {' | '.join(row)} |", flush=True)
+            print(f"| {mixer} | {option_text} | {' | '.join(row)} |", flush=True)
     print(f"\nlargest norm of all: {worst:.3g}")
     return int(not worst <= LARGEST)
 
