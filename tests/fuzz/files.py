@@ -76,7 +76,7 @@ INJECTIONS = [
     {"layers": [1]},
 ]
 INJECTED = [field.name for field in fields(Injection)]
-# Fields of the configuration that affect a girih model, including those of transformers.
+# Fields of the configuration that affect a girih model, including fields of transformers.
 FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version", FIELD]
 DEEP = 100_000
 

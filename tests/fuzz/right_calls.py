@@ -4,9 +4,9 @@
                       [--seconds 600] [--seed 0] [--device cuda]
 
 Calls are drawn as in calls.py with these differences: no argument is spoilt, dtypes are those that kernels
-support, and one width in four is that of the widest tiles. Incompatible options are drawn too; refused calls
-do not count. The next call is of the operator with the fewest calls so far. The last line reports the number
-of calls; the exit code is also 1 if an operator had no call.
+support, and one width in four is the width of the widest tiles. Incompatible options are drawn too; refused
+calls do not count. The next call is of the operator with the fewest calls so far. The last line reports the
+number of calls; the exit code is also 1 if an operator had no call.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     make test-gpu [STAGES=kernels,memcheck] [PARTS=gsa,gla] [RECORD=file] [PYTHON=python3] [BUILD=no]
 
     cpp         the C++ tests
-    cuda        the Python tests that run on a GPU, except those of the kernels
+    cuda        the Python tests that run on a GPU, except the kernels' tests
     python      all other Python tests, which CI runs too; not recorded
     kernels     test_*_kernels.py, in several processes
     large       the kernels' tests that need tens of GiB, one after the other
@@ -20,7 +20,8 @@ part clears its stages, and a failed stage is removed from the record. PARTS res
 and their kernel tests. test_gpu_record.py compares the record with the tree and requires the stages
 `kernels`, `large` and `memcheck`; other green stages are recorded, but not required.
 
-BUILD=no uses the libraries of python/girih/lib, and for racecheck those of build/racecheck/python/girih/lib.
+BUILD=no uses the libraries of python/girih/lib, and for racecheck the libraries of
+build/racecheck/python/girih/lib.
 """
 
 import argparse

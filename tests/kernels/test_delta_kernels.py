@@ -38,7 +38,7 @@ FP32_CALLS = {
 }
 GATED = {
     "bf16": {"dtype": torch.bfloat16},
-    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # has a scan kernel of its own
+    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # has a separate scan kernel
 } | FP32_CALLS
 PLAIN_VECTOR = {"vector": True, "gated": False}  # per-channel beta on the tensor cores
 KINDS = GATED | {
@@ -256,8 +256,8 @@ def test_one_closed_gate(position, kind):
 @every_gated_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
 def test_very_negative_gates_equal_closed_gates(gate, kind):
-    """A gate resets the memory without loss of precision for its neighbours: the results equal those of
-    -100."""
+    """A gate resets the memory without loss of precision for its neighbours: the results equal the
+    results at -100."""
     inputs = draw(T=100, **kind).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)

@@ -201,8 +201,8 @@ def test_one_closed_gate(position, dtype):
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
 def test_very_negative_gates_equal_closed_gates(gate, dtype, kind):
-    """A gate resets the memory without loss of precision for its neighbours: the results equal those of
-    -100."""
+    """A gate resets the memory without loss of precision for its neighbours: the results equal the
+    results at -100."""
     inputs = draw(kind, T=100, dtype=dtype).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
@@ -456,8 +456,8 @@ def test_long_rows_with_bounds(kind):
 @pytest.mark.parametrize("size", [1e-3, 1, 100])
 @pytest.mark.parametrize("kind", ["head", "channel"])
 def test_gates_between_large_gradients(kind, size, dtype):
-    """The gradient of the final state is much larger or much smaller than that of the outputs, over many
-    chunks."""
+    """The gradient of the final state is much larger or much smaller than the gradient of the outputs, over
+    many chunks."""
     inputs = draw(kind, B=1, T=1100, dtype=dtype)
     inputs.grads["s"].mul_(size)
     assert_accurate_as_formula(inputs)

@@ -360,9 +360,9 @@ def perturb_by_rounding(x, seed):
 
 
 def assert_fp32_accurate(inputs, cu_seqlens=None, found=None):
-    """The errors of the fp32 kernels are at most twice those of the recurrence and of the CPU's chunk form in
-    fp32. Shrinkage nearly empties columns, and gradients divide by the lengths of columns: there the
-    reference error is also that of float64 on inputs perturbed by a rounding."""
+    """The errors of the fp32 kernels are at most twice the errors of the recurrence and of the CPU's chunk
+    form in fp32. Shrinkage nearly empties columns, and gradients divide by the lengths of columns: there the
+    reference also includes errors of float64 on inputs perturbed by a rounding."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": initial_state(inputs), "cu_seqlens": cu_seqlens}

@@ -358,9 +358,9 @@ def perturb_by_rounding(x, seed):
 
 
 def assert_fp32_accurate(inputs, cu_seqlens=None, found=None):
-    """The errors of the fp32 kernels are at most twice those of the CPU's chunk form in fp32, on these inputs
-    and on eight perturbations by a rounding: maps with a norm amplify roundings, and the error of a single
-    result is random."""
+    """The errors of the fp32 kernels are at most twice the errors of the CPU's chunk form in fp32, on these
+    inputs and on eight perturbations by a rounding: maps with a norm amplify roundings, and the error of a
+    single result is random."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
     call = inputs.data | inputs.options | {"state": initial_state(inputs), "cu_seqlens": cu_seqlens}

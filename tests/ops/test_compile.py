@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): no graph breaks, and the results equal those of eager mode."""
+"""torch.compile(fullgraph=True): no graph breaks, and the results equal eager mode."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ class Program(torch.nn.Module):
 
 
 def check(program, inputs, others, tolerance=1e-7):
-    """Traces with `inputs`, saves and loads; outputs and gradients on `others` equal those of an eager
+    """Traces with `inputs`, saves and loads; outputs and gradients on `others` equal an eager
     call."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(program, inputs, check_trace=False), file)

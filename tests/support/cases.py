@@ -579,7 +579,7 @@ def float_of(device):
 
 
 # Tolerances in half precision (outputs, gradients) for properties that a bug violates by far. The tests of
-# the kernels measure the error exactly: at most twice that of PyTorch.
+# the kernels measure the error exactly: at most twice the error of PyTorch.
 HALF_TOLERANCES = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
 
 

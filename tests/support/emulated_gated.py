@@ -74,8 +74,8 @@ class Layout:
 
 
 def state(N, H, width, M, values=None):
-    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `values` padded with zeros, or all
-    NaN."""
+    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `values` padded with zeros, or
+    all NaN."""
     padded = guarded_nan(N, H, round_up_8(width), round_up_8(M))
     if values is not None:
         padded.zero_()[:, :, :width, :M] = values

@@ -1,9 +1,9 @@
 """The reference recurrences, token by token, in plain torch: slow and obvious, without chunk algebra.
 
-Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)` with
-the fields of the state in order, None where absent (`cat_attention` returns o). The caller loops over packed
-sequences. Query head i reads memory head i // (HQ / H); memories may share heads of keys and queries. All
-functions are differentiable by autograd.
+Names, argument order, shapes and options are the same as in `girih.ops`. Each function returns `(o, state)`
+with the fields of the state in order, None where absent (`cat_attention` returns o). The caller loops over
+packed sequences. Query head i reads memory head i // (HQ / H); memories may share heads of keys and queries.
+All functions are differentiable by autograd.
 """
 
 import math

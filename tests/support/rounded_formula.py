@@ -2,7 +2,8 @@
 accuracy.
 
 Operands and results of products have the inputs' dtype (PyTorch accumulates in fp32); gates, decays, softmax
-and states are fp32 (fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
+and states are fp32 (fp64 for fp64). Signatures are the same as in `girih.ops`; `cu_seqlens` is read on the
+host.
 """
 
 from functools import partial

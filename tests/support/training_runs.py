@@ -3,7 +3,7 @@
     python tests/support/training_runs.py [--width 192] [--layers 3] [--rates 1e-3,3e-3,9e-3] [--only trellis]
 
 prints a table with a row for each mixer and options: the largest gradient norm after the warm-up, before
-clipping, and bits per byte over the first and the last tenth of the steps. The recipe is that of the
+clipping, and bits per byte over the first and the last tenth of the steps. The recipe is the recipe of the
 comparison: AdamW with betas 0.9 and 0.95, weight decay 0.1, gradients clipped to 1, warm-up over a twentieth
 of the steps, then a cosine.
 """
