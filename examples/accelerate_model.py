@@ -1,9 +1,9 @@
-"""A model of transformers with its linear layers on girih: the same weights, the same text.
+"""A transformers model with its linear layers accelerated by girih: the same weights and the same text.
 
 python examples/accelerate_model.py                  a small random Qwen3-Next, on the CPU or a GPU
 python examples/accelerate_model.py Qwen/Qwen3-Next-80B-A3B-Instruct "A girih is"
 
-(Not named accelerate.py: it would stand in the way of the package of that name.)
+(The file is not named accelerate.py, because that name would shadow the package accelerate.)
 """
 
 import sys
@@ -35,27 +35,27 @@ def small_model():
     return Qwen3NextForCausalLM(config), torch.randint(256, (1, 300))
 
 
-def loaded(name, prompt):
+def load_model(name, prompt):
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer(
         prompt, return_tensors="pt"
     ).input_ids
 
 
-def written(model, ids):
+def generate(model, ids):
     started = time.perf_counter()
     text = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
     return text, time.perf_counter() - started
 
 
 def main():
-    model, ids = loaded(*sys.argv[1:3]) if len(sys.argv) > 2 else small_model()
+    model, ids = load_model(*sys.argv[1:3]) if len(sys.argv) > 2 else small_model()
     model, ids = model.to(DEVICE).eval(), ids.to(DEVICE)
-    before, seconds = written(model, ids)
+    before, seconds = generate(model, ids)
     acceleration = girih.accelerate(model)
     print(acceleration.report())
-    after, faster = written(model, ids)
-    print(f"as it comes {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
+    after, faster = generate(model, ids)
+    print(f"unmodified {seconds:.2f} s, accelerated {faster:.2f} s, the same text: {after.equal(before)}")
     acceleration.undo()
 
 

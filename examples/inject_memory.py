@@ -1,12 +1,12 @@
-"""A trained Transformer gets a linear memory beside its attention, and learns to use it by LoRA.
+"""Injects a linear memory beside the attention of a trained Transformer and trains it with LoRA.
 
 make train MIXER=attention                 a Transformer of 1.8M parameters, in runs/attention-small
 python examples/inject_memory.py           three or four minutes on a core of a CPU
-python examples/inject_memory.py FOLDER    of another run of `make train MIXER=attention`
+python examples/inject_memory.py FOLDER    the folder of another run of `make train MIXER=attention`
 
-Held-out bits per byte are told of the Transformer, of it with the memory just injected, and after fine-tuning
-by LoRA; and, so that the memory is not praised for what further training does, of the Transformer fine-tuned
-alone in the same way.
+Prints held-out bits per byte of the Transformer, of the model right after the injection, and of the model
+after fine-tuning with LoRA. The Transformer fine-tuned alone in the same way is the baseline: it separates
+the effect of the memory from the effect of further training.
 """
 
 import math
@@ -40,8 +40,9 @@ def bits(model, windows):
     return sum(losses) / len(losses) / math.log(2)
 
 
-def fine_tuned(model, text, folder, *callbacks):
-    """LoRA on the projections that both paths share, and the new part, which peft calls a module to save."""
+def fine_tune(model, text, folder, *callbacks):
+    """LoRA on the projections that both paths share; peft saves the injected modules whole
+    (modules_to_save)."""
     injected = any(name.endswith(".girih") for name, _ in model.named_modules())
     lora = LoraConfig(
         r=8,
@@ -75,38 +76,38 @@ def fine_tuned(model, text, folder, *callbacks):
 def main():
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/attention-small", "model")
     if not folder.is_dir():
-        sys.exit(f"{folder}: no such folder; `make train MIXER=attention` makes runs/attention-small")
+        sys.exit(f"{folder}: no such folder; `make train MIXER=attention` writes runs/attention-small")
     set_seed(0)
     disable_progress_bar()
     corpus = read_corpus()
     held_out = Windows.spread(corpus.held_out, 64, CONTEXT)
 
     transformer = GirihForCausalLM.from_pretrained(folder)
-    told = {"the Transformer": bits(transformer, held_out)}
+    results = {"the Transformer": bits(transformer, held_out)}
     with tempfile.TemporaryDirectory() as scratch:
-        adapted = fine_tuned(transformer, corpus.train, scratch)
-        told["the Transformer, fine-tuned by LoRA"] = bits(adapted, held_out)
+        adapted = fine_tune(transformer, corpus.train, scratch)
+        results["the Transformer, fine-tuned by LoRA"] = bits(adapted, held_out)
 
         model = GirihForCausalLM.from_pretrained(folder)
         girih.inject(model, n=2, virtual_tokens="derivative", gate="k", weight=0.0)
-        told["with the memory, at weight 0"] = bits(model, held_out)
+        results["with the memory, at weight 0"] = bits(model, held_out)
         for mixture in model.modules():
             if isinstance(mixture, girih.nn.MemoryAsGate):
                 mixture.set_weight(0.5)
-        told["with the memory, at weight 0.5, before training"] = bits(model, held_out)
+        results["with the memory, at weight 0.5, before training"] = bits(model, held_out)
         model.save_pretrained(f"{scratch}/injected")
         schedule = girih.MixSchedule("gradual", first=0.01, final=0.5, steps=100)
-        adapted = fine_tuned(model, corpus.train, scratch, schedule)
-        told["with the memory, at weight 0.5, fine-tuned by LoRA"] = bits(adapted, held_out)
+        adapted = fine_tune(model, corpus.train, scratch, schedule)
+        results["with the memory, at weight 0.5, fine-tuned by LoRA"] = bits(adapted, held_out)
         adapted.save_pretrained(f"{scratch}/adapter")
 
-        # What someone else loads: the injected model, the adapter on it.
+        # A user of the result loads the injected model and the adapter.
         loaded = PeftModel.from_pretrained(girih.from_pretrained(f"{scratch}/injected"), f"{scratch}/adapter")
-        told["the same, saved and loaded"] = bits(loaded, held_out)
+        results["the same, saved and loaded"] = bits(loaded, held_out)
         ids = torch.tensor([list(PROMPT)])
         text = loaded.generate(input_ids=ids, max_new_tokens=120, do_sample=False)
 
-    for name, value in told.items():
+    for name, value in results.items():
         print(f"{value:.4f} bits a byte  {name}")
     print(bytes(text[0].tolist()).decode(errors="replace"))
 

@@ -8,12 +8,12 @@ import torch
 from girih import _library
 from hypothesis import HealthCheck, settings
 
-SUPPORT = Path(__file__).parent / "support"  # what tests share, and the programs that they start
+SUPPORT = Path(__file__).parent / "support"  # shared modules, and programs that tests start
 
-#: CMake's tree of the running torch: programs, C++ tests.
+#: The CMake build tree for the running torch: programs, C++ tests.
 TREE = Path(__file__).parents[1] / "build" / _library.loaded.name
 
-# The same examples on every run: a red run is red again when someone looks. `make test FULL=1` takes 100.
+# Examples are derandomized, so that a failure is reproducible. `make test FULL=1` runs 100 examples a test.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -25,11 +25,11 @@ settings.register_profile(
 settings.register_profile("full", settings.get_profile("ci"), max_examples=100)
 settings.load_profile("full" if os.environ.get("GIRIH_FULL") else "ci")
 
-# The tensors are tiny and pytest-xdist runs one worker a core.
+# The tensors are tiny, and pytest-xdist runs one worker per core.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # and of the programs that tests start: more would wait for one another
+os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start: more threads would contend for cores
 
-if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also judges the attention of other libraries
+if os.environ.get("GIRIH_SANITIZED"):  # a sanitizer also checks the attention kernels of other libraries
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
 
@@ -38,23 +38,23 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture
 def handlers():
-    """A command takes the signals over; a test gives them back."""
+    """Restores the signal handlers that a command replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-class Place(str):
-    """A device, and in half precision the dtype of what is drawn there. Places of two dtypes are two, so that
-    pytest makes each of them its fixtures."""
+class Device(str):
+    """A device string with the dtype of the tensors drawn for it, None for the default. Devices that differ
+    only in dtype are unequal, so that pytest creates fixtures for each."""
 
     dtype: torch.dtype | None = None
 
     def __new__(cls, device: str, dtype: torch.dtype | None = None):
-        place = super().__new__(cls, device)
-        place.dtype = dtype
-        return place
+        instance = super().__new__(cls, device)
+        instance.dtype = dtype
+        return instance
 
     def __eq__(self, other):
         return str.__eq__(self, other) and getattr(other, "dtype", self.dtype) == self.dtype
@@ -62,39 +62,39 @@ class Place(str):
     __hash__ = str.__hash__
 
 
-PLACES = {
-    "cpu": pytest.param(Place("cpu"), id="cpu"),
-    "cuda": pytest.param(Place("cuda"), id="cuda", marks=needs_cuda),
+DEVICES = {
+    "cpu": pytest.param(Device("cpu"), id="cpu"),
+    "cuda": pytest.param(Device("cuda"), id="cuda", marks=needs_cuda),
 }
 HALVES = [
-    pytest.param(Place("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
+    pytest.param(Device("cuda", dtype), id=f"cuda-{name}", marks=needs_cuda)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
 ]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--each", type=int, help="run at most so many parametrisations of every test")
+    parser.addoption("--each", type=int, help="maximum number of parametrisations of every test")
 
 
 def pytest_collection_modifyitems(config, items):
     if not (each := config.getoption("each")):
         return
-    of_test = {}
+    items_by_test = {}
     for item in items:
-        of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
-    # Drawn, not evenly spaced: in a product of parameters that would meet one value of some again and again.
-    drawn = {
+        items_by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    # A random sample: an even spacing would always select the same value of some parameter.
+    selected = {
         item
-        for name, some in of_test.items()
-        for item in random.Random(name).sample(some, min(each, len(some)))
+        for name, test_items in items_by_test.items()
+        for item in random.Random(name).sample(test_items, min(each, len(test_items)))
     }
-    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
-    items[:] = [item for item in items if item in drawn]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 def pytest_generate_tests(metafunc):
-    """`device`: the CPU and CUDA; where a module says `in_half_precision = True`, CUDA in bf16 and fp16 too,
-    where the kernels use the tensor cores."""
+    """Parametrises `device` with the CPU and CUDA. Modules with `in_half_precision = True` also run on CUDA
+    in bf16 and fp16, where the kernels use the tensor cores."""
     if "device" in metafunc.fixturenames:
         halves = HALVES if getattr(metafunc.module, "in_half_precision", False) else []
-        metafunc.parametrize("device", [*PLACES.values(), *halves], scope="session")
+        metafunc.parametrize("device", [*DEVICES.values(), *halves], scope="session")

@@ -66,7 +66,7 @@ def check_steps() -> str:
             want = operator(inputs)["o"]
             state = start(inputs)
             fields = {name: x for name, x in zip(type(state)._fields, state, strict=True) if x is not None}
-            assert_within({"o": step(replace(inputs, given=fields))}, {"o": want.double()}, 1e-4)
+            assert_within({"o": step(replace(inputs, state_fields=fields))}, {"o": want.double()}, 1e-4)
     return f"{len(found)} operators"
 
 

@@ -1,5 +1,5 @@
-// A trained model goes on with a text, byte by byte: complete runs/gsa-small/model "def "
-// examples/complete.py is the same in Python.
+// Completes a text with a trained model, byte by byte: complete runs/gsa-small/model "def "
+// examples/complete.py is the same program in Python.
 #include <girih/girih.h>
 
 #include <iostream>
@@ -13,7 +13,7 @@ int main(int argc, char** argv) {
   }
   torch::NoGradGuard no_grad;
   auto model = girih::nn::from_pretrained(argv[1]);
-  std::vector<int64_t> bytes;  // each is a token
+  std::vector<int64_t> bytes;  // one token per byte
   for (unsigned char byte : std::string(argv[2])) bytes.push_back(byte);
   const auto prompt = torch::tensor(bytes).unsqueeze(0);
   const auto text = model->generate(prompt, {.max_new_tokens = 100})[0];

@@ -1,12 +1,12 @@
-"""A trained model as one file for C++: `export.py runs/gsa-small/model model.pt2`.
+"""Exports a trained model as one file for C++: `export.py runs/gsa-small/model model.pt2`.
 
-torch.export and AOTInductor compile everything but the operators of girih, which the program has in
-libgirih.so. Texts of any length, batches of one size.
+torch.export and AOTInductor compile everything except the operators of girih, which the C++ program calls in
+libgirih.so. The length of a text is dynamic; the batch size is fixed.
 """
 
 import sys
 
-import girih  # noqa: F401  makes the models known to transformers
+import girih  # noqa: F401  registers the models with transformers
 import torch
 from transformers import AutoModelForCausalLM
 

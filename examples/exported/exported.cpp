@@ -1,5 +1,5 @@
-// What an exported model holds to be the next byte after every one of a text: exported model.pt2 "def "
-// export.py beside this file writes model.pt2.
+// Prints the most likely next byte after every byte of a text: exported model.pt2 "def "
+// export.py in this folder writes model.pt2.
 #include <girih/girih.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
   }
   torch::NoGradGuard no_grad;
   torch::inductor::AOTIModelPackageLoader model(argv[1]);
-  std::vector<int64_t> bytes;  // each is a token
+  std::vector<int64_t> bytes;  // one token per byte
   for (unsigned char byte : std::string(argv[2])) bytes.push_back(byte);
   const auto next = model.run({torch::tensor(bytes).unsqueeze(0)})[0][0].argmax(-1);
   for (int64_t i = 0; i < next.size(0); ++i)

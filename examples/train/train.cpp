@@ -1,7 +1,7 @@
-// A small language model learns a text, byte by byte, and goes on with its beginning:
+// Trains a small language model on a text, byte by byte, and completes the beginning of the text:
 //   train TEXT MODEL [STEPS]
-// from_pretrained reads the folder MODEL, here and in Python. girih-train does more: it holds a part out,
-// keeps checkpoints and follows a schedule.
+// from_pretrained reads the folder MODEL in C++ and in Python. girih-train has more features: a held-out
+// part, checkpoints and a schedule.
 #include <girih/girih.h>
 #include <torch/torch.h>
 
@@ -32,9 +32,9 @@ int main(int argc, char** argv) {
     return 1;
   }
   std::ifstream file(argv[1], std::ios::binary);
-  std::vector<int64_t> bytes;  // each is a token
-  for (std::istreambuf_iterator<char> at(file), end; at != end; ++at)
-    bytes.push_back(static_cast<unsigned char>(*at));
+  std::vector<int64_t> bytes;  // one token per byte
+  for (std::istreambuf_iterator<char> byte(file), end; byte != end; ++byte)
+    bytes.push_back(static_cast<unsigned char>(*byte));
   const auto text = torch::tensor(bytes);
   if (text.size(0) < kContext) {
     std::cerr << argv[1] << ": " << text.size(0) << " bytes are too few, " << kContext << " are needed\n";
@@ -58,7 +58,8 @@ int main(int argc, char** argv) {
   model->save_pretrained(argv[2]);
 
   const auto prompt = text.slice(0, 0, 16).unsqueeze(0);  // [batch, tokens]
-  const auto written = model->generate(prompt, {.max_new_tokens = 100})[0];
-  for (int64_t i = 0; i < written.size(0); ++i) std::cout << static_cast<char>(written[i].item<int64_t>());
+  const auto generated = model->generate(prompt, {.max_new_tokens = 100})[0];
+  for (int64_t i = 0; i < generated.size(0); ++i)
+    std::cout << static_cast<char>(generated[i].item<int64_t>());
   std::cout << '\n';
 }

@@ -23,7 +23,7 @@ from converted import (
     close,
     convert,
     converted,
-    fits,
+    supports,
 )
 from girih.conversion import Conversion, Injection
 from girih.conversion.config import from_json, replacing, to_json
@@ -54,7 +54,7 @@ def base(family):
 
 @pytest.fixture(params=WAYS)
 def way(family, request):
-    if not fits(family, request.param):
+    if not supports(family, request.param):
         pytest.skip("girih's own attention keeps all keys")
     return request.param
 

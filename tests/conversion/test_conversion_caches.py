@@ -5,13 +5,15 @@ import copy
 import girih
 import pytest
 import torch
-from converted import FAMILIES, IDS, WAYS, base_model, close, converted, fits
+from converted import FAMILIES, IDS, WAYS, base_model, close, converted, supports
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ONES = torch.ones_like(IDS)
-EACH = [(family, way) for family in FAMILIES for way in ("window", "both, gelu", "gsa") if fits(family, way)]
+EACH = [
+    (family, way) for family in FAMILIES for way in ("window", "both, gelu", "gsa") if supports(family, way)
+]
 
 
 @pytest.fixture(scope="module", params=EACH, ids=str)

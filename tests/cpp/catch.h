@@ -1,9 +1,9 @@
-// Catch2 as Debian 12 (2.13) and Ubuntu 24.04 (3) have it.
+// Catch2 2.13 (Debian 12) and Catch2 3 (Ubuntu 24.04).
 #pragma once
 
 #include <c10/util/Logging.h>
 
-#undef CHECK  // torch's logging has one too, and would bring it later
+#undef CHECK  // defined by c10/util/Logging.h, which is included first so that no later include redefines it
 #if __has_include(<catch2/catch_test_macros.hpp>)
 #include <catch2/catch_test_macros.hpp>
 #include <catch2/matchers/catch_matchers.hpp>

@@ -1,6 +1,6 @@
-// A step of decoding that is recorded once: its replays are the steps that follow. On the CPU the work stands
-// in for a CUDA graph of it: it is done again with the tensors, and with what the host knew, of the time when
-// it was recorded. With kernels and a GPU the same is asked of graphs there.
+// A decoding step is recorded once, and later steps are replays of the recording. On the CPU a recording
+// reruns the work with the tensors and the host values of the recorded call, as a CUDA graph does. With
+// kernels and a GPU the same tests run with CUDA graphs.
 #include "../../csrc/nn/decoding.h"
 
 #include <ATen/Context.h>
@@ -24,9 +24,9 @@ struct Counts {
   int recorded = 0, replayed = 0;
 };
 
-class Counting final : public nn::GraphRecorder {
+class CountingRecorder final : public nn::GraphRecorder {
  public:
-  Counting(Counts& counts, std::unique_ptr<nn::GraphRecorder> inner)
+  CountingRecorder(Counts& counts, std::unique_ptr<nn::GraphRecorder> inner)
       : counts_(counts), inner_(std::move(inner)) {}
 
   std::function<void()> record(const std::function<void()>& work) override {
@@ -44,17 +44,17 @@ class Counting final : public nn::GraphRecorder {
 
 class Warnings final : public c10::WarningHandler {
  public:
-  void process(const c10::Warning& warning) override { words.push_back(warning.msg()); }
-  std::vector<std::string> words;
+  void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
+  std::vector<std::string> messages;
 };
 
-class Refusing final : public nn::GraphRecorder {
+class FailingRecorder final : public nn::GraphRecorder {
   std::function<void()> record(const std::function<void()>&) override {
     throw std::runtime_error("not here");
   }
 };
 
-// The CPU, and the GPU if there is one and kernels for it.
+// The CPU, and the GPU if kernels are available.
 std::vector<at::Device> devices() {
   std::vector<at::Device> all{at::kCPU};
   if (torch::cuda::is_available() &&
@@ -63,7 +63,7 @@ std::vector<at::Device> devices() {
   return all;
 }
 
-std::vector<nn::Config> decoded() {
+std::vector<nn::Config> decoding_configurations() {
   auto all = configurations();
   auto with = [&](const auto& change) {
     auto config = configurations()[0];
@@ -74,7 +74,7 @@ std::vector<nn::Config> decoded() {
   with([](auto& c) { c.hybrid = {"attention", "gla"}, c.num_heads = 4, c.num_kv_heads = 2; });
   with([](auto& c) { c.mixer = "mag", c.mag_base = "cat", c.mag_mixer = "attention"; });
   with([](auto& c) { c.mixer = "cat", c.running_positions = true; });
-  for (auto& config : all) config.initializer_range = 0.2;  // that the past tells
+  for (auto& config : all) config.initializer_range = 0.2;  // logits depend on earlier tokens
   return all;
 }
 
@@ -82,7 +82,7 @@ bool has_cat(const nn::Config& config) {
   return std::ranges::count(config.mixers(), "cat") > 0 || config.mag_base == "cat";
 }
 
-// fp64 where the ATen forms serve, fp32 for kernels.
+// fp64 with the ATen forms, fp32 with kernels.
 nn::LanguageModel model_on(at::Device device, const nn::Config& config) {
   auto model = in_double(config);
   if (device.is_cuda()) model->to(device, at::kFloat);
@@ -94,7 +94,7 @@ bool close(const Tensor& a, const Tensor& b) {
   return at::allclose(a, b, most, most);
 }
 
-// Steps through a text after its first `prompt` tokens, beside the logits of all of it.
+// Decodes a text step by step after its first `prompt` tokens and compares with the logits of one forward.
 void check_steps(nn::LanguageModel& model, nn::Decoder& decode, const Tensor& text, int64_t prompt,
                  const Tensor& mask = {}) {
   Tensor all;
@@ -113,15 +113,15 @@ TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int prompt = 5, steps = 5 * kChunk;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       for (const int64_t batch : {1, 3}) {
         INFO(name_of(config) << " on " << device << ", batch " << batch);
         auto model = model_on(device, config);
         const auto text = ids(batch, prompt + steps).to(device);
         Counts counts;
-        nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+        nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
         check_steps(model, decode, text, prompt);
-        // The first step of each kind runs eagerly: a token, and a token that ends a chunk.
+        // The first step of each kind runs eagerly: a token inside a chunk, and a token that ends a chunk.
         const int kinds = has_cat(config) ? 2 : 1;
         CHECK(counts.recorded == kinds);
         CHECK(counts.replayed == steps - kinds);
@@ -133,38 +133,38 @@ TEST_CASE("Replayed steps read the next tokens in every mixer", "[decoding]") {
 TEST_CASE("Steps after padded prompts are replayed, CAT's by how many chunks end", "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int prompt = 6, steps = 3 * kChunk;
-  std::set<int> kinds;  // of CAT: no chunk ends, 1, 2, or 3, which are 4 rows
+  std::set<int> kinds;  // recordings of CAT, by the number of chunks that end in a step
   for (int t = 1; t <= steps; ++t) {
     int ended = 0;
     for (const int length : {6, 6, 6, 3}) ended += (length + t) % kChunk == 0;
     kinds.insert(ended);
   }
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       const auto text = ids(4, prompt + steps).to(device);
       const auto mask =
           at::arange(prompt, text.options()) >= at::tensor({0, 0, 0, 3}, text.options()).unsqueeze(1);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+      nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, prompt, mask);
       CHECK(counts.replayed == steps - (has_cat(config) ? int(kinds.size()) : 1));
     }
   }
 }
 
-TEST_CASE("Keys stay where they are while there is room; a larger buffer is recorded again",
+TEST_CASE("The key cache keeps its buffer until it is full; a larger buffer is recorded again",
           "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int prompt = 180, steps = 90, slots = 256;
   for (const auto device : devices()) {
-    auto config = decoded()[0];
+    auto config = decoding_configurations()[0];
     config.hybrid = {"attention", "gsa"};
     auto model = model_on(device, config);
     const auto text = ids(2, prompt + steps).to(device);
     Counts counts;
-    nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+    nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
     const auto keys = [&] { return decode.state().parts[0].tensors[0]; };
     check_steps(model, decode, text.slice(1, 0, slots), prompt);
     CHECK(counts.replayed == slots - prompt - 1);
@@ -178,22 +178,22 @@ TEST_CASE("Keys stay where they are while there is room; a larger buffer is reco
     }
     CHECK(keys().size(1) == 2 * slots);
     CHECK(counts.recorded == 2);
-    CHECK(counts.replayed == steps - 1 - 2);  // the one that made room, and the first after it
+    CHECK(counts.replayed == steps - 1 - 2);  // the step that grew the buffer, and the first step after it
   }
 }
 
-TEST_CASE("Headers of CAT get room too", "[decoding]") {
+TEST_CASE("The cache of CAT's headers grows when it is full", "[decoding]") {
   const at::NoGradGuard no_grad;
   for (const auto device : devices()) {
     for (const auto* second : {"", "gsa"}) {
-      auto config = decoded()[0];
+      auto config = decoding_configurations()[0];
       config.mixer = "cat";
       if (*second) config.hybrid = {"cat", second};
       config = with_sizes(config, 5, /*chunk=*/2);
       auto model = model_on(device, config);
       const auto text = ids(2, 90).to(device);
       Counts counts;
-      nn::Decoder decode(*model, std::make_unique<Counting>(counts, nn::make_recorder(text)));
+      nn::Decoder decode(*model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(text)));
       check_steps(model, decode, text, 7);
       CHECK(counts.recorded > 2);
       CHECK(counts.replayed > 70);
@@ -201,10 +201,10 @@ TEST_CASE("Headers of CAT get room too", "[decoding]") {
   }
 }
 
-TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
+TEST_CASE("Two texts of one model are decoded in turn", "[decoding]") {
   const at::NoGradGuard no_grad;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       std::vector<Tensor> texts, whole;
@@ -214,7 +214,7 @@ TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
         texts.push_back(ids(batch, 20).to(device));
         whole.push_back(model(texts.back()).first);
         decoders.push_back(std::make_unique<nn::Decoder>(
-            *model, std::make_unique<Counting>(counts, nn::make_recorder(texts.back()))));
+            *model, std::make_unique<CountingRecorder>(counts, nn::make_recorder(texts.back()))));
         (*decoders.back())(texts.back().slice(1, 0, 4));
       }
       for (int64_t t = 4; t < 20; ++t) {
@@ -229,24 +229,24 @@ TEST_CASE("Two texts of one model are written in turn", "[decoding]") {
 
 TEST_CASE("A step that cannot be recorded runs eagerly, with one warning", "[decoding]") {
   const at::NoGradGuard no_grad;
-  for (const auto& config : decoded()) {
+  for (const auto& config : decoding_configurations()) {
     INFO(name_of(config));
     auto model = model_on(at::kCPU, config);
-    nn::Decoder decode(*model, std::make_unique<Refusing>());
+    nn::Decoder decode(*model, std::make_unique<FailingRecorder>());
     Warnings warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
     check_steps(model, decode, ids(2, 17), 5);
-    REQUIRE(warnings.words.size() == 1);
-    CHECK(warnings.words[0].starts_with(
+    REQUIRE(warnings.messages.size() == 1);
+    CHECK(warnings.messages[0].starts_with(
         "a decoding step cannot be captured as a CUDA graph and runs eagerly: not here"));
   }
 }
 
-TEST_CASE("Text is the same with and without recorded steps", "[decoding]") {
+TEST_CASE("Generated text is the same with and without recorded steps", "[decoding]") {
   const at::NoGradGuard no_grad;
   constexpr int more = 24;
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       for (const int64_t batch : {1, 3}) {
         INFO(name_of(config) << " on " << device << ", batch " << batch);
         auto model = model_on(device, config);
@@ -273,9 +273,9 @@ TEST_CASE("Text is the same with and without recorded steps", "[decoding]") {
   }
 }
 
-TEST_CASE("Threads write texts of one model at once", "[decoding]") {
+TEST_CASE("Threads generate texts with one model concurrently", "[decoding]") {
   for (const auto device : devices()) {
-    for (const auto& config : decoded()) {
+    for (const auto& config : decoding_configurations()) {
       INFO(name_of(config) << " on " << device);
       auto model = model_on(device, config);
       std::vector<Tensor> prompts, expected, found(3);
@@ -293,9 +293,9 @@ TEST_CASE("Threads write texts of one model at once", "[decoding]") {
   }
 }
 
-TEST_CASE("There is no sampling from what is no number", "[decoding]") {
+TEST_CASE("Sampling from NaN logits is an error", "[decoding]") {
   for (const auto device : devices()) {
-    auto model = model_on(device, decoded()[0]);
+    auto model = model_on(device, decoding_configurations()[0]);
     model->parameters()[0].detach().fill_(NAN);
     CHECK_THROWS_AS(model->generate(ids(2, 5).to(device), {.temperature = 1.0}), c10::Error);
   }

@@ -1,4 +1,5 @@
-// LiZA: the linear path of an attention's q, k and v, its mixture with attention, and the weight's schedules.
+// LiZA: the linear path on an attention's q, k and v, its mixture with attention, and schedules of the
+// weight.
 #include <girih/girih.h>
 
 #include <cmath>
@@ -36,8 +37,9 @@ Tensor qkv(int64_t rows) {
   return at::randn({rows, kTokens, (kHeads + 2 * kMemories) * kWidth}, at::kDouble);
 }
 
-// One row, x [T, heads + 2 kv_heads, head_dim], token by token: TPTT, eq. 4, 5, 6, 16, 22, 23, 24.
-Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
+// The equations for one row, x [T, heads + 2 kv_heads, head_dim], token by token: TPTT, eq. 4, 5, 6, 16, 22,
+// 23, 24.
+Tensor compute_equations(const nn::LinearPath& path, const Tensor& x) {
   const auto& o = path->options;
   const auto unit = [&](int64_t t, int64_t column) {
     if (t < 0) return at::zeros({kWidth}, at::kDouble);
@@ -58,20 +60,20 @@ Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
     }
     difference = difference / std::exp2(double(m));
     const double angle = 2 * std::numbers::pi * double(m) / double(o.n);
-    auto turned = unit(t, column).clone();
+    auto rotated = unit(t, column).clone();
     for (int64_t i = 0; i < kWidth; i += 2) {
       const auto a = unit(t, column)[i], b = unit(t, column)[i + 1];
-      turned[i] = a * std::cos(angle) - b * std::sin(angle);
-      turned[i + 1] = a * std::sin(angle) + b * std::cos(angle);
+      rotated[i] = a * std::cos(angle) - b * std::sin(angle);
+      rotated[i + 1] = a * std::sin(angle) + b * std::cos(angle);
     }
-    if (o.virtual_tokens == "both") return (difference + turned) / 2;
-    return o.virtual_tokens == "derivative" ? difference : turned;
+    if (o.virtual_tokens == "both") return (difference + rotated) / 2;
+    return o.virtual_tokens == "derivative" ? difference : rotated;
   };
   std::vector<Tensor> rows;
   for (int64_t head = 0; head < kHeads; ++head) {
     const auto memory = head / (kHeads / kMemories), k = kHeads + memory, v = k + kMemories;
     auto S = at::zeros({kWidth, kWidth}, at::kDouble);
-    std::vector<Tensor> read;
+    std::vector<Tensor> reads;
     for (int64_t t = 0; t < x.size(0); ++t) {
       auto beta = o.gate == "k" ? gate(t, k) : o.gate == "v" ? gate(t, v) : gate(t, k) * gate(t, v);
       if (o.gate_per == "head") beta = beta.mean().expand({kWidth});
@@ -80,11 +82,11 @@ Tensor written_out(const nn::LinearPath& path, const Tensor& x) {
         S = S + at::outer(key, beta * value - at::mv(S.t(), beta * key));
       }
       const auto out = at::mv(S.t(), unit(t, head));
-      read.push_back(out / (out.square().mean() + o.norm_eps).sqrt() * path->norm->weight);
+      reads.push_back(out / (out.square().mean() + o.norm_eps).sqrt() * path->norm->weight);
       if (o.between_chunks && (t + 1) % o.chunk == 0)
         S = *o.between_chunks == "tanh" ? S.tanh() : at::gelu(S);
     }
-    rows.push_back(at::stack(read));
+    rows.push_back(at::stack(reads));
   }
   return at::cat(rows, -1);
 }
@@ -99,11 +101,11 @@ TEST_CASE("A linear path computes its equations", "[nn]") {
     auto path = path_of(options);
     const auto x = qkv(2), y = path(x).first;
     for (int64_t row = 0; row < 2; ++row)
-      CHECK(close(y[row], written_out(path, x[row].view({kTokens, -1, kWidth}))));
+      CHECK(close(y[row], compute_equations(path, x[row].view({kTokens, -1, kWidth}))));
   }
 }
 
-TEST_CASE("A linear path's state continues it in any pieces, with gradients and without", "[nn]") {
+TEST_CASE("A linear path's state continues it over calls of any length, with and without gradients", "[nn]") {
   for (const auto& options : paths()) {
     auto path = path_of(options);
     const auto x = qkv(2), whole = path(x).first.detach();
@@ -123,7 +125,7 @@ TEST_CASE("A linear path's state continues it in any pieces, with gradients and 
   }
 }
 
-TEST_CASE("A model with a path injected has the model's weights, and its logits at weight 0", "[nn]") {
+TEST_CASE("An injected model shares the model's weights, and has its logits at weight 0", "[nn]") {
   const auto text = ids(2, 9);
   nn::Config config{.vocab_size = 11, .hidden_size = kHidden, .num_hidden_layers = 2, .num_heads = 2};
   config.mixer = "attention";
@@ -153,14 +155,14 @@ TEST_CASE("A model with a path injected has the model's weights, and its logits 
                           {.layers = std::vector<int64_t>{1}, .mix = {.learned = true}});
   CHECK_THROWS_WITH(nn::MixSchedule("constant", {.final = 0.25}).set_weights(*other, 0),
                     ContainsSubstring("is learned by this mixture"));
-  CHECK(other->named_buffers()["model.layers.0.mixer.girih.weight"].item<double>() == 0.5);  // not moved
+  CHECK(other->named_buffers()["model.layers.0.mixer.girih.weight"].item<double>() == 0.5);  // not changed
   model->parameters()[0].set_requires_grad(false);
   CHECK(!nn::inject(model)->parameters()[0].requires_grad());
   CHECK_THROWS_WITH(nn::MixSchedule().set_weights(*model, 0), ContainsSubstring("has no mixture"));
   CHECK_THROWS_WITH(nn::inject(twice), ContainsSubstring("has a linear path already"));
 }
 
-TEST_CASE("What no linear path can be made of is refused by name", "[nn]") {
+TEST_CASE("Invalid options of a linear path are refused by name", "[nn]") {
   const auto path = [](const nn::LinearPathOptions& options, int64_t width = kWidth) {
     nn::LinearPath(kHeads, kMemories, width, options);
   };
@@ -184,7 +186,7 @@ TEST_CASE("What no linear path can be made of is refused by name", "[nn]") {
                     ContainsSubstring("girih.layers is an empty list; expected one index at least"));
 }
 
-TEST_CASE("The weight of a mixture is a number from 0 to 1, however it is set", "[nn]") {
+TEST_CASE("The weight of a mixture must be a number from 0 to 1", "[nn]") {
   nn::Liza liza(nn::LinearPath(kHeads, kMemories, kWidth));
   for (const double wrong : {-0.25, 1.5, double(NAN)})
     CHECK_THROWS_WITH(liza->set_weight(wrong), ContainsSubstring("expected a number from 0 to 1"));
@@ -198,7 +200,7 @@ TEST_CASE("The weight of a mixture is a number from 0 to 1, however it is set", 
 
 namespace {
 
-// Every tensor of a state, in order.
+// Appends every defined tensor of a state to `found`, in order.
 void collect(nn::State& state, std::vector<Tensor*>& found) {
   for (auto& tensor : state.tensors)
     if (tensor.defined()) found.push_back(&tensor);
@@ -213,41 +215,41 @@ std::vector<Tensor*> tensors_of(nn::State& state) {
 
 }  // namespace
 
-TEST_CASE("An injected layer's state is refused before any of it is written", "[nn]") {
+TEST_CASE("An invalid state of an injected layer is refused before any tensor is written", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& options : paths()) {
     nn::InjectedAttention layer(kHidden, 2, nn::AttentionOptions{}, options);
     const auto x = at::randn({2, 5, kHidden});
     auto state = layer(x, Tensor(), nn::State(), true).second;
     const auto copy = state.map([](const Tensor& t) { return t.clone(); });
-    const auto one = x.slice(1, 0, 1);
+    const auto token = x.slice(1, 0, 1);
     const auto count = tensors_of(state).size();
     for (size_t i = 0; i < count; ++i) {
       for (const bool shorter : {true, false}) {
         auto wrong = state;
         auto& part = *tensors_of(wrong)[i];
-        // One sequence instead of two, or integers.
+        // A missing sequence, or an integer dtype.
         part = shorter ? part.slice(0, 0, 1) : part.to(at::kInt);
-        CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+        CHECK_THROWS_AS(layer(token, Tensor(), wrong, true), c10::ValueError);
       }
     }
     for (const size_t side : {0, 1}) {
       auto wrong = state;
       auto& parts = side == 0 ? wrong.parts : wrong.parts[1].parts;
       parts.pop_back();
-      CHECK_THROWS_AS(layer(one, Tensor(), wrong, true), c10::ValueError);
+      CHECK_THROWS_AS(layer(token, Tensor(), wrong, true), c10::ValueError);
     }
     auto before = copy;
-    const auto now = tensors_of(state), then = tensors_of(before);
-    for (size_t i = 0; i < count; ++i) CHECK(now[i]->equal(*then[i]));
+    const auto found = tensors_of(state), expected = tensors_of(before);
+    for (size_t i = 0; i < count; ++i) CHECK(found[i]->equal(*expected[i]));
   }
 }
 
-TEST_CASE("Step sizes under autocast outlive the range of fp16", "[nn]") {
+TEST_CASE("Step sizes under autocast do not overflow in fp16", "[nn]") {
   const at::NoGradGuard no_grad;
   nn::LinearPath path(kHeads, kMemories, kWidth, nn::LinearPathOptions{.n = 1});
   const auto x = qkv(1).to(at::kFloat).slice(1, 0, 1);
-  // After 70000 keys of mean 1 beta is sigmoid(1), of which a sum in fp16 knows nothing.
+  // After 70000 keys of mean 1 beta is sigmoid(1); the sum of the keys overflows fp16.
   auto state = path(x, Tensor(), nn::State(), true).second;
   state.tensors[0].fill_(70000);
   state.parts[0].tensors[0].fill_(70000);

@@ -4,11 +4,11 @@
 #include <catch2/catch_session.hpp>
 #else
 #define CATCH_CONFIG_RUNNER
-#undef CHECK  // torch's logging has one too
+#undef CHECK  // torch's logging defines CHECK too
 #include <catch2/catch.hpp>
 #endif
 
 int main(int argc, char** argv) {
-  at::set_num_threads(1);  // the tests are small: more threads cost more than they give
+  at::set_num_threads(1);  // the tests are small: more threads are slower
   return Catch::Session().run(argc, argv);
 }

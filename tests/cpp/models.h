@@ -10,14 +10,14 @@ namespace girih::test {
 
 constexpr int64_t kHidden = 16, kChunk = 4;
 
-// The configuration with these sizes, where its mixers read them, else their defaults.
+// Sets these sizes where the configuration's mixers read them, and the defaults elsewhere.
 inline nn::Config with_sizes(nn::Config config, int64_t num_slots, int64_t chunk = kChunk) {
   config.num_slots = config.reads("num_slots") ? num_slots : nn::Config{}.num_slots;
   config.chunk = config.reads("chunk") ? chunk : nn::Config{}.chunk;
   return config;
 }
 
-// Configurations of every mixer, small.
+// Small configurations of every mixer.
 inline std::vector<nn::Config> configurations() {
   std::vector<nn::Config> all;
   for (const auto& mixer : nn::mixer_names()) {
@@ -28,10 +28,10 @@ inline std::vector<nn::Config> configurations() {
   auto hybrid = all[0];
   hybrid.hybrid = {"cat", "gsa"};
   all.push_back(hybrid);
-  auto bent = all[0];
-  bent.mixer = "delta_product";
-  bent.between_chunks = "gelu";
-  all.push_back(bent);
+  auto nonlinear = all[0];
+  nonlinear.mixer = "delta_product";
+  nonlinear.between_chunks = "gelu";
+  all.push_back(nonlinear);
   for (auto& config : all) config = with_sizes(config, 5);
   // Options of the papers' ablations.
   const auto with = [&](const auto& change) {

@@ -46,7 +46,7 @@ TEST_CASE("A state continues a sequence in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("Padding does nothing in every mixer", "[nn]") {
+TEST_CASE("Padding has no effect in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -62,7 +62,7 @@ TEST_CASE("Padding does nothing in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("Masked tokens might as well not be there, call after call", "[nn]") {
+TEST_CASE("Masked tokens have no effect across calls", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     // Attention's rotary positions count masked tokens.
@@ -86,7 +86,7 @@ TEST_CASE("Masked tokens might as well not be there, call after call", "[nn]") {
   }
 }
 
-TEST_CASE("A state is written only for the next one", "[nn]") {
+TEST_CASE("A state is written only when the next state is requested", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -100,24 +100,24 @@ TEST_CASE("A state is written only for the next one", "[nn]") {
   }
 }
 
-TEST_CASE("Rows of a state are chosen and repeated in every mixer", "[nn]") {
+TEST_CASE("Rows of a state can be selected and repeated in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   const auto order = at::tensor({1, 0, 1});
-  const auto chosen = [&](const Tensor& x) { return x.index_select(0, order); };
+  const auto select = [&](const Tensor& x) { return x.index_select(0, order); };
   for (const auto& config : configurations()) {
     INFO(name_of(config));
     auto model = in_double(config);
     auto mask = at::ones({2, 5}, at::kLong);
     mask[1][0] = 0;
-    for (const auto& given : {mask, Tensor()}) {
-      auto state = model(ids(2, 5), given, nn::State(), true).second;
+    for (const auto& padding : {mask, Tensor()}) {
+      auto state = model(ids(2, 5), padding, nn::State(), true).second;
       state = model(ids(2, 1), Tensor(), state, true).second;
-      auto other = state.map(chosen);
+      auto other = state.map(select);
       for (int step = 0; step < 3; ++step) {
         const auto next = ids(2, 1);
         auto [y, after] = model(next, Tensor(), state, true);
-        auto [z, other_after] = model(chosen(next), Tensor(), other, true);
-        CHECK(close(z, chosen(y)));
+        auto [z, other_after] = model(select(next), Tensor(), other, true);
+        CHECK(close(z, select(y)));
         state = after, other = other_after;
       }
     }
@@ -138,8 +138,7 @@ TEST_CASE("A state of another batch is refused in every mixer", "[nn]") {
   }
 }
 
-TEST_CASE("A state may be begun under autocast and continued outside, or the reverse, in every mixer",
-          "[nn]") {
+TEST_CASE("A state may move between autocast and full precision in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     at::manual_seed(0);
@@ -152,8 +151,8 @@ TEST_CASE("A state may be begun under autocast and continued outside, or the rev
           INFO(name_of(config) << (first ? ", in autocast" : ", outside")
                                << (then ? ", in autocast" : ", outside") << ", " << step << " tokens a call");
           nn::State state;
-          const auto call = [&](int64_t from, int64_t to, bool lowered) {
-            const nn::Autocast autocast(at::kCPU, at::kBFloat16, lowered);
+          const auto call = [&](int64_t from, int64_t to, bool use_bf16) {
+            const nn::Autocast autocast(at::kCPU, at::kBFloat16, use_bf16);
             auto [logits, after] = model->forward(tokens.slice(1, from, to), {}, state, true);
             state = after;
             return logits.to(at::kFloat);
@@ -161,15 +160,15 @@ TEST_CASE("A state may be begun under autocast and continued outside, or the rev
           call(0, 9, first);
           std::vector<Tensor> found;
           for (int64_t at = 9; at < 19; at += step) found.push_back(call(at, at + step, then));
-          const auto off = (at::cat(found, 1) - want).norm() / want.norm();
-          CHECK(off.item<double>() < 0.1);
+          const auto error = (at::cat(found, 1) - want).norm() / want.norm();
+          CHECK(error.item<double>() < 0.1);
         }
       }
     }
   }
 }
 
-TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]") {
+TEST_CASE("CAT refuses more tokens than it has positions, masked or not", "[nn]") {
   nn::LanguageModel model(nn::Config{.hidden_size = kHidden,
                                      .num_hidden_layers = 1,
                                      .mixer = "cat",
@@ -181,7 +180,7 @@ TEST_CASE("CAT refuses more tokens than it has places for, masked or not", "[nn]
   CHECK_THROWS_AS(model(ids(1, 2 * kChunk + 1), at::ones({1, 2 * kChunk + 1})), c10::ValueError);
 }
 
-TEST_CASE("CAT counts the tokens of all calls against its places", "[nn]") {
+TEST_CASE("CAT counts the tokens of all calls against its positions", "[nn]") {
   const at::NoGradGuard no_grad;
   auto model = in_double({.vocab_size = 11,
                           .hidden_size = kHidden,
@@ -198,7 +197,7 @@ TEST_CASE("CAT counts the tokens of all calls against its places", "[nn]") {
   CHECK_THROWS_AS(model(ids(2, 1), Tensor(), state, true), c10::ValueError);
 }
 
-TEST_CASE("A mask of past and present tokens is read at its end in every mixer", "[nn]") {
+TEST_CASE("A mask that covers past tokens applies its last columns in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -236,7 +235,7 @@ TEST_CASE("CAT keeps a slot for each header and for one chunk", "[nn]") {
   CHECK(slots() == 64 + kChunk - 1);
 }
 
-TEST_CASE("Packed sequences are the sequences in every mixer", "[nn]") {
+TEST_CASE("Packed sequences equal separate sequences in every mixer", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
@@ -277,7 +276,7 @@ TEST_CASE("Norms, memories and gate biases have no weight decay", "[nn]") {
   CHECK(has(groups.decayed, "model.embed_tokens.weight"));
 }
 
-TEST_CASE("The last part of a name says whether a parameter decays in every mixer", "[nn]") {
+TEST_CASE("The last part of a name decides whether a parameter has weight decay in every mixer", "[nn]") {
   const std::set<std::string> undecayed = {"A_log",  "dt_bias",      "bias",         "logit",
                                            "skip",   "header",       "key_memory",   "value_memory",
                                            "memory", "decay_logits", "inner_weight", "inner_bias"};
@@ -312,13 +311,13 @@ TEST_CASE("Time scales and memories stay in fp32 when a model goes to bf16", "[n
   size_t found = 0;
   for (const auto& item : model->named_parameters()) {
     const bool keeps = kept.contains(item.key().substr(item.key().rfind('.') + 1)) &&
-                       !item.key().ends_with("conv.bias");  // a convolution's is no gate's
+                       !item.key().ends_with("conv.bias");  // the bias of a convolution is not a gate bias
     found += keeps;
     INFO(item.key());
     CHECK(item.value().scalar_type() == (keeps ? at::kFloat : at::kBFloat16));
     if (keeps) CHECK(item.value().equal(before[item.key()]));
   }
-  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag its logit and its mixer's 2
+  CHECK(found == 15);  // gla 1, mamba2 2, trellis 5, lattice 4, mag 3 (its logit, and 2 of its mixer)
   CHECK(at::isfinite(model->forward(ids(1, 2 * kChunk)).first).all().item<bool>());
   model->to(at::kDouble);
   for (const auto& p : model->parameters()) CHECK(p.scalar_type() == at::kDouble);
@@ -342,7 +341,7 @@ TEST_CASE("A device and a dtype keep time scales and memories in fp32 too", "[nn
   }
 }
 
-TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]") {
+TEST_CASE("A model trained for a few steps learns and generates its text", "[nn]") {
   at::manual_seed(0);
   nn::LanguageModel model(
       nn::Config{.vocab_size = 8, .hidden_size = 32, .num_hidden_layers = 1, .num_heads = 2, .num_slots = 8});
@@ -357,21 +356,21 @@ TEST_CASE("A model trained for a few steps learns its text and writes it", "[nn]
   const double after = model->loss(text).item<double>();
   INFO("loss " << before << " -> " << after);
   CHECK(after < 0.1 * before);
-  const auto written = model->generate(text.slice(0, 0, 1).slice(1, 0, 12), {.max_new_tokens = 12});
-  CHECK(written.equal(text.slice(0, 0, 1)));
+  const auto generated = model->generate(text.slice(0, 0, 1).slice(1, 0, 12), {.max_new_tokens = 12});
+  CHECK(generated.equal(text.slice(0, 0, 1)));
 }
 
-TEST_CASE("generate writes the most likely tokens, with the state as its cache", "[nn]") {
+TEST_CASE("generate returns the most likely tokens, with the state as its cache", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& config : configurations()) {
     INFO(name_of(config));
     auto model = in_double(config);
     auto text = ids(2, 5);
-    const auto written = model->generate(text, {.max_new_tokens = 6});
+    const auto generated = model->generate(text, {.max_new_tokens = 6});
     for (int i = 0; i < 6; ++i) {
       text = at::cat({text, model(text).first.select(1, -1).argmax(-1, true)}, 1);
     }
-    CHECK(written.equal(text));
+    CHECK(generated.equal(text));
   }
 }
 
@@ -388,53 +387,53 @@ TEST_CASE("generate samples among the top tokens and stops at the end token", "[
   CHECK_THROWS_AS(model->generate(prompt, {.temperature = -1.0}), c10::ValueError);
 }
 
-TEST_CASE("A low temperature writes the most likely token, a high one any", "[nn]") {
+TEST_CASE("A low temperature selects the most likely token, a high temperature any token", "[nn]") {
   auto model = in_double(configurations()[0]);
   const auto prompt = ids(1, 4).expand({64, 4});
   const auto first = [&](double temperature) {
     return model->generate(prompt, {.max_new_tokens = 1, .temperature = temperature}).select(1, -1);
   };
   CHECK(first(1e-6).equal(first(0)));
-  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11: 64 draws leave out 3 once in 10^5 times
+  CHECK(std::get<0>(at::_unique(first(1e6))).numel() > 8);  // of 11; 64 draws miss 3 with probability 10^-5
 }
 
-TEST_CASE("A row that has ended writes nothing but the end while others go on", "[nn]") {
+TEST_CASE("A finished row repeats the end token while other rows continue", "[nn]") {
   constexpr int64_t prompt = 4, more = 12;
   auto config = configurations()[0];
-  config.initializer_range = 1.0;  // or the same token is written again and again
+  config.initializer_range = 1.0;  // smaller weights repeat one token
   auto model = in_double(config);
   const auto text = ids(8, prompt);
-  const auto free = model->generate(text, {.max_new_tokens = more}).slice(1, prompt);
-  const auto end = free[0][2].item<int64_t>();
-  const auto at_end = free == end;
+  const auto unlimited = model->generate(text, {.max_new_tokens = more}).slice(1, prompt);
+  const auto end = unlimited[0][2].item<int64_t>();
+  const auto at_end = unlimited == end;
   const auto ended = at_end.cumsum(1) - at_end.to(at::kLong) > 0;  // after the first end of the row
-  REQUIRE((free != end).logical_and(ended)[0].any().item<bool>());
+  REQUIRE((unlimited != end).logical_and(ended)[0].any().item<bool>());
   REQUIRE(!at_end.any(1).all().item<bool>());
-  const auto written = model->generate(text, {.max_new_tokens = more, .eos_token_id = end});
-  CHECK(written.slice(1, prompt).equal(free.masked_fill(ended, end)));
+  const auto generated = model->generate(text, {.max_new_tokens = more, .eos_token_id = end});
+  CHECK(generated.slice(1, prompt).equal(unlimited.masked_fill(ended, end)));
 }
 
-TEST_CASE("A generator of the call's own draws the text, and leaves the default one alone", "[nn]") {
+TEST_CASE("generate uses the given generator and leaves the default generator unchanged", "[nn]") {
   auto config = configurations()[0];
   config.initializer_range = 0.2;
   auto model = in_double(config);
   const auto prompt = ids(2, 5);
-  const auto sampled = [&](uint64_t seed, uint64_t of_default) {
-    at::manual_seed(of_default);
+  const auto sample = [&](uint64_t seed, uint64_t default_seed) {
+    at::manual_seed(default_seed);
     const auto text = model->generate(prompt, {.max_new_tokens = 24,
                                                .temperature = 1.5,
                                                .generator = at::make_generator<at::CPUGeneratorImpl>(seed)});
     const auto next = at::rand({4});
-    at::manual_seed(of_default);
+    at::manual_seed(default_seed);
     CHECK(next.equal(at::rand({4})));
     return text;
   };
-  const auto text = sampled(1, 7);
-  CHECK(sampled(1, 8).equal(text));
-  CHECK(!sampled(2, 7).equal(text));
+  const auto text = sample(1, 7);
+  CHECK(sample(1, 8).equal(text));
+  CHECK(!sample(2, 7).equal(text));
 }
 
-TEST_CASE("A saved model is loaded as it was", "[nn]") {
+TEST_CASE("A saved model is loaded unchanged", "[nn]") {
   const auto folder =
       std::filesystem::temp_directory_path() / ("girih_saved_model_" + std::to_string(getpid()));
   for (const auto& config : configurations()) {
@@ -446,15 +445,15 @@ TEST_CASE("A saved model is loaded as it was", "[nn]") {
     CHECK(loaded(text).first.equal(model(text).first));
     CHECK(loaded->config.mixers() == config.mixers());
   }
-  // What is made afterwards has values of its own again.
+  // Modules created after loading are initialised again.
   const nn::SwiGLU fresh(64, 64);
   const auto bound = fresh->up_proj->weight.abs().max().item<double>();
   CHECK((bound > 0.12 && bound <= 0.125));
   const auto file = folder / "model.safetensors", config = folder / "config.json";
   std::ofstream(file, std::ios::in | std::ios::out).seekp(0) << "cut off!";
   CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
-  for (const auto& gone : {file, config, folder}) {
-    REQUIRE(std::remove(gone.c_str()) == 0);
+  for (const auto& path : {file, config, folder}) {
+    REQUIRE(std::remove(path.c_str()) == 0);
     CHECK_THROWS_AS(nn::from_pretrained(folder.string()), std::runtime_error);
   }
   CHECK_THROWS_AS(in_double(configurations()[0])->save_pretrained("/proc/nowhere"), std::exception);
@@ -480,26 +479,29 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
     }
     return "nothing was thrown";
   };
-  const auto refused = [&](const nn::Config& config, const std::string& words) {
+  const auto check_config_refused = [&](const nn::Config& config, const std::string& words) {
     const auto text = message([&] { nn::LanguageModel model(config); });
     INFO(text);
     CHECK(text.find(words) != std::string::npos);
   };
-  refused({.mixer = "lstm"}, "mixer is 'lstm'");
-  refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
-  refused({.num_hidden_layers = 2, .hybrid = {"gsa", "gsa", "gsa"}}, "mixer names 3 layers");
-  refused({.hidden_size = 30}, "num_heads is 4");
-  refused({.mixer = "lattice", .phi = "identity"}, "phi is \"identity\", which mixer lattice does not read");
-  refused({.num_hidden_layers = 2, .hybrid = {"gsa", "attention"}, .chunk = 8},
-          "chunk is 8, which mixers attention, gsa do not read; expected its default, 16");
-  refused({.mixer = "deltanet", .chunk = 8}, "chunk is 8, which mixer deltanet does not read");
-  refused({.mixer = "lattice", .normalize = false}, "normalize is false, so chunk should be 1 but is 16");
-  refused({.mixer = "lattice", .shrinkage = 0.1}, "shrinkage is 0.1, so chunk should be 1 but is 16");
-  refused({.mixer = "trellis", .chunk = 65}, "chunk is 65; expected 1 to 64 for trellis");
-  refused({.num_kv_heads = 0}, "num_kv_heads is 0");
-  refused({.head_dim = 0}, "head_dim is 0");
-  refused({.num_kv_heads = 3}, "num_kv_heads is 3");
-  refused({.feature = "sine"}, "feature is 'sine'");
+  check_config_refused({.mixer = "lstm"}, "mixer is 'lstm'");
+  check_config_refused({.num_hidden_layers = 2, .hybrid = {"gsa"}}, "mixer names 1 layers");
+  check_config_refused({.num_hidden_layers = 2, .hybrid = {"gsa", "gsa", "gsa"}}, "mixer names 3 layers");
+  check_config_refused({.hidden_size = 30}, "num_heads is 4");
+  check_config_refused({.mixer = "lattice", .phi = "identity"},
+                       "phi is \"identity\", which mixer lattice does not read");
+  check_config_refused({.num_hidden_layers = 2, .hybrid = {"gsa", "attention"}, .chunk = 8},
+                       "chunk is 8, which mixers attention, gsa do not read; expected its default, 16");
+  check_config_refused({.mixer = "deltanet", .chunk = 8}, "chunk is 8, which mixer deltanet does not read");
+  check_config_refused({.mixer = "lattice", .normalize = false},
+                       "normalize is false, so chunk should be 1 but is 16");
+  check_config_refused({.mixer = "lattice", .shrinkage = 0.1},
+                       "shrinkage is 0.1, so chunk should be 1 but is 16");
+  check_config_refused({.mixer = "trellis", .chunk = 65}, "chunk is 65; expected 1 to 64 for trellis");
+  check_config_refused({.num_kv_heads = 0}, "num_kv_heads is 0");
+  check_config_refused({.head_dim = 0}, "head_dim is 0");
+  check_config_refused({.num_kv_heads = 3}, "num_kv_heads is 3");
+  check_config_refused({.feature = "sine"}, "feature is 'sine'");
   const auto text = message([] { nn::Config::from_json(R"({"hidden_size": "wide"})"); });
   INFO(text);
   CHECK(text.find("hidden_size is \"wide\"") != std::string::npos);
@@ -508,72 +510,76 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   CHECK(misspelt.find("num_slotz is not a field of a configuration; did you mean num_slots?") !=
         std::string::npos);
 
-  const auto unmade = [&](const auto& make, const std::string& words) {
+  const auto check_refused = [&](const auto& make, const std::string& words) {
     const auto text = message(make);
     INFO(text);
     CHECK(text.find(words) != std::string::npos);
   };
-  unmade([] { nn::GatedSlotAttention(16, 0); }, "num_heads is 0");
-  unmade([] { nn::GatedSlotAttention(15, 2); }, "num_heads is 2, which does not divide hidden_size 15");
-  unmade([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.num_slots = 0}); },
-         "num_slots is 0");
-  unmade([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.feature = "sine"}); },
-         "feature is 'sine'");
-  unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.num_kv_heads = 3}); },
-         "num_kv_heads is 3");
-  unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.expand_k = 0.3}); },
-         "expand_k is 0.3 and head_dim is 8, which makes 2.4 channels; expected a whole number");
-  unmade([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.rope_theta = 500}); },
-         "rope_theta is 500; expected none: it is for rotary");
-  unmade([] { nn::Config{.mixer = "mamba2", .num_kv_heads = 2}.completed(); },
-         "num_kv_heads is 2; mamba2 has no groups of queries: expected num_heads, 4");
-  unmade([] { nn::Mamba2(16, 2, nn::Mamba2Options{.expand_v = 0.75}); },
-         "expand_v is 0.75 and num_heads is 2, which makes 1.5 heads of mamba2");
-  unmade([] { nn::HGRN2(16, 2, nn::HGRN2Options{.lower_bound = 1}); }, "lower_bound is 1");
-  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.n = 0}); }, "n is 0");
-  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.conv_size = -1}); }, "conv_size is -1");
-  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "relu", .chunk = 4}); },
-         "between_chunks is 'relu'");
-  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
-         "chunk is missing");
-  unmade([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
-         "chunk is 4; expected none: it is for between_chunks");
-  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },
-         "window is 4; expected none where causal is false");
-  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.window = 0}); }, "window is 0");
-  unmade(
+  check_refused([] { nn::GatedSlotAttention(16, 0); }, "num_heads is 0");
+  check_refused([] { nn::GatedSlotAttention(15, 2); },
+                "num_heads is 2, which does not divide hidden_size 15");
+  check_refused([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.num_slots = 0}); },
+                "num_slots is 0");
+  check_refused([] { nn::GatedSlotAttention(16, 2, nn::GatedSlotAttentionOptions{.feature = "sine"}); },
+                "feature is 'sine'");
+  check_refused([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.num_kv_heads = 3}); },
+                "num_kv_heads is 3");
+  check_refused([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.expand_k = 0.3}); },
+                "expand_k is 0.3 and head_dim is 8, which makes 2.4 channels; expected a whole number");
+  check_refused([] { nn::GatedLinearAttention(16, 2, nn::GatedLinearAttentionOptions{.rope_theta = 500}); },
+                "rope_theta is 500; expected none: it is for rotary");
+  check_refused([] { nn::Config{.mixer = "mamba2", .num_kv_heads = 2}.completed(); },
+                "num_kv_heads is 2; mamba2 has no groups of queries: expected num_heads, 4");
+  check_refused([] { nn::Mamba2(16, 2, nn::Mamba2Options{.expand_v = 0.75}); },
+                "expand_v is 0.75 and num_heads is 2, which makes 1.5 heads of mamba2");
+  check_refused([] { nn::HGRN2(16, 2, nn::HGRN2Options{.lower_bound = 1}); }, "lower_bound is 1");
+  check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.n = 0}); }, "n is 0");
+  check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.conv_size = -1}); }, "conv_size is -1");
+  check_refused(
+      [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "relu", .chunk = 4}); },
+      "between_chunks is 'relu'");
+  check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
+                "chunk is missing");
+  check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
+                "chunk is 4; expected none: it is for between_chunks");
+  check_refused([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },
+                "window is 4; expected none where causal is false");
+  check_refused([] { nn::Attention(16, 2, nn::AttentionOptions{.window = 0}); }, "window is 0");
+  check_refused(
       [] {
         nn::GatedSlotAttention(16, 2,
                                nn::GatedSlotAttentionOptions{.gated = false, .data_dependent_decay = false});
       },
       "data_dependent_decay is false");
-  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.value_read = "f"}); }, "value_read is 'f'");
-  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.chunk = 65}); },
-         "chunk is 65; expected 1 to 64 for trellis");
-  unmade([] { nn::Trellis(16, 2, nn::TrellisOptions{.phi = "gelu"}); }, "phi is 'gelu'");
-  unmade([] { nn::Lattice(16, 2, nn::LatticeOptions{.objective = "x"}); }, "objective is 'x'");
-  unmade([] { nn::Attention(16, 2, nn::AttentionOptions{.head_dim = 7}); }, "head_dim is 7");
-  unmade([] { nn::ChunkAttention(16, 0); }, "num_heads is 0");
-  unmade([] { nn::ShortConv(16, nn::ShortConvOptions{.kernel_size = -1}); },
-         "kernel_size is -1; expected 0 to ");
-  unmade([] { nn::ShortConv(16, nn::ShortConvOptions{.activation = "gelu"}); }, "activation is 'gelu'");
-  unmade([] { nn::GatedRMSNorm(16, 1e-6, "tanh"); },
-         "activation is 'tanh'; expected one of silu, gelu, sigmoid");
-  unmade([] { nn::CompressAttend(16, 2, nn::ChunkAttentionOptions{.chunk = 0}); }, "chunk is 0");
+  check_refused([] { nn::Trellis(16, 2, nn::TrellisOptions{.value_read = "f"}); }, "value_read is 'f'");
+  check_refused([] { nn::Trellis(16, 2, nn::TrellisOptions{.chunk = 65}); },
+                "chunk is 65; expected 1 to 64 for trellis");
+  check_refused([] { nn::Trellis(16, 2, nn::TrellisOptions{.phi = "gelu"}); }, "phi is 'gelu'");
+  check_refused([] { nn::Lattice(16, 2, nn::LatticeOptions{.objective = "x"}); }, "objective is 'x'");
+  check_refused([] { nn::Attention(16, 2, nn::AttentionOptions{.head_dim = 7}); }, "head_dim is 7");
+  check_refused([] { nn::ChunkAttention(16, 0); }, "num_heads is 0");
+  check_refused([] { nn::ShortConv(16, nn::ShortConvOptions{.kernel_size = -1}); },
+                "kernel_size is -1; expected 0 to ");
+  check_refused([] { nn::ShortConv(16, nn::ShortConvOptions{.activation = "gelu"}); },
+                "activation is 'gelu'");
+  check_refused([] { nn::GatedRMSNorm(16, 1e-6, "tanh"); },
+                "activation is 'tanh'; expected one of silu, gelu, sigmoid");
+  check_refused([] { nn::CompressAttend(16, 2, nn::ChunkAttentionOptions{.chunk = 0}); }, "chunk is 0");
 
   auto model = in_double(configurations()[0]);
   const auto mask = at::ones({1, 4}, at::kLong), cu = at::tensor({0, 4}, at::kInt);
   CHECK_THROWS_AS(model(ids(1, 4), mask, nn::State(), false, cu), c10::ValueError);
 
   const auto tokens = ids(1, 4);
-  unmade([&] { model->loss(tokens.to(at::kFloat)); },
-         "ids is Float of shape [1, 4]; expected int64 or int32");
-  unmade([&] { model->generate(tokens.to(at::kByte)); }, "ids is Byte of shape [1, 4]");
-  unmade([&] { model(tokens[0]); }, "ids is Long of shape [4]; expected int64 or int32, [batch, tokens]");
-  unmade([&] { model->loss(tokens, tokens.to(at::kFloat)); }, "labels is Float");
+  check_refused([&] { model->loss(tokens.to(at::kFloat)); },
+                "ids is Float of shape [1, 4]; expected int64 or int32");
+  check_refused([&] { model->generate(tokens.to(at::kByte)); }, "ids is Byte of shape [1, 4]");
+  check_refused([&] { model(tokens[0]); },
+                "ids is Long of shape [4]; expected int64 or int32, [batch, tokens]");
+  check_refused([&] { model->loss(tokens, tokens.to(at::kFloat)); }, "labels is Float");
 }
 
-TEST_CASE("Options that are not given", "[nn]") {
+TEST_CASE("Default values of options", "[nn]") {
   const nn::GatedSlotAttentionOptions gsa;
   CHECK((gsa.num_slots == 64 && gsa.gated && gsa.data_dependent_decay && gsa.gate_logit_normalizer == 8 &&
          gsa.feature == "softmax" && gsa.conv_size == 0 && gsa.norm_eps == 1e-6));

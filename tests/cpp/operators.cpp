@@ -1,4 +1,4 @@
-// The operators from C++: against plain loops, their gradients, steps and refusals.
+// The operators in C++: against plain loops; gradients, steps and refusals.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -23,12 +23,12 @@ Tensor gate(at::IntArrayRef sizes) { return at::log_sigmoid(random(sizes)); }
 Tensor step_size(at::IntArrayRef sizes) { return random(sizes).sigmoid(); }
 Tensor unit_columns(const Tensor& s) { return s / s.norm(2, -2, true); }
 
-// One operator, seen as a function of its data on T tokens; state and position handling are its own.
+// One operator as a function of its data on T tokens; each case handles its state and position.
 struct Case {
   const char* name;
-  std::vector<Tensor> inputs;                                  // [B, T, ...], every one with gradient
-  std::function<Tensor(const std::vector<Tensor>&)> all;       // output of all tokens
-  std::function<Tensor(const std::vector<Tensor>&)> one_each;  // the same by X_step, token by token
+  std::vector<Tensor> inputs;                                         // [B, T, ...], all differentiable
+  std::function<Tensor(const std::vector<Tensor>&)> all;              // output for all tokens
+  std::function<Tensor(const std::vector<Tensor>&)> stepwise_output;  // the same with X_step, token by token
 };
 
 std::vector<Tensor> token(const std::vector<Tensor>& inputs, int64_t t) {
@@ -37,8 +37,8 @@ std::vector<Tensor> token(const std::vector<Tensor>& inputs, int64_t t) {
   return one;
 }
 
-// X_step on every token in turn, from `state`, which each call writes.
-std::function<Tensor(const std::vector<Tensor>&)> stepwise(
+// X_step on every token in turn, with a state that each call writes.
+std::function<Tensor(const std::vector<Tensor>&)> make_stepwise(
     const std::function<Tensor(const std::vector<Tensor>&)>& step) {
   return [step](const std::vector<Tensor>& inputs) {
     std::vector<Tensor> outputs;
@@ -54,22 +54,24 @@ std::vector<Case> cases() {
   std::vector<Case> all;
 
   const ops::GSAOptions gsa{.state = ops::GSAState::start(B, H, D, D, M, false, kDouble)};
-  all.push_back({"gsa",
-                 {q, k, v, gate({B, T, H, M})},
-                 [](const auto& x) { return ops::gsa(x[0], x[1], x[2], {}, x[3]).first; },
-                 stepwise([=](const auto& x) { return ops::gsa_step(x[0], x[1], x[2], {}, x[3], gsa); })});
+  all.push_back(
+      {"gsa",
+       {q, k, v, gate({B, T, H, M})},
+       [](const auto& x) { return ops::gsa(x[0], x[1], x[2], {}, x[3]).first; },
+       make_stepwise([=](const auto& x) { return ops::gsa_step(x[0], x[1], x[2], {}, x[3], gsa); })});
 
   const ops::GSAOptions abc{.state = ops::GSAState::start(B, H, D, D, M, true, kDouble)};
-  all.push_back({"abc",
-                 {q, k, v, random({B, T, H, M})},
-                 [](const auto& x) { return ops::gsa(x[0], x[1], x[2], x[3], {}).first; },
-                 stepwise([=](const auto& x) { return ops::gsa_step(x[0], x[1], x[2], x[3], {}, abc); })});
+  all.push_back(
+      {"abc",
+       {q, k, v, random({B, T, H, M})},
+       [](const auto& x) { return ops::gsa(x[0], x[1], x[2], x[3], {}).first; },
+       make_stepwise([=](const auto& x) { return ops::gsa_step(x[0], x[1], x[2], x[3], {}, abc); })});
 
   const ops::GLAOptions gla{.state = ops::GLAState::start(B, H, D, D, kDouble)};
   all.push_back({"gla",
                  {q, k, v, gate({B, T, H, D})},
                  [](const auto& x) { return ops::gla(x[0], x[1], x[2], x[3]).first; },
-                 stepwise([=](const auto& x) { return ops::gla_step(x[0], x[1], x[2], x[3], gla); })});
+                 make_stepwise([=](const auto& x) { return ops::gla_step(x[0], x[1], x[2], x[3], gla); })});
 
   constexpr int64_t n = 2;
   const ops::DeltaProductOptions rule{.n = n, .l2norm_qk = true};
@@ -81,19 +83,20 @@ std::vector<Case> cases() {
                  [=](const auto& x) {
                    return ops::delta_product(x[0], rows(x[1]), rows(x[2]), rows(x[3]), x[4], rule).first;
                  },
-                 stepwise([=](const auto& x) {
+                 make_stepwise([=](const auto& x) {
                    return ops::delta_product_step(x[0], rows(x[1]), rows(x[2]), rows(x[3]), x[4], rule_step);
                  })});
 
-  const ops::DeltaProductOptions bent{.chunk = C, .between_chunks = "tanh"};
-  auto bent_step = bent;
-  bent_step.state = ops::DeltaProductState::start(B, H, D, D, true, kDouble);
-  all.push_back({"delta_product between chunks",
-                 {q, k, v, gamma},
-                 [=](const auto& x) { return ops::delta_product(x[0], x[1], x[2], x[3], {}, bent).first; },
-                 stepwise([=](const auto& x) {
-                   return ops::delta_product_step(x[0], x[1], x[2], x[3], {}, bent_step);
-                 })});
+  const ops::DeltaProductOptions nonlinear{.chunk = C, .between_chunks = "tanh"};
+  auto nonlinear_step = nonlinear;
+  nonlinear_step.state = ops::DeltaProductState::start(B, H, D, D, true, kDouble);
+  all.push_back(
+      {"delta_product between chunks",
+       {q, k, v, gamma},
+       [=](const auto& x) { return ops::delta_product(x[0], x[1], x[2], x[3], {}, nonlinear).first; },
+       make_stepwise([=](const auto& x) {
+         return ops::delta_product_step(x[0], x[1], x[2], x[3], {}, nonlinear_step);
+       })});
 
   const auto A1 = random({H, M, D}), A2 = random({H, M, D}), a = random({B, T, H, M});
   const ops::TrellisOptions trellis{.chunk = C, .state = {.k = A1, .v = A2}};
@@ -103,7 +106,7 @@ std::vector<Case> cases() {
       {"trellis",
        {q, k, v, a, gamma, g},
        [=](const auto& x) { return ops::trellis(x[0], x[1], x[2], x[3], x[4], x[5], trellis).first; },
-       stepwise([=](const auto& x) {
+       make_stepwise([=](const auto& x) {
          return ops::trellis_step(x[0], x[1], x[2], x[3], x[4], x[5], trellis_step);
        })});
 
@@ -114,7 +117,7 @@ std::vector<Case> cases() {
       {"ttt",
        {q, k, a, gamma, g},
        [=](const auto& x) { return ops::ttt(x[0], x[1], x[2], x[3], x[4], ttt).first; },
-       stepwise([=](const auto& x) { return ops::ttt_step(x[0], x[1], x[2], x[3], x[4], ttt_step); })});
+       make_stepwise([=](const auto& x) { return ops::ttt_step(x[0], x[1], x[2], x[3], x[4], ttt_step); })});
 
   const auto S = unit_columns(random({H, D, M}));
   const ops::LatticeOptions lattice{.chunk = C, .state = {.first = S}};
@@ -123,7 +126,7 @@ std::vector<Case> cases() {
   all.push_back({"lattice",
                  {random({B, T, H, M}), random({B, T, H, M}), v, gamma, g},
                  [=](const auto& x) { return ops::lattice(x[0], x[1], x[2], x[3], x[4], lattice).first; },
-                 stepwise([=](const auto& x) {
+                 make_stepwise([=](const auto& x) {
                    return ops::lattice_step(x[0], x[1], x[2], x[3], x[4], lattice_step);
                  })});
 
@@ -131,10 +134,11 @@ std::vector<Case> cases() {
   const ops::ShortConvOptions conv{.activation = "silu"};
   auto conv_step = conv;
   conv_step.state = ops::ShortConvState::start(B, D, 3, kDouble);
-  all.push_back({"short_conv",
-                 {random({B, T, D})},
-                 [=](const auto& x) { return ops::short_conv(x[0], weight, {}, conv).first; },
-                 stepwise([=](const auto& x) { return ops::short_conv_step(x[0], weight, {}, conv_step); })});
+  all.push_back(
+      {"short_conv",
+       {random({B, T, D})},
+       [=](const auto& x) { return ops::short_conv(x[0], weight, {}, conv).first; },
+       make_stepwise([=](const auto& x) { return ops::short_conv_step(x[0], weight, {}, conv_step); })});
 
   all.push_back({"gated_rms_norm",
                  {q, v},
@@ -178,7 +182,7 @@ TEST_CASE("gated_rms_norm is a norm times a gate", "[ops]") {
                      1e-9, 1e-9));
 }
 
-TEST_CASE("Gradients are those of finite differences", "[ops]") {
+TEST_CASE("Gradients equal finite differences", "[ops]") {
   for (const auto& op : cases()) {
     INFO(op.name);
     const auto weight = random(op.all(op.inputs).sizes());
@@ -187,12 +191,12 @@ TEST_CASE("Gradients are those of finite differences", "[ops]") {
     const auto grads = torch::autograd::grad({(op.all(leaves) * weight).sum()}, leaves);
     for (size_t i = 0; i < leaves.size(); ++i) {
       const auto direction = random(leaves[i].sizes());
-      const auto along = [&](double epsilon) {
+      const auto loss_at = [&](double epsilon) {
         auto moved = op.inputs;
         moved[i] = moved[i] + epsilon * direction;
         return (op.all(moved) * weight).sum().item<double>();
       };
-      const double difference = (along(1e-6) - along(-1e-6)) / 2e-6;
+      const double difference = (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6;
       const double derivative = (grads[i] * direction).sum().item<double>();
       INFO("input " << i << ": " << derivative << ", by differences " << difference);
       CHECK(std::abs(derivative - difference) < 1e-6 * (1 + std::abs(difference)));
@@ -200,16 +204,16 @@ TEST_CASE("Gradients are those of finite differences", "[ops]") {
   }
 }
 
-TEST_CASE("Steps give what the whole sequence gives", "[ops]") {
+TEST_CASE("Steps equal the whole sequence", "[ops]") {
   const at::NoGradGuard no_grad;
   for (const auto& op : cases()) {
-    if (!op.one_each) continue;  // gated_rms_norm and cat_attention have no state
+    if (!op.stepwise_output) continue;  // gated_rms_norm and cat_attention have no state
     INFO(op.name);
-    CHECK(at::allclose(op.one_each(op.inputs), op.all(op.inputs), 1e-9, 1e-9));
+    CHECK(at::allclose(op.stepwise_output(op.inputs), op.all(op.inputs), 1e-9, 1e-9));
   }
 }
 
-TEST_CASE("No graph is kept without gradient", "[ops]") {
+TEST_CASE("No graph is recorded without gradients", "[ops]") {
   for (const auto& op : cases()) {
     INFO(op.name);
     auto inputs = op.inputs;
@@ -236,7 +240,7 @@ TEST_CASE("A state continues a sequence", "[ops]") {
   CHECK(!end.z.defined());
 }
 
-TEST_CASE("Packed sequences are the sequences", "[ops]") {
+TEST_CASE("Packed sequences equal separate sequences", "[ops]") {
   at::manual_seed(0);
   const auto q = random({1, T, H, D}), k = random({1, T, H, D}), v = random({1, T, H, D}),
              g = gate({1, T, H});
@@ -258,24 +262,28 @@ TEST_CASE("Wrong arguments are refused by name", "[ops]") {
     }
     return "nothing was thrown";
   };
-  const auto says = [&](const auto& call, const std::string& words) {
+  const auto check_refused = [&](const auto& call, const std::string& words) {
     const auto text = message(call);
     INFO(text);
     CHECK(text.find(words) != std::string::npos);
   };
-  says([&] { ops::gsa(q, k, v, {}, {}); }, "gsa: s and g are both None");
-  says([&] { ops::gla(q, k.slice(1, 1), v); }, "gla: k");
-  says([&] { ops::gla(at::cat({q, q}, 2).slice(2, 0, 3), k, v); }, "gla: q");
-  says([&] { ops::gsa(q, k, v, {}, gate({B, T, H, M}), {.feature = "sine"}); }, "feature");
-  says([&] { ops::trellis(q, k, v, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "trellis: state is None");
-  says([&] { ops::ttt(q, k, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "ttt: state is None");
-  says(
+  check_refused([&] { ops::gsa(q, k, v, {}, {}); }, "gsa: s and g are both None");
+  check_refused([&] { ops::gla(q, k.slice(1, 1), v); }, "gla: k");
+  check_refused([&] { ops::gla(at::cat({q, q}, 2).slice(2, 0, 3), k, v); }, "gla: q");
+  check_refused([&] { ops::gsa(q, k, v, {}, gate({B, T, H, M}), {.feature = "sine"}); }, "feature");
+  check_refused(
+      [&] {
+        ops::trellis(q, k, v, gate({B, T, H, M}), g, {}, {.chunk = C});
+      },
+      "trellis: state is None");
+  check_refused([&] { ops::ttt(q, k, gate({B, T, H, M}), g, {}, {.chunk = C}); }, "ttt: state is None");
+  check_refused(
       [&] {
         ops::lattice(q, k, v, g, {}, {.state = {.first = unit_columns(random({H, D, D}))}});
       },
       "chunk is 0");
-  says([&] { ops::delta_product(q, k.slice(1, 1), v, g); }, "delta_product: k has 10 rows");
-  says([&] { ops::gated_rms_norm(q, random({D + 1})); }, "gated_rms_norm: weight has shape [5]");
-  says([&] { ops::gla_step(q.slice(1, 0, 1), k.slice(1, 0, 1), v.slice(1, 0, 1), {}, {}); },
-       "state is absent");
+  check_refused([&] { ops::delta_product(q, k.slice(1, 1), v, g); }, "delta_product: k has 10 rows");
+  check_refused([&] { ops::gated_rms_norm(q, random({D + 1})); }, "gated_rms_norm: weight has shape [5]");
+  check_refused([&] { ops::gla_step(q.slice(1, 0, 1), k.slice(1, 0, 1), v.slice(1, 0, 1), {}, {}); },
+                "state is absent");
 }

@@ -1,4 +1,4 @@
-// Each function of csrc/torch_internals.h, on the PyTorch that the tests are built with.
+// Every function of csrc/torch_internals.h, with the PyTorch version that the tests are built with.
 #include "torch_internals.h"
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// y = a x for a tensor `a` that is saved; the gradient of `a` is not asked for.
+// y = a x for a saved tensor `a`; `a` has no gradient.
 struct Scale {
   static constexpr bool is_traceable = false;
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -37,7 +37,7 @@ Tensor scale(const Tensor& x, const Tensor& a) {
 
 }  // namespace
 
-TEST_CASE("a node has the name that it was made with, and its gradient") {
+TEST_CASE("a node has its given name and computes its gradient") {
   const auto x = at::randn({3}, at::kDouble).requires_grad_(true), a = at::randn({3}, at::kDouble);
   const auto y = scale(x, a);
   CHECK(y.grad_fn()->name() == "girih::scale_backward");
@@ -47,7 +47,7 @@ TEST_CASE("a node has the name that it was made with, and its gradient") {
   CHECK(at::equal(x.grad(), a));
 }
 
-TEST_CASE("what a node saved is an error once it was written in place") {
+TEST_CASE("backward fails if a saved tensor was written in place") {
   const auto x = at::randn({3}).requires_grad_(true);
   auto a = at::randn({3});
   const auto y = scale(x, a);
@@ -64,7 +64,7 @@ TEST_CASE("a node releases its saved tensors after one backward pass") {
   CHECK_THROWS_AS(y.sum().backward(), c10::Error);
 }
 
-TEST_CASE("the engine runs on the calling thread while it is single-threaded, and as before afterwards") {
+TEST_CASE("SingleThreadedEngine disables multithreading and restores the setting") {
   auto& state = c10::AutogradState::get_tls_state();
   for (const bool before : {true, false}) {
     state.set_multithreading_enabled(before);
@@ -77,7 +77,7 @@ TEST_CASE("the engine runs on the calling thread while it is single-threaded, an
   state.set_multithreading_enabled(true);
 }
 
-TEST_CASE("without Python in the process there is no lock to release") {
+TEST_CASE("GilRelease has no effect in a process without Python") {
   const internals::GilRelease released;
   const auto x = at::ones({1}).requires_grad_(true);
   x.sum().backward();
@@ -98,7 +98,7 @@ TEST_CASE("autograd records below its own keys, and autocast does not") {
   CHECK_FALSE(x.mul(2).requires_grad());
 }
 
-TEST_CASE("outside of torch.func nodes written in C++ are allowed") {
+TEST_CASE("C++ nodes are allowed outside torch.func transforms") {
   CHECK_NOTHROW(internals::check_no_transform_of_nodes());
 }
 

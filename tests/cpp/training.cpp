@@ -1,4 +1,4 @@
-// Training by the kernels that layers have beside their mixers, against fp64.
+// Training with the kernels of layers outside their mixers, compared with fp64.
 #include <torch/cuda.h>
 #include <torch/serialize.h>
 
@@ -18,7 +18,7 @@ double error(const Tensor& found, const Tensor& wanted) {
 }
 
 // The loss, and the gradients of all parameters by name.
-std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, const Tensor& ids) {
+std::vector<std::pair<std::string, Tensor>> loss_and_gradients(nn::LanguageModel& model, const Tensor& ids) {
   model->zero_grad();
   const bool in_bf16 = model->parameters()[0].scalar_type() == at::kFloat;
   Tensor loss;
@@ -33,30 +33,30 @@ std::vector<std::pair<std::string, Tensor>> trained(nn::LanguageModel& model, co
   return all;
 }
 
-// Weights that an optimizer of its own class moves, of two groups: one of two dtypes, one with a gradient in
-// every other step only and one without any.
+// Weights and an optimizer of the given class with two parameter groups: one group has weights of two dtypes;
+// the other has a weight with a gradient in every second step and a weight without gradients.
 template <class Optimizer>
-struct Moved {
+struct OptimizerRun {
   bool amsgrad;
   double eps;
   std::vector<Tensor> weights;
   std::unique_ptr<Optimizer> optimizer;
   int steps = 0;
 
-  Moved(at::Device device, bool amsgrad_, double eps_ = 1e-8) : amsgrad(amsgrad_), eps(eps_) {
+  OptimizerRun(at::Device device, bool amsgrad_, double eps_ = 1e-8) : amsgrad(amsgrad_), eps(eps_) {
     at::manual_seed(5);
     for (const auto& size : {std::vector<int64_t>{3, 5}, {4}, {7}, {2, 2}})
       weights.push_back(at::randn(size).to(device));
     weights[1] = weights[1].to(at::kDouble);
     for (auto& weight : weights) weight.requires_grad_();
-    begin();
+    make_optimizer();
   }
 
-  void begin() {
-    const auto group = [&](std::vector<Tensor> of, double decay) {
+  void make_optimizer() {
+    const auto group = [&](std::vector<Tensor> parameters, double decay) {
       auto options =
           torch::optim::AdamWOptions(0.1).betas({0.8, 0.9}).eps(eps).weight_decay(decay).amsgrad(amsgrad);
-      return torch::optim::OptimizerParamGroup(std::move(of),
+      return torch::optim::OptimizerParamGroup(std::move(parameters),
                                                std::make_unique<torch::optim::AdamWOptions>(options));
     };
     optimizer = std::make_unique<Optimizer>(
@@ -75,71 +75,73 @@ struct Moved {
   }
 };
 
-// Of each class a step of this weight, with this gradient.
-std::pair<Tensor, Tensor> stepped(const Tensor& weight, const Tensor& gradient) {
-  const auto by = [&](auto one) {
-    using Optimizer = typename decltype(one)::element_type;
+// The weight after one step of each class, with this gradient.
+std::pair<Tensor, Tensor> step_both(const Tensor& weight, const Tensor& gradient) {
+  const auto step_with = [&](auto type) {
+    using Optimizer = typename decltype(type)::element_type;
     const auto base = weight.storage().nbytes() / weight.element_size();
-    const auto own = at::zeros({static_cast<int64_t>(base)}).as_strided(weight.sizes(), weight.strides());
-    const auto x = own.copy_(weight).requires_grad_();
+    const auto storage = at::zeros({static_cast<int64_t>(base)}).as_strided(weight.sizes(), weight.strides());
+    const auto x = storage.copy_(weight).requires_grad_();
     x.mutable_grad() = gradient;
     Optimizer({x}, torch::optim::AdamWOptions(0.1)).step();
     return x.detach().as_strided({static_cast<int64_t>(base)}, {1}, 0);
   };
-  return {by(std::unique_ptr<nn::AdamW>()), by(std::unique_ptr<torch::optim::AdamW>())};
+  return {step_with(std::unique_ptr<nn::AdamW>()), step_with(std::unique_ptr<torch::optim::AdamW>())};
 }
 
 }  // namespace
 
-TEST_CASE("AdamW steps as LibTorch's does and goes on where the other stopped", "[training]") {
+TEST_CASE("AdamW equals LibTorch's AdamW and continues from its state", "[training]") {
   std::vector<at::Device> devices{at::kCPU};
   if (torch::cuda::is_available()) devices.emplace_back(at::kCUDA);
   for (const auto& device : devices) {
     for (const bool amsgrad : {false, true}) {
       const double eps = amsgrad ? 1e-8 : 0.5;
-      Moved<nn::AdamW> ours(device, amsgrad, eps);
-      Moved<torch::optim::AdamW> plain(device, amsgrad, eps);
-      const auto unused = ours.weights[3].clone(), first = ours.weights[0].clone();
-      const auto both = [&] {
-        for (int i = 0; i < 3; ++i) CHECK(std::abs(ours.step() - plain.step()) < 1e-4);
-        for (size_t i = 0; i < 4; ++i) CHECK(at::allclose(ours.weights[i], plain.weights[i], 1e-5, 1e-6));
+      OptimizerRun<nn::AdamW> girih_run(device, amsgrad, eps);
+      OptimizerRun<torch::optim::AdamW> torch_run(device, amsgrad, eps);
+      const auto unused = girih_run.weights[3].clone(), first = girih_run.weights[0].clone();
+      const auto check_steps = [&] {
+        for (int i = 0; i < 3; ++i) CHECK(std::abs(girih_run.step() - torch_run.step()) < 1e-4);
+        for (size_t i = 0; i < 4; ++i)
+          CHECK(at::allclose(girih_run.weights[i], torch_run.weights[i], 1e-5, 1e-6));
       };
-      both();
-      std::stringstream of_ours, of_plain;
-      torch::save(*ours.optimizer, of_ours), torch::save(*plain.optimizer, of_plain);
-      ours.begin(), plain.begin();
-      torch::load(*ours.optimizer, of_plain), torch::load(*plain.optimizer, of_ours);
-      both();
-      CHECK(!at::allclose(ours.weights[0], first, 0, 1e-2));
-      CHECK(ours.weights[3].equal(unused));
+      check_steps();
+      std::stringstream girih_file, torch_file;
+      torch::save(*girih_run.optimizer, girih_file), torch::save(*torch_run.optimizer, torch_file);
+      girih_run.make_optimizer(), torch_run.make_optimizer();
+      torch::load(*girih_run.optimizer, torch_file), torch::load(*torch_run.optimizer, girih_file);
+      check_steps();
+      CHECK(!at::allclose(girih_run.weights[0], first, 0, 1e-2));
+      CHECK(girih_run.weights[3].equal(unused));
     }
   }
 }
 
-TEST_CASE("AdamW of what does not lie densely, or as its gradient", "[training]") {
+TEST_CASE("AdamW supports strided weights, and gradients with other strides", "[training]") {
   at::manual_seed(6);
   const auto all = at::randn({4, 8}), gradient = at::randn({5, 4});
-  for (const auto& [weight, its] : std::vector<std::pair<Tensor, Tensor>>{
+  for (const auto& [weight, grad] : std::vector<std::pair<Tensor, Tensor>>{
            {all.slice(1, 0, 2), at::ones({4, 2})},
            {at::randn({4, 5}), gradient.t()},
            {gradient.t(), at::randn({4, 5})},
            {at::randn({4, 5}), at::randn({4, 1}).expand({4, 5})},
        }) {
-    const auto [ours, plain] = stepped(weight, its);
-    CHECK(at::allclose(ours, plain, 1e-5, 1e-6));
+    const auto [result, expected] = step_both(weight, grad);
+    CHECK(at::allclose(result, expected, 1e-5, 1e-6));
   }
 }
 
-TEST_CASE("AdamW refuses a state of another size and tells that it has written", "[training]") {
-  const auto with = [](int64_t size) {
+TEST_CASE("AdamW refuses a state of another size and increments the weight's version", "[training]") {
+  const auto make_weight = [](int64_t size) {
     auto weight = at::ones({size}).requires_grad_();
     weight.mutable_grad() = at::ones({size});
     return weight;
   };
-  auto few = with(4), many = with(4096);
-  nn::AdamW small({few}, torch::optim::AdamWOptions(0.1)), large({many}, torch::optim::AdamWOptions(0.1));
+  auto small_weight = make_weight(4), large_weight = make_weight(4096);
+  nn::AdamW small({small_weight}, torch::optim::AdamWOptions(0.1)),
+      large({large_weight}, torch::optim::AdamWOptions(0.1));
   const auto x = at::ones({4}).requires_grad_();
-  const auto product = x * few;
+  const auto product = x * small_weight;
   small.step();
   CHECK_THROWS_WITH(product.sum().backward(), ContainsSubstring("inplace operation"));
   std::stringstream file;
@@ -147,7 +149,7 @@ TEST_CASE("AdamW refuses a state of another size and tells that it has written",
   CHECK_THROWS(large.step());
 }
 
-TEST_CASE("Autocast holds while it lives", "[training]") {
+TEST_CASE("Autocast is active during its lifetime", "[training]") {
   const auto x = at::ones({2, 3});
   const auto product = [&] { return at::mm(x, x.t()).scalar_type(); };
   CHECK(product() == at::kFloat);
@@ -175,17 +177,17 @@ TEST_CASE("Models in bf16 train on a GPU as on a CPU", "[training]") {
     nn::LanguageModel model(config);
     const auto text = ids(3, 70);
     model->to(at::kDouble);
-    const auto exact = trained(model, text);
+    const auto exact = loss_and_gradients(model, text);
     model->to(at::kFloat);
-    const auto here = trained(model, text);
+    const auto cpu = loss_and_gradients(model, text);
     model->to(at::kCUDA);
-    const auto there = trained(model, text.to(at::kCUDA));
+    const auto gpu = loss_and_gradients(model, text.to(at::kCUDA));
     for (size_t i = 0; i < exact.size(); ++i) {
-      INFO(exact[i].first << ": " << error(there[i].second, exact[i].second) << ", on a CPU "
-                          << error(here[i].second, exact[i].second));
-      // The mixers' kernels round to 16 bits what a CPU has in fp32, and their errors are held to account by
-      // tests of their own: what is seen here is that the parts go together.
-      CHECK(error(there[i].second, exact[i].second) <= 2 * error(here[i].second, exact[i].second) + 0.1);
+      INFO(exact[i].first << ": " << error(gpu[i].second, exact[i].second) << ", on a CPU "
+                          << error(cpu[i].second, exact[i].second));
+      // The mixers' kernels round to 16 bits what a CPU computes in fp32; other tests check their accuracy.
+      // This test checks that the parts work together, hence the loose bound.
+      CHECK(error(gpu[i].second, exact[i].second) <= 2 * error(cpu[i].second, exact[i].second) + 0.1);
     }
   }
 }

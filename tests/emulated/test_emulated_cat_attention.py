@@ -1,4 +1,4 @@
-"""The kernels of cat_attention as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of cat_attention, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 from itertools import pairwise
@@ -10,13 +10,13 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
-    compiled_once,
-    eights,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    unwritten,
-    walled,
 )
 
 pytestmark = needs_headers
@@ -35,27 +35,27 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "cat_attention", sizes=("partials",))
+    return load_kernels(tmp_path_factory, "cat_attention", sizes=("partials",))
 
 
-def by_definition(q, k, v, chunk, scale, first):
-    """o and lse, row by row of the mask; `first`: of every chunk, that of its sequence."""
+def reference(q, k, v, chunk, scale, first):
+    """o and lse, row by row of the mask; `first`: for every chunk, the first chunk of its sequence."""
     T, group = q.shape[1], q.shape[2] // k.shape[2]
     row = torch.arange(T)
     own, start = row // chunk, torch.tensor(first).repeat_interleave(chunk)[:T]
     header = (row % chunk == 0) & (own >= start[:, None]) & (own < own[:, None])
-    seen = header | ((own == own[:, None]) & (row <= row[:, None]))
+    visible = header | ((own == own[:, None]) & (row <= row[:, None]))
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = scale * torch.einsum("bthd,bshd->bhts", q, k)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
 
 
-def among_nan(B, T, *shape, dtype, of=None):
-    """[B, T, *shape] as rows() has it, with rows of NaN after the last."""
-    view = rows(B, T + 2, *shape, dtype=dtype)[:, :T]
-    if of is not None:
-        view.zero_()[..., : shape[-1]] = of
+def nan_padded_rows(B, T, *shape, dtype, values=None):
+    """[B, T, *shape] as padded_rows(), with rows of NaN after the last token."""
+    view = padded_rows(B, T + 2, *shape, dtype=dtype)[:, :T]
+    if values is not None:
+        view.zero_()[..., : shape[-1]] = values
     return view
 
 
@@ -88,44 +88,45 @@ def check(
         return torch.randn(shape, generator=generator)
 
     HQ, K = H * G, -(-T // chunk)
-    given = {"q": (HQ, D), "k": (H, D), "v": (H, V), "dout": (HQ, V)}
-    given = {
-        name: among_nan(B, T, *shape, dtype=dtype, of=normal(B, T, *shape)) for name, shape in given.items()
+    inputs = {"q": (HQ, D), "k": (H, D), "v": (H, V), "dout": (HQ, V)}
+    inputs = {
+        name: nan_padded_rows(B, T, *shape, dtype=dtype, values=normal(B, T, *shape))
+        for name, shape in inputs.items()
     }
-    made = {"o": (HQ, V), "dq": (HQ, D), "dk": (H, D), "dv": (H, V)}
-    made = {name: among_nan(B, T, *shape, dtype=dtype) for name, shape in made.items()}
-    written = list(made.values())
-    made["lse"] = unwritten(B, T, HQ)
+    outputs = {"o": (HQ, V), "dq": (HQ, D), "dk": (H, D), "dv": (H, V)}
+    outputs = {name: nan_padded_rows(B, T, *shape, dtype=dtype) for name, shape in outputs.items()}
+    row_outputs = list(outputs.values())
+    outputs["lse"] = guarded_nan(B, T, HQ)
     call = Call(batch=B, tokens=T, chunk=chunk, sequences=B, heads=H, query_heads=HQ, scale=scale)
     call.groups = groups
-    call.D, call.V = eights(D), eights(V)
-    cu_chunks = None if bounds is None else walled(torch.tensor(bounds))
+    call.D, call.V = round_up_8(D), round_up_8(V)
+    cu_chunks = None if bounds is None else guarded_copy(torch.tensor(bounds))
     if bounds is not None:
         call.cu_chunks, call.sequences = cu_chunks.data_ptr(), len(bounds) - 1
-    for name, x in (given | made).items():
+    for name, x in (inputs | outputs).items():
         setattr(call, name, Array.of(x))
-    queries, partials = unwritten(B, HQ, T, 4), unwritten(kernels.partials(ctypes.byref(call)))
+    queries, partials = guarded_nan(B, HQ, T, 4), guarded_nan(kernels.partials(ctypes.byref(call)))
     call.queries, call.partials = queries.data_ptr(), partials.data_ptr()
     kernels.run(ctypes.byref(call))
-    for x in written:
+    for x in row_outputs:
         assert_rest_is_nan(x)
 
     widths = {"q": D, "k": D, "v": V}
-    wide = {name: given[name][..., :width].double().requires_grad_() for name, width in widths.items()}
+    wide = {name: inputs[name][..., :width].double().requires_grad_() for name, width in widths.items()}
     bounds = [0, K] if bounds is None else bounds
-    owned = [any(a <= c < b for a, b in pairwise(bounds)) for c in range(K)]
-    first = [max(b for b in bounds if b <= c) if inside else c for c, inside in enumerate(owned)]
-    o, lse = by_definition(*wide.values(), chunk, scale, first)
-    outside = torch.tensor([not inside for inside in owned]).repeat_interleave(chunk)[:T, None]
+    has_sequence = [any(a <= c < b for a, b in pairwise(bounds)) for c in range(K)]
+    first = [max(b for b in bounds if b <= c) if inside else c for c, inside in enumerate(has_sequence)]
+    o, lse = reference(*wide.values(), chunk, scale, first)
+    outside = torch.tensor([not inside for inside in has_sequence]).repeat_interleave(chunk)[:T, None]
     o = o.masked_fill(outside[..., None], 0.0)
     lse = lse.masked_fill(outside, torch.inf)
-    found = torch.autograd.grad((o * given["dout"][..., :V].double()).sum(), list(wide.values()))
+    found = torch.autograd.grad((o * inputs["dout"][..., :V].double()).sum(), list(wide.values()))
     want = {"o": o.detach()} | {f"d{name}": x for name, x in zip(wide, found, strict=True)}
-    got = {name: made[name][..., : want[name].shape[-1]] for name in want}
-    # A weight e^(a - lse) errs by half a unit of what lse is rounded to, which is large where scores are.
+    got = {name: outputs[name][..., : want[name].shape[-1]] for name in want}
+    # A weight e^(a - lse) errs by half a unit of the rounding of lse, which is large for large scores.
     fp32 = 3e-6 + lse.detach().where(lse.isfinite(), 0.0).abs().max().item() * 2**-24
     assert_close(got, want, fp32 if dtype == torch.float32 else 0.02)
-    assert torch.allclose(made["lse"].double(), lse, atol=1e-4)
+    assert torch.allclose(outputs["lse"].double(), lse, atol=1e-4)
     assert (got["o"] * outside[..., None]).count_nonzero() == 0
 
 
@@ -162,7 +163,7 @@ def test_fp16(kernels, groups):
 
 @pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100])
 def test_fp32(kernels, chunk):
-    """As near as fp32 is, from products of parts that tf32 holds."""
+    """Accurate to fp32, with products of tf32 parts."""
     check(kernels, 203, chunk, D=24, V=40, dtype=torch.float32)
     check(kernels, 70, chunk, H=2, G=3, D=72, V=128, scale=-0.4, dtype=torch.float32)
     check(kernels, 9 * chunk + 1, chunk, D=16, V=8, bounds=[1, 4, 4, 9], dtype=torch.float32)
@@ -189,14 +190,14 @@ def test_warpgroups_at_every_chunk(kernels, chunk, T):
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129])
 def test_warpgroups_at_every_length(kernels, T):
-    """Tiles of 128 rows, half of which a warpgroup has, and every fraction of a chunk."""
+    """Tiles of 128 rows, 64 per warpgroup, and partial chunks of every size."""
     for chunk in (4, 16):
         check(kernels, T, chunk, D=8, V=8, groups=True)
 
 
 @pytest.mark.parametrize("chunk, T", [(3, 450), (100, 350), (256, 800)])
 def test_warpgroups_for_headers_alone(kernels, chunk, T):
-    """Whose chunks do not fill tiles of queries."""
+    """Chunks that do not fill tiles of queries."""
     check(kernels, T, chunk, D=8, V=16, groups=True)
     check(kernels, T // 2, chunk, G=2, D=8, V=8, bounds=[0, 1, T // 2 // chunk], groups=True)
 
@@ -212,7 +213,8 @@ def test_warpgroups_at_every_width(kernels):
 
 @pytest.mark.parametrize("chunk", [4, 8, 16, 64])
 def test_packed_sequences_of_warpgroups(kernels, chunk):
-    """Which meet in a tile or fill several, of no chunk or of one, before and after rows of no sequence."""
+    """Sequences that share a tile or fill several, of zero or one chunks, before and after rows of no
+    sequence."""
     K = 330 // chunk
     check(kernels, 330, chunk, D=8, V=8, bounds=[0, K // 5, K // 5, K // 2, K // 2 + 1, K + 1], groups=True)
     check(kernels, 330, chunk, D=8, V=8, bounds=[1, K // 2, K - 1], groups=True)

@@ -1,4 +1,4 @@
-"""The kernels of delta_product as they stand, on the CPU (tests/emulated): forward, gradients and step."""
+"""The kernels of delta_product, emulated on the CPU (tests/emulated): forward, gradients and step."""
 
 import ctypes
 
@@ -11,13 +11,13 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
-    compiled_once,
-    eights,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    unwritten,
-    walled,
 )
 
 pytestmark = needs_headers
@@ -38,13 +38,13 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(
+    return load_kernels(
         tmp_path_factory, "delta_product", sizes=("chunks", "segments", "scan_bytes", "reverse_bytes")
     )
 
 
 class Draw:
-    """Random tensors, rounded to the dtype of q."""
+    """Random tensors; `dtype` is the dtype of q."""
 
     def __init__(self, seed, dtype):
         self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
@@ -56,7 +56,7 @@ class Draw:
         return low + (high - low) * torch.rand(shape, generator=self.generator)
 
     def keys(self, kind, *shape):
-        """Unit vectors, or vectors of any length; "repeated": nearly the same in every row."""
+        """Unit vectors; "normal": vectors of any length; "repeated": nearly the same vector in every row."""
         x = self.normal(*shape)
         if kind == "repeated":
             x = x[:, :1] + 0.1 * x
@@ -88,47 +88,49 @@ def check(
     cut=None,
     times=1,
 ):
-    """One call against the recurrence in float64. `begins`: where the sequence of each row begins; `numbers`:
-    the dtype of beta and g; `vector`: beta is of every channel; `cut`: into segments "both" scans are, or the
-    "forward" one; `times`: what is lost to 16 bits, at most so often.
+    """One call against the recurrence in float64. `begins`: first token of the sequence of each row;
+    `numbers`: dtype of beta and g; `vector`: per-channel beta; `cut`: the scans that are cut into segments,
+    "both" or "forward"; `times`: factor of the allowed error.
     """
     N, HQ, HK = len(lengths), heads_q or H, heads_k or H
     HO = max(HQ, H)
     B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0] if begins is None else 2 + max(lengths))
     draw = Draw(D + n + sum(lengths), dtype)
 
-    def state(given=True):
-        padded = unwritten(N, H, eights(D), eights(V)).zero_()
+    def state(present=True):
+        padded = guarded_nan(N, H, round_up_8(D), round_up_8(V)).zero_()
         padded[:, :, :D, :V] = draw.normal(N, H, D, V) * D**-0.5
-        return padded if given else None
+        return padded if present else None
 
-    def given(width, rows_, heads, values, dtype=dtype):
-        return rows(B, rows_, heads, width, of=values, dtype=dtype)
+    def input_rows(width, rows_, heads, values, dtype=dtype):
+        return padded_rows(B, rows_, heads, width, values=values, dtype=dtype)
 
     tensors = {
-        "q": given(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
-        "k": given(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
-        "v": given(V, T * n, H, draw.normal(B, T * n, H, V)),
-        "dout": given(V, T, HO, draw.normal(B, T, HO, V)),
-        "beta": given(D, T * n, H, draw.uniform(*beta, B, T * n, H, D), numbers)
+        "q": input_rows(D, T, HQ, draw.keys("normal" if unit else "unit", B, T, HQ, D)),
+        "k": input_rows(D, T * n, HK, draw.keys("normal" if unit else keys, B, T * n, HK, D)),
+        "v": input_rows(V, T * n, H, draw.normal(B, T * n, H, V)),
+        "dout": input_rows(V, T, HO, draw.normal(B, T, HO, V)),
+        "beta": input_rows(D, T * n, H, draw.uniform(*beta, B, T * n, H, D), numbers)
         if vector
-        else walled(draw.uniform(*beta, B, T * n, H).to(numbers)),
-        "g": None if gates is None else walled((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
+        else guarded_copy(draw.uniform(*beta, B, T * n, H).to(numbers)),
+        "g": None if gates is None else guarded_copy((-gates * draw.uniform(0, 1, B, T, H)).to(numbers)),
         "initial": state(initial),
         "dlast": state(ends),
     }
     alone = H == HO
-    tensors |= {name: unwritten(N, H, eights(D), eights(V)) for name in ("last", "last_alone", "dinitial")}
-    tensors |= {name: rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
-    tensors |= {name: rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
-    tensors["dq"] = rows(B, T, HO, D, dtype=dtype)
+    tensors |= {
+        name: guarded_nan(N, H, round_up_8(D), round_up_8(V)) for name in ("last", "last_alone", "dinitial")
+    }
+    tensors |= {name: padded_rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
+    tensors |= {name: padded_rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
+    tensors["dq"] = padded_rows(B, T, HO, D, dtype=dtype)
     if vector:
-        tensors |= {name: rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
-        tensors["dbeta"] = rows(B, T * n, H, D, dtype=numbers)
+        tensors |= {name: padded_rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
+        tensors["dbeta"] = padded_rows(B, T * n, H, D, dtype=numbers)
     else:
         tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
-        tensors["dk"] = rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
-        tensors |= {"dbeta": unwritten(B, T * n, H), "dg": None if gates is None else unwritten(B, T, HO)}
+        tensors["dk"] = padded_rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
+        tensors |= {"dbeta": guarded_nan(B, T * n, H), "dg": None if gates is None else guarded_nan(B, T, HO)}
 
     outside = torch.ones(B, T, dtype=torch.bool)
     starts = [sum(lengths[:i]) for i in range(N)] if packed else begins or [0] * N
@@ -137,12 +139,14 @@ def check(
         bounds = torch.tensor([[low, low + length] for low, length in zip(starts, lengths, strict=True)])
     for i, (low, length) in enumerate(zip(starts, lengths, strict=True)):
         outside[0 if packed else i, low : low + length] = False
-    for name in ("q", "k", "v", "dout", "beta", "g"):  # of tokens that no sequence owns
+    for name in ("q", "k", "v", "dout", "beta", "g"):  # NaN at tokens of no sequence
         if T and tensors[name] is not None:
             x = tensors[name]
             x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
-    bounds = walled(bounds)
-    call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=eights(D), V=eights(V), n=n)
+    bounds = guarded_copy(bounds)
+    call = Call(
+        batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=round_up_8(D), V=round_up_8(V), n=n
+    )
     call.key_share, call.query_share = H // HK, max(H // HQ, 1)
     call.unit, call.gated, call.card = unit, gates is not None, card
     call.rows, call.cu_seqlens = begins is not None, bounds.data_ptr() if packed or begins else None
@@ -150,17 +154,17 @@ def check(
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     chunks = kernels.chunks(ctypes.byref(call))
-    states = chunks * H * eights(V) * eights(D)
+    states = chunks * H * round_up_8(V) * round_up_8(D)
     bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
     assert cut is None or [size > 0 for size in bytes_of.values()] == [True, cut == "both"]
-    work = {  # all bits set, and some more behind
-        name: unwritten(size + 256, dtype=torch.uint8)
+    work = {  # all bits set, with 256 spare bytes
+        name: guarded_nan(size + 256, dtype=torch.uint8)
         for name, size in (
             ("prepared", chunks * H * kernels.prepared_bytes()),
             ("states", 2 * states),
             ("gradients", 2 * states),
             ("factors", chunks * HO * 256),
-            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * eights(D) ** 2),
+            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * round_up_8(D) ** 2),
             ("scan_workspace", bytes_of["scan"]),
             ("reverse_workspace", bytes_of["reverse"]),
         )
@@ -202,31 +206,31 @@ def check(
         )
         found = dict(zip(leaves, gradients, strict=True))
 
-    owned = ~outside[..., None, None]
+    is_owned = ~outside[..., None, None]
     want = {"o": o, "o_alone": o, "last": torch.cat(finals), "last_alone": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in found.items() if x is not None}
     got = {}
     for name, expected in want.items():
-        x, of = tensors[name], name.removeprefix("d").removesuffix("_alone")
+        x, data_name = tensors[name], name.removeprefix("d").removesuffix("_alone")
         if name in ("last", "last_alone", "dinitial"):
             got[name] = x[:, :, :D, :V]
             continue
-        token = owned.repeat_interleave(x.shape[1] // T, 1) if T else owned
+        token = is_owned.repeat_interleave(x.shape[1] // T, 1) if T else is_owned
         token = token if x.dim() == 4 else token[..., 0]
         if x.dim() == 4:
-            assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: beyond its columns"
-            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
-            x = x[..., : widths[of]]
+            assert x._base[..., x.shape[-1] :].isnan().all(), f"{name}: a write outside its columns"
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
+            x = x[..., : widths[data_name]]
         else:
-            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: beyond its tokens"
+            assert x.masked_fill(token, torch.nan).isnan().all(), f"{name}: a write outside its tokens"
         x = x.double().masked_fill(~token, 0.0)
-        if x.shape != expected.shape:  # of heads that share one, each has its part
+        if x.shape != expected.shape:  # heads that share one have partial gradients
             x = x.unflatten(2, (expected.shape[2], -1)).sum(3)
         got[name], want[name] = x, expected.masked_fill(~token, 0.0)
-    assert_close(got, want, times * LOST[dtype])
+    assert_close(got, want, times * ALLOWED_ERROR[dtype])
 
 
-LOST = {torch.bfloat16: 0.01, torch.float16: 0.00125}
+ALLOWED_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.00125}
 GROUPED = {"H": 2, "heads_q": 4}
 SHARED = {"H": 2, "heads_q": 1, "heads_k": 1}
 EVERY = {"gates": 0.1, "unit": True}
@@ -288,22 +292,22 @@ def test_more_chunks_than_stages(kernels, D, n, how):
     check(kernels, 400 // n, D=D, n=n, card=2, **how)
 
 
-# On a card so small that blocks with 64 columns of V would not run all at once.
+# A card so small that blocks with 64 columns of V would not all run at once.
 @pytest.mark.parametrize("D, V", [(128, 128), (72, 104)])
 @pytest.mark.parametrize("n, T", [(1, 330), (1, 65), (3, 100), (4, 33)])
 @pytest.mark.parametrize("how", [{}, EVERY, {"gates": 5.0}], ids=["plain", "gates_unit", "strong"])
-def test_two_chains_that_make_the_output(kernels, D, V, n, T, how):
+def test_two_chains_with_output_warps(kernels, D, V, n, T, how):
     check(kernels, T, D=D, V=V, n=n, card=1, **how)
 
 
-@pytest.mark.parametrize("V", [192, 200])  # three groups of 64 columns, a chain each; four
-def test_two_chains_that_make_the_output_of_wide_values(kernels, V):
+@pytest.mark.parametrize("V", [192, 200])  # three and four groups of 64 columns, with one chain each
+def test_two_chains_with_output_warps_of_wide_values(kernels, V):
     check(kernels, 70, D=128, V=V, card=1, **EVERY)
     check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)
 
 
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
-def test_two_chains_that_make_the_output_of_packed_sequences(kernels, how):
+def test_two_chains_with_output_warps_of_packed_sequences(kernels, how):
     check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, card=1, packed=True, **how)
     check(kernels, 70, 0, 33, D=128, V=128, n=2, card=1, begins=[1, 5, 2], **how)
 
@@ -336,7 +340,7 @@ def test_segments_of_rows_with_one_sequence(kernels):
     check(kernels, 190, 0, 70, n=4, begins=[1, 5, 2], cut="both")
 
 
-def test_a_packed_sequence_of_four_segments_where_reverse_is_not_cut(kernels):
+def test_four_forward_segments_and_an_uncut_reverse_pass(kernels):
     check(kernels, 250, 20, n=4, D=128, card=4, packed=True, cut="forward")
 
 
@@ -363,7 +367,7 @@ def test_half(kernels, n, how):
 
 @pytest.mark.parametrize("gates", [5.0, 300.0])
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 64), (128, 128)])
-def test_gates_that_close(kernels, D, V, gates):
+def test_closed_gates(kernels, D, V, gates):
     check(kernels, 70, D=D, V=V, gates=gates)
 
 
@@ -403,10 +407,10 @@ def check_step(
         "beta": draw.uniform(0, 1, N, n, H, *[D] * vector),
     }
     g = None if gates is None else -gates * draw.uniform(0, 1, N, 1, H)
-    # Every second row and head of what lies there.
-    room = draw.normal(N, 2 * H, 2 * D, V + 4)
-    state = room[:, ::2, ::2, :V]
-    given, around = state.double(), room.clone()
+    # The state is every second row and head of a larger tensor.
+    buffer = draw.normal(N, 2 * H, 2 * D, V + 4)
+    state = buffer[:, ::2, ::2, :V]
+    initial, expected_buffer = state.double(), buffer.clone()
     o = torch.full((N, HO, V + 1), torch.nan, dtype=dtype)[..., :V]
     call = Call(sequences=N, heads=H, query_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
     call.D, call.V, call.n, call.unit, call.gated, call.scale = D, V, n, unit, gates is not None, 0.3
@@ -423,11 +427,13 @@ def check_step(
         setattr(call, name, Array.of(x))
     kernels.step(ctypes.byref(call))
     double = {name: x.double() for name, x in one.items()} | {"g": None if g is None else g.double()}
-    out, (final, _) = recurrences.delta_product(**double, n=n, scale=0.3, l2norm_qk=unit, state=(given, None))
+    out, (final, _) = recurrences.delta_product(
+        **double, n=n, scale=0.3, l2norm_qk=unit, state=(initial, None)
+    )
     assert_close({"o": o}, {"o": out[:, 0]}, 1e-6 if dtype == torch.float32 else 4e-3)
     assert_close({"last": state}, {"last": final}, 1e-6)
-    around[:, ::2, ::2, :V] = state
-    assert torch.equal(around, room)
+    expected_buffer[:, ::2, ::2, :V] = state
+    assert torch.equal(expected_buffer, buffer)
     assert o._base[..., V].isnan().all()
 
 

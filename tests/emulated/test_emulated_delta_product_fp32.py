@@ -1,4 +1,4 @@
-"""The exact kernels of delta_product as they stand, on the CPU (tests/emulated): forward and gradients."""
+"""The fp32 kernels of delta_product, emulated on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 
@@ -11,11 +11,11 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
-    compiled_once,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
     structure,
-    unwritten,
-    walled,
 )
 
 pytestmark = needs_headers
@@ -33,7 +33,7 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "delta_product", sizes=())
+    return load_kernels(tmp_path_factory, "delta_product", sizes=())
 
 
 def check(
@@ -63,7 +63,7 @@ def check(
     def unit_or_not(*shape):
         return normal(*shape) if unit else F.normalize(normal(*shape), dim=-1)
 
-    given = {
+    inputs = {
         "q": unit_or_not(B, T, HQ, D),
         "k": unit_or_not(B, T * n, H, D),
         "v": normal(B, T * n, H, V),
@@ -72,18 +72,21 @@ def check(
         "initial": normal(N, H, D, V) * D**-0.5,
     }
     dout, dlast = F.pad(normal(B, T, HQ, V), (0, -V % 4)), normal(N, H, D, V)
-    given = {name: walled(x) for name, x in given.items()}
-    tensors = dict(given) | {"dlast": walled(dlast), "dout": walled(dout)}
-    tensors["beta"] = given["beta"] if vector else given["beta"][..., None].expand(B, T * n, H, max(D, V))
+    inputs = {name: guarded_copy(x) for name, x in inputs.items()}
+    tensors = dict(inputs) | {"dlast": guarded_copy(dlast), "dout": guarded_copy(dout)}
+    tensors["beta"] = inputs["beta"] if vector else inputs["beta"][..., None].expand(B, T * n, H, max(D, V))
     like = {"last": "initial", "dinitial": "initial", "dq": "q", "dk": "k", "dv": "v"}
-    tensors |= {name: unwritten(*given[of].shape) for name, of in like.items()}
-    tensors["o"] = unwritten(B, T, HQ, V)
-    dbeta = unwritten(*given["beta"].shape)
+    tensors |= {name: guarded_nan(*inputs[values].shape) for name, values in like.items()}
+    tensors["o"] = guarded_nan(B, T, HQ, V)
+    dbeta = guarded_nan(*inputs["beta"].shape)
     tensors["dbeta"] = dbeta if vector else dbeta[..., None]
-    dg = unwritten((D + 63) // 64, B, T, H).zero_()
+    dg = guarded_nan((D + 63) // 64, B, T, H).zero_()
     starts = [sum(lengths[:i]) for i in range(N)]
-    bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
-    position = walled(torch.tensor([0] * N if position is None else position))
+    bounds, last_position = (
+        guarded_copy(torch.tensor([*starts, sum(lengths)])),
+        guarded_nan(N, dtype=torch.int64),
+    )
+    position = guarded_copy(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HQ, D=D, V=V, n=n, unit=unit)
     call.vector, call.chunk, call.between, call.scale = vector, chunk, BETWEEN.index(between), 0.3
     call.shared = shared * 1024
@@ -95,7 +98,7 @@ def check(
         setattr(call, name, Array.of(tensor))
     kernels.run_fp32(ctypes.byref(call))
 
-    leaves = {name: x.double().requires_grad_() for name, x in given.items() if x is not None}
+    leaves = {name: x.double().requires_grad_() for name, x in inputs.items() if x is not None}
     total, o, finals = 0.0, [], []
     for i in range(N):
         row, low = (0, starts[i]) if packed else (i, 0)
@@ -105,7 +108,7 @@ def check(
             for name, x in leaves.items()
             if name != "initial"
         }
-        out, (final, at) = recurrences.delta_product(
+        out, (final, final_position) = recurrences.delta_product(
             **own,
             n=n,
             scale=0.3,
@@ -118,7 +121,7 @@ def check(
         total = total + (final * dlast[i : i + 1].double()).sum()
         o.append(out.detach())
         finals.append(final.detach())
-        assert not between or last_position[i] == at
+        assert not between or last_position[i] == final_position
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
@@ -149,14 +152,14 @@ def test_several_steps_and_heads(kernels, n, vector):
     check(kernels, 80 // n, D=24, V=24, n=n, H=2, group=2, vector=vector, **EVERY)
 
 
-def test_gates_that_let_a_memory_grow(kernels):
+def test_gates_above_0(kernels):
     check(kernels, 50, gates=-0.1)
     check(kernels, 25, n=2, H=2, group=2, gates=-0.1)
 
 
 @pytest.mark.parametrize("shared, D", [(99, 200), (99, 128), (163, 200)])
 def test_smaller_cards(kernels, shared, D):
-    """On which a ring has one, two or three stages."""
+    """Shared memory holds one, two or three stages of a ring."""
     check(kernels, 70, D=D, gates=0.1, shared=shared)
 
 

@@ -1,4 +1,4 @@
-"""The kernels of elementwise on the emulator of tests/emulated, against the formulas in float64."""
+"""The elementwise kernels, emulated on the CPU (tests/emulated), against formulas in float64."""
 
 import ctypes
 
@@ -6,13 +6,13 @@ import pytest
 import test_elementwise_kernels
 import torch
 import torch.nn.functional as F
-from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure
+from emulated import DTYPES, NUMBER, POINTER, load_kernels, needs_headers, structure
 from test_elementwise_kernels import DTYPES as TYPES
 from test_elementwise_kernels import PAIRS, assert_close, check_rotary
 
 pytestmark = needs_headers
 INT, FLOAT = ctypes.c_int, ctypes.c_float
-AROUND = 64  # elements of NaN
+AROUND = 64  # elements of NaN on each side
 
 
 Vector = structure((POINTER, "data"), (INT, "dtype"), (NUMBER, "stride"))
@@ -45,18 +45,18 @@ RotaryBackward = structure((RotaryShape, "shape"), (POINTER, "dq dk dv dx"))
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "elementwise", sizes=("norm_partials",))
+    return load_kernels(tmp_path_factory, "elementwise", sizes=("norm_partials",))
 
 
-class Places:
-    """Tensors with NaN around them."""
+class PaddedTensors:
+    """Creates tensors with NaN before and after them in memory."""
 
     def __init__(self):
         self.buffers = []
 
     def __call__(self, x):
         buffer = torch.full((x.numel() + 2 * AROUND,), torch.nan, dtype=x.dtype)
-        start = -buffer.data_ptr() % 32 // buffer.element_size()  # a view at a multiple of 32 bytes
+        start = -buffer.data_ptr() % 32 // buffer.element_size()  # aligns the view to 32 bytes
         view = buffer[start + 32 : start + 32 + x.numel()].view(x.shape)
         view.copy_(x)
         self.buffers.append((buffer, start + 32, x.numel()))
@@ -83,14 +83,14 @@ def address(x):
 
 
 def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
-    place, (sums, row_dtype) = Places(), pair
-    x, weight = place(normal(rows, dim, dtype=sums)), place(normal(dim, seed=9))
-    branch = place(normal(rows, dim, dtype=row_dtype, seed=1)) if with_branch else None
-    dy = place(normal(rows, dim, dtype=row_dtype, seed=2))
-    after = place(normal(rows, dim, dtype=sums, seed=3)) if with_after else None
+    pad, (sums, row_dtype) = PaddedTensors(), pair
+    x, weight = pad(normal(rows, dim, dtype=sums)), pad(normal(dim, seed=9))
+    branch = pad(normal(rows, dim, dtype=row_dtype, seed=1)) if with_branch else None
+    dy = pad(normal(rows, dim, dtype=row_dtype, seed=2))
+    after = pad(normal(rows, dim, dtype=sums, seed=3)) if with_after else None
     s, y, shape = (
-        place.like(x),
-        place.like(dy),
+        pad.like(x),
+        pad.like(dy),
         Shape(rows, dim, 1e-5, DTYPES[sums], DTYPES[row_dtype], False),
     )
     call = Norm(shape, address(x), address(branch), vector(weight), address(s), address(y))
@@ -100,9 +100,9 @@ def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
     else:
         assert s.isnan().all()
         s = x
-    ds, dweight = place.like(s), place.like(weight)
-    dbranch = place.like(dy) if with_branch else None
-    partials = place(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
+    ds, dweight = pad.like(s), pad.like(weight)
+    dbranch = pad.like(dy) if with_branch else None
+    partials = pad(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
     call = NormBackward(shape, address(s), vector(weight), address(dy), address(after), address(ds))
     call.dbranch, call.dweight, call.partials = address(dbranch), vector(dweight), address(partials)
     kernels.run_norm_backward(ctypes.byref(call))
@@ -115,7 +115,7 @@ def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
     for got in (ds, dbranch) if with_branch else (ds,):
         assert_close(got, exact, dim)
     assert_close(dweight, dw, rows)
-    place.assert_untouched()
+    pad.assert_untouched()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -144,9 +144,9 @@ def test_norms_with_and_without_a_branch(kernels, with_branch, with_after):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows, dim", [(17, 64), (3, 264)])
 def test_rows_of_length_one(kernels, rows, dim, dtype):
-    place = Places()
-    x, dy = place(normal(rows, dim, dtype=dtype)), place(normal(rows, dim, dtype=dtype, seed=2))
-    y, dx, shape = place.like(x), place.like(x), Shape(rows, dim, 1e-26, DTYPES[dtype], DTYPES[dtype], False)
+    pad = PaddedTensors()
+    x, dy = pad(normal(rows, dim, dtype=dtype)), pad(normal(rows, dim, dtype=dtype, seed=2))
+    y, dx, shape = pad.like(x), pad.like(x), Shape(rows, dim, 1e-26, DTYPES[dtype], DTYPES[dtype], False)
     kernels.run_norm(ctypes.byref(Norm(shape, address(x), None, Vector(), None, address(y))))
     call = NormBackward(shape, address(x), Vector(), address(dy), None, address(dx))
     kernels.run_norm_backward(ctypes.byref(call))
@@ -154,15 +154,15 @@ def test_rows_of_length_one(kernels, rows, dim, dtype):
     want = F.normalize(wide, dim=-1)
     assert_close(y, want.detach(), dim)
     assert_close(dx, torch.autograd.grad(want, wide, dy.double())[0], dim)
-    place.assert_untouched()
+    pad.assert_untouched()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("elements", [8, 40, 2056])
 def test_products(kernels, elements, dtype):
-    place = Places()
-    gate, up, dy = (place((3 * normal(elements, seed=i)).to(dtype)) for i in range(3))
-    y, dgate, dup, again = (place.like(gate) for _ in range(4))
+    pad = PaddedTensors()
+    gate, up, dy = (pad((3 * normal(elements, seed=i)).to(dtype)) for i in range(3))
+    y, dgate, dup, again = (pad.like(gate) for _ in range(4))
     call = Product(elements, DTYPES[dtype], *map(address, (gate, up, y)))
     kernels.run_product(ctypes.byref(call))
     call = ProductBackward(elements, DTYPES[dtype], *map(address, (gate, up, dy, dgate, dup, again)))
@@ -173,23 +173,23 @@ def test_products(kernels, elements, dtype):
     for got, x in zip((y, dgate, dup), exact, strict=True):
         assert_close(got, x.detach())
     assert again.equal(y)
-    place.assert_untouched()
+    pad.assert_untouched()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows, dim", [(1, 8), (3, 264), (70, 40), (2, 2056)])
 def test_norms_of_silu(kernels, rows, dim, dtype):
-    place = Places()
-    x, weight = place((3 * normal(rows, dim)).to(dtype)), place(normal(dim, seed=9))
+    pad = PaddedTensors()
+    x, weight = pad((3 * normal(rows, dim)).to(dtype)), pad(normal(dim, seed=9))
     dy, dx, y, dweight = (
-        place(normal(rows, dim, dtype=dtype)),
-        place.like(x),
-        place.like(x),
-        place.like(weight),
+        pad(normal(rows, dim, dtype=dtype)),
+        pad.like(x),
+        pad.like(x),
+        pad.like(weight),
     )
     shape = Shape(rows, dim, 1e-5, DTYPES[dtype], DTYPES[dtype], True)
     kernels.run_norm(ctypes.byref(Norm(shape, address(x), None, vector(weight), None, address(y))))
-    partials = place(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
+    partials = pad(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
     call = NormBackward(shape, address(x), vector(weight), address(dy), None, address(dx))
     call.dweight, call.partials = vector(dweight), address(partials)
     kernels.run_norm_backward(ctypes.byref(call))
@@ -199,25 +199,25 @@ def test_norms_of_silu(kernels, rows, dim, dtype):
     exact, dw = torch.autograd.grad(want, (wide, w), dy.double())
     assert_close(dx, exact, dim)
     assert_close(dweight, dw, rows)
-    place.assert_untouched()
+    pad.assert_untouched()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("classes", [8, 40, 4096, 4104])
 def test_cross_entropies(kernels, classes, dtype):
-    place = Places()
+    pad = PaddedTensors()
     logits = (5 * normal(6, classes)).to(dtype)
     logits[4], logits[5] = -torch.inf, torch.linspace(-6e4, 6e4, classes)
     logits[4, 3] = 2.0
     labels = torch.tensor([0, classes - 1, -100, 5, 3, classes - 1])
-    z, l = place(logits), place(torch.full((6,), torch.nan))
+    z, l = pad(logits), pad(torch.full((6,), torch.nan))
     call = CrossEntropy(6, classes, DTYPES[dtype], address(z), address(labels), -100, address(l))
     kernels.run_cross_entropy(ctypes.byref(call))
     wide = logits.double().requires_grad_()
     want = F.cross_entropy(wide, labels, reduction="none")
     assert_close(l, want.detach(), 30)
     assert_close(z, torch.autograd.grad(want.sum(), wide)[0])
-    place.assert_untouched()
+    pad.assert_untouched()
 
 
 @pytest.mark.parametrize("has_row_positions", [False, True])
@@ -225,10 +225,10 @@ def test_cross_entropies(kernels, classes, dtype):
 @pytest.mark.parametrize(
     "sizes, D", [((2, 3, 3, 1), 16), ((1, 2, 2, 2), 48), ((1, 2, 9, 4), 256), ((1, 0, 1, 1), 16)]
 )
-def test_turns(kernels, sizes, D, dtype, has_row_positions, monkeypatch):
+def test_rotary(kernels, sizes, D, dtype, has_row_positions, monkeypatch):
     monkeypatch.setattr(test_elementwise_kernels, "DEVICE", "cpu")
     B, T, query_heads, heads = sizes
-    place = Places()
+    pad = PaddedTensors()
 
     def shape(dtype, position, rate):
         return RotaryShape(
@@ -236,17 +236,17 @@ def test_turns(kernels, sizes, D, dtype, has_row_positions, monkeypatch):
         )
 
     def run(x, query_heads, position, rate):
-        x, rate = place(x), place(rate)
-        found = [place.like(part) for part in x.split([query_heads, heads, heads], 2)]
+        x, rate = pad(x), pad(rate)
+        found = [pad.like(part) for part in x.split([query_heads, heads, heads], 2)]
         kernels.run_rotary(ctypes.byref(Rotary(shape(x.dtype, position, rate), *map(address, (x, *found)))))
         return found
 
     def run_backward(dq, dk, dv, position, rate):
-        grads, rate = [place(x) for x in (dq, dk, dv)], place(rate)
-        dx = place(torch.full((B, T, query_heads + 2 * heads, D), torch.nan, dtype=dq.dtype))
+        grads, rate = [pad(x) for x in (dq, dk, dv)], pad(rate)
+        dx = pad(torch.full((B, T, query_heads + 2 * heads, D), torch.nan, dtype=dq.dtype))
         call = RotaryBackward(shape(dq.dtype, position, rate), *map(address, (*grads, dx)))
         kernels.run_rotary_backward(ctypes.byref(call))
         return dx
 
     check_rotary(run, run_backward, sizes, D, dtype, has_row_positions)
-    place.assert_untouched()
+    pad.assert_untouched()

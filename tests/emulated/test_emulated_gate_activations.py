@@ -1,12 +1,12 @@
-"""The gates of rows on the emulator of tests/emulated, against the formulas in float64."""
+"""The kernels of gate_activations, emulated on the CPU (tests/emulated), against formulas in float64."""
 
 import ctypes
 
 import pytest
 import test_gate_activations_kernels
 import torch
-from emulated import DTYPES, NUMBER, POINTER, compiled_once, needs_headers, structure
-from test_emulated_elementwise import Places, address
+from emulated import DTYPES, NUMBER, POINTER, load_kernels, needs_headers, structure
+from test_emulated_elementwise import PaddedTensors, address
 from test_gate_activations_kernels import DTYPES as TYPES
 from test_gate_activations_kernels import GATES, check, normal
 
@@ -22,7 +22,7 @@ Backward = structure((Gates, "of"), (POINTER, "dy dx sums partials"))
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "gate_activations", sizes=("gates_partials",))
+    return load_kernels(tmp_path_factory, "gate_activations", sizes=("gates_partials",))
 
 
 @pytest.fixture(autouse=True)
@@ -31,25 +31,25 @@ def on_the_cpu(monkeypatch):
 
 
 def runner(kernels, stride=None):
-    """x's rows lie `stride` apart."""
+    """`stride`: distance of the rows of x in elements."""
 
     def run(x, dy, gate, bias, rate, scale):
-        place, (rows, columns) = Places(), x.shape
+        pad, (rows, columns) = PaddedTensors(), x.shape
         step = stride or columns
-        wide = place(torch.full((rows, step), torch.nan, dtype=x.dtype))
+        wide = pad(torch.full((rows, step), torch.nan, dtype=x.dtype))
         wide[:, :columns] = x
-        dy, bias, rate = (None if t is None else place(t) for t in (dy, bias, rate))
-        y, dx, sums = place.like(dy), place.like(x), place(torch.full((2, columns), torch.nan))
-        of = Gates(rows, columns, 1 + GATES.index(gate), DTYPES[x.dtype], address(wide), step)
-        of.use_packs = columns % 8 == 0 and step % 8 == 0
-        of.bias, of.rate, of.scale, of.y = address(bias), address(rate), scale, address(y)
-        kernels.run_gates(ctypes.byref(of))
-        partials = place(torch.full((kernels.gates_partials(ctypes.byref(of)),), torch.nan))
-        call = Backward(of, *map(address, (dy, dx, sums, partials)))
+        dy, bias, rate = (None if t is None else pad(t) for t in (dy, bias, rate))
+        y, dx, sums = pad.like(dy), pad.like(x), pad(torch.full((2, columns), torch.nan))
+        gates = Gates(rows, columns, 1 + GATES.index(gate), DTYPES[x.dtype], address(wide), step)
+        gates.use_packs = columns % 8 == 0 and step % 8 == 0
+        gates.bias, gates.rate, gates.scale, gates.y = address(bias), address(rate), scale, address(y)
+        kernels.run_gates(ctypes.byref(gates))
+        partials = pad(torch.full((kernels.gates_partials(ctypes.byref(gates)),), torch.nan))
+        call = Backward(gates, *map(address, (dy, dx, sums, partials)))
         kernels.run_gates_backward(ctypes.byref(call))
-        place.assert_untouched()
-        of_numbers = [s for s, given in zip(sums, (bias, rate), strict=True) if given is not None]
-        return y, dx, *of_numbers
+        pad.assert_untouched()
+        number_grads = [s for s, number in zip(sums, (bias, rate), strict=True) if number is not None]
+        return y, dx, *number_grads
 
     return run
 
@@ -66,5 +66,5 @@ def test_columns_of_a_wider_product(kernels):
     check(runner(kernels, stride=19), normal(33, 16, dtype=torch.bfloat16), "sigmoid", with_bias=False)
 
 
-def test_blocks_that_walk_over_many_rows(kernels):
+def test_blocks_that_loop_over_rows(kernels):
     check(runner(kernels), normal(9000, 264, dtype=torch.bfloat16), "decay")

@@ -1,4 +1,4 @@
-"""The kernels of gla as they stand, on the CPU (tests/emulated): forward, every gradient, the step."""
+"""The kernels of gla, emulated on the CPU (tests/emulated): forward, all gradients and the step."""
 
 import ctypes
 from bisect import bisect_left
@@ -12,13 +12,13 @@ from emulated import (
     SHARED_80,
     SHARED_86,
     Array,
-    compiled_once,
-    eights,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    unwritten,
-    walled,
 )
 from emulated_gated import (
     BF16,
@@ -27,10 +27,10 @@ from emulated_gated import (
     GATED,
     Layout,
     assert_close_by_rows,
-    assert_gaps_kept,
-    gapped,
+    assert_gaps_unwritten,
     gates,
     state,
+    with_gaps,
 )
 
 pytestmark = needs_headers
@@ -45,11 +45,11 @@ Step = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "gla", sizes=())
+    return load_kernels(tmp_path_factory, "gla", sizes=())
 
 
-def for_heads(x, heads):
-    """[B, T, shared, width] for each of so many heads, or as it is."""
+def repeat_heads(x, heads):
+    """Repeats heads: [B, T, shared, width] -> [B, T, heads, width]."""
     return x.repeat_interleave(max(1, heads // x.shape[2]), 2)
 
 
@@ -67,16 +67,16 @@ def check(
     keys=None,
     pattern="mild",
     gate_dtype=FP32,
-    how=None,
+    packing=None,
     resumed=True,
     scale=None,
     shared=SHARED,
     cut=True,
 ):
-    """One call against the recurrence in float64. kind: a gate a channel, a head, or none (plain)."""
+    """One call against the recurrence in float64. kind: a gate per channel, per head, or no gate (plain)."""
     generator = torch.Generator().manual_seed(sum(lengths) + D + 2 * V)
-    at, N, scale = Layout(lengths, how), len(lengths), D**-0.5 if scale is None else scale
-    B, T, exact = at.B, at.T, exact or dtype == FP32
+    layout, N, scale = Layout(lengths, packing), len(lengths), D**-0.5 if scale is None else scale
+    B, T, exact = layout.B, layout.T, exact or dtype == FP32
     by_head = kind != "channel" and not exact
     HQ, HK = queries or H, keys or H
     HO = max(HQ, H)
@@ -86,51 +86,55 @@ def check(
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    given = {"q": normal(B, T, HQ, D), "k": normal(B, T, HK, D), "v": normal(B, T, H, V)}
-    given = {name: x.to(dtype) for name, x in given.items()}
+    inputs = {"q": normal(B, T, HQ, D), "k": normal(B, T, HK, D), "v": normal(B, T, H, V)}
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
     if kind != "plain":
         shape = (B, T, H, D) if kind == "channel" else (B, T, H)
-        given["g"] = gates(pattern, shape, generator).to(gate_dtype)
-    x = {name: rows(*y.shape, of=y, dtype=dtype) for name, y in given.items() if name in "qkv"}
+        inputs["g"] = gates(pattern, shape, generator).to(gate_dtype)
+    x = {name: padded_rows(*y.shape, values=y, dtype=dtype) for name, y in inputs.items() if name in "qkv"}
     if not by_head:
-        q = for_heads(given["q"], H)
-        k = for_heads(given["k"], H)
-        x["q"] = rows(*q.shape, of=q * scale, dtype=FP32) if exact else rows(*q.shape, of=q, dtype=dtype)
-        x["k"] = rows(*k.shape, of=k, dtype=dtype)
+        q = repeat_heads(inputs["q"], H)
+        k = repeat_heads(inputs["k"], H)
+        x["q"] = (
+            padded_rows(*q.shape, values=q * scale, dtype=FP32)
+            if exact
+            else padded_rows(*q.shape, values=q, dtype=dtype)
+        )
+        x["k"] = padded_rows(*k.shape, values=k, dtype=dtype)
         if exact:
-            x["s"] = rows(*k.shape, of=k, dtype=FP32)
-        g = given["g"].float() if "g" in given else torch.zeros(B, T, H)
-        x["g"] = rows(B, T, H, D, of=g if g.dim() == 4 else g[..., None], dtype=FP32)
-    x["dout"] = rows(B, T, HO, V, of=normal(B, T, HO, V), dtype=dtype)
+            x["s"] = padded_rows(*k.shape, values=k, dtype=FP32)
+        g = inputs["g"].float() if "g" in inputs else torch.zeros(B, T, H)
+        x["g"] = padded_rows(B, T, H, D, values=g if g.dim() == 4 else g[..., None], dtype=FP32)
+    x["dout"] = padded_rows(B, T, HO, V, values=normal(B, T, HO, V), dtype=dtype)
     x |= {
-        "o": rows(B, T, HO, V, dtype=dtype),
-        "dq": rows(B, T, HO, D, dtype=FP32 if exact else dtype),
-        "dk": rows(B, T, parts, D, dtype=FP32 if exact else part),
-        "dv": rows(B, T, parts, V, dtype=dtype if exact else part),
+        "o": padded_rows(B, T, HO, V, dtype=dtype),
+        "dq": padded_rows(B, T, HO, D, dtype=FP32 if exact else dtype),
+        "dk": padded_rows(B, T, parts, D, dtype=FP32 if exact else part),
+        "dv": padded_rows(B, T, parts, V, dtype=dtype if exact else part),
     }
     if not by_head:
-        x["dg"] = rows(B, T, parts, D, dtype=FP32)
+        x["dg"] = padded_rows(B, T, parts, D, dtype=FP32)
     first = normal(N, H, D, V) if resumed else None
     dlast = normal(N, H, D, V)
 
-    call = Call(heads=H, query_heads=HO, D=0, V=eights(V), M=eights(D), slots=D, scale=scale)
-    at.fill(call)
+    call = Call(heads=H, query_heads=HO, D=0, V=round_up_8(V), M=round_up_8(D), slots=D, scale=scale)
+    layout.fill(call)
     call.exact, call.by_head, call.values = exact, by_head, V
     call.shared, call.card = shared, 132 if cut else 1
     call.key_share, call.query_share = H // HK, max(1, H // HQ)
     if by_head:
-        # As they are; what the last state's gradient gives goes to a memory's first query head.
-        of_first = torch.zeros(N, H, HO // H, D, V)
-        of_first[:, :, 0] = dlast
+        # The gradient of the last state is an input of the first query head of every memory.
+        query_dlast = torch.zeros(N, H, HO // H, D, V)
+        query_dlast[:, :, 0] = dlast
         memory = {
-            "initial": walled(first),
-            "dlast": walled(of_first.flatten(1, 2)),
-            "last": unwritten(N, H, D, V),
-            "dinitial": unwritten(N, HO, D, V),
+            "initial": guarded_copy(first),
+            "dlast": guarded_copy(query_dlast.flatten(1, 2)),
+            "last": guarded_nan(N, H, D, V),
+            "dinitial": guarded_nan(N, HO, D, V),
         }
         memory = {name: None if y is None else y.mT for name, y in memory.items()}
-        if "g" in given:
-            x |= {"g": walled(given["g"]), "dg": unwritten(B, T, H, dtype=gate_dtype)}
+        if "g" in inputs:
+            x |= {"g": guarded_copy(inputs["g"]), "dg": guarded_nan(B, T, H, dtype=gate_dtype)}
     else:
         memory = {name: state(N, H, V, D) for name in ("last", "dinitial")}
         memory["initial"] = state(N, H, V, D, first.mT).mT.contiguous().mT if resumed else None
@@ -141,40 +145,40 @@ def check(
         setattr(call, name, (Array * 2)(Array(), Array.of(tensor)))
     kernels.run(ctypes.byref(call))
 
-    leaves = {name: y.double() for name, y in given.items()}
+    leaves = {name: y.double() for name, y in inputs.items()}
     if resumed:
         leaves["state"] = first.double()
     for leaf in leaves.values():
         leaf.requires_grad_()
     total, o, finals = 0.0, [], []
     for n in range(N):
-        tokens = {name: leaf[at.part(n)] for name, leaf in leaves.items() if name != "state"}
-        begin = (leaves["state"][n : n + 1],) if resumed else None
-        out, (final,) = recurrences.gla(**tokens, scale=scale, state=begin)
-        total = total + (out * x["dout"][at.part(n)][..., :V].double()).sum()
+        tokens = {name: leaf[layout.index(n)] for name, leaf in leaves.items() if name != "state"}
+        start = (leaves["state"][n : n + 1],) if resumed else None
+        out, (final,) = recurrences.gla(**tokens, scale=scale, state=start)
+        total = total + (out * x["dout"][layout.index(n)][..., :V].double()).sum()
         total = total + (final * dlast[n : n + 1].double()).sum()
         o.append(out.detach()[0])
         finals.append(final.detach())
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     want = {"o": torch.cat(o), "last": torch.cat(finals)}
-    want |= {f"d{n}": y if n == "state" else y[at.owned] for n, y in zip(leaves, found, strict=True)}
+    want |= {f"d{n}": y if n == "state" else y[layout.owned] for n, y in zip(leaves, found, strict=True)}
 
     def summed(name, heads, width):
-        return x[name].unflatten(2, (heads, -1)).float().sum(3)[at.owned][..., :width]
+        return x[name].unflatten(2, (heads, -1)).float().sum(3)[layout.owned][..., :width]
 
-    got = {"o": x["o"][at.owned][..., :V], "last": memory["last"].mT[:, :, :D, :V]}
+    got = {"o": x["o"][layout.owned][..., :V], "last": memory["last"].mT[:, :, :D, :V]}
     got |= {"dq": summed("dq", HQ, D) * (scale if exact else 1), "dk": summed("dk", HK, D)}
     got["dv"] = summed("dv", H, V)
-    if by_head and "g" in given:
-        got["dg"] = x["dg"][at.owned]
-    elif "g" in given:
+    if by_head and "g" in inputs:
+        got["dg"] = x["dg"][layout.owned]
+    elif "g" in inputs:
         got["dg"] = summed("dg", H, D).sum(-1) if kind == "head" else summed("dg", H, D)
     if resumed:
         got["dstate"] = memory["dinitial"].mT[:, :, :D, :V].unflatten(1, (H, -1)).sum(2)
     assert_close_by_rows(got, want, dtype)
     for name in ("o", "dq", "dk", "dv", *(["dg"] if not by_head else [])):
-        at.assert_kept(name, x[name])
+        layout.assert_rest_unwritten(name, x[name])
 
 
 KINDS = ["channel", "head", "plain"]
@@ -215,7 +219,7 @@ def test_every_width(kernels, kind, D, V, dtype, pattern):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D, V", [(20, 130), (200, 24)])
-def test_every_width_of_the_exact_kernels(kernels, D, V, kind):
+def test_every_width_of_the_fp32_kernels(kernels, D, V, kind):
     check(kernels, [70], kind, dtype=BF16 if V == 24 else FP32, exact=True, D=D, V=V)
 
 
@@ -233,12 +237,12 @@ def test_heads_that_share(kernels, H, queries, keys, kind, dtype):
     check(kernels, [66], kind, dtype=dtype, D=40, V=24, H=H, queries=queries, keys=keys)
 
 
-@pytest.mark.parametrize("how", ["packed", "rows"])
+@pytest.mark.parametrize("packing", ["packed", "rows"])
 @pytest.mark.parametrize(
     "kind, dtype", [*((kind, BF16) for kind in KINDS), ("head", FP16), ("channel", FP32)]
 )
-def test_sequences_of_their_own_lengths(kernels, kind, dtype, how):
-    check(kernels, [30, 0, 70, 64, 1, 193, 128], kind, dtype=dtype, D=24, V=40, H=2, how=how)
+def test_sequences_of_their_own_lengths(kernels, kind, dtype, packing):
+    check(kernels, [30, 0, 70, 64, 1, 193, 128], kind, dtype=dtype, D=24, V=40, H=2, packing=packing)
 
 
 @pytest.mark.parametrize("kind, dtype", [("channel", BF16), ("head", BF16), ("plain", BF16), ("head", FP32)])
@@ -246,15 +250,15 @@ def test_no_first_state(kernels, kind, dtype):
     check(kernels, [140, 140], kind, dtype=dtype, D=24, V=40, resumed=False)
 
 
-# Of 6 chunks or more, that is cut into segments (tile/segments.h as it is rewritten).
+# At least 6 chunks, which the emulator's tile/segments.h cuts into segments.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [SHARED, SHARED_86])
 def test_long_sequences(kernels, kind, shared):
     check(kernels, [450], kind, D=24, V=40, shared=shared)
-    check(kernels, [385, 20], kind, D=24, V=40, H=2, queries=4, how="packed", shared=shared)
+    check(kernels, [385, 20], kind, D=24, V=40, H=2, queries=4, packing="packed", shared=shared)
 
 
-# More chunks than rings have places, uncut.
+# More chunks than stages of the rings, without segments.
 @pytest.mark.parametrize(
     "D, T, shared",
     [
@@ -262,18 +266,18 @@ def test_long_sequences(kernels, kind, shared):
         *((128, 260, SHARED_86), (200, 260, SHARED), (200, 200, SHARED_80)),
     ],
 )
-def test_more_chunks_than_places(kernels, D, T, shared):
+def test_more_chunks_than_stages(kernels, D, T, shared):
     check(kernels, [T], "head", D=D, V=24, shared=shared, cut=False)
 
 
 @pytest.mark.parametrize("D", [24, 128, 200])
-def test_the_smallest_card(kernels, D):
+def test_the_smallest_shared_memory(kernels, D):
     least = bisect_left(range(SHARED), True, key=lambda shared: bool(kernels.fits(D, shared)))
     assert 0 < least < SHARED
     check(kernels, [140], "head", D=D, V=24, shared=least)
 
 
-def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, turned=False):
+def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, transposed=False):
     generator = torch.Generator().manual_seed(D + V)
     N, HQ, HK = 3, queries or H, keys or H
     HO = max(HQ, H)
@@ -281,13 +285,13 @@ def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, turned=False)
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    x = {"q": gapped(normal(N, HQ, D), dtype, True), "k": gapped(normal(N, HK, D), dtype)}
-    x["v"] = gapped(normal(N, H, V), dtype, True)
+    x = {"q": with_gaps(normal(N, HQ, D), dtype, True), "k": with_gaps(normal(N, HK, D), dtype)}
+    x["v"] = with_gaps(normal(N, H, V), dtype, True)
     if kind != "plain":
         shape = (N, H, D) if kind == "channel" else (N, H, 1)
-        x["g"] = gapped(gates("strong", shape, generator), dtype).expand(N, H, D)
-    x["o"] = gapped(torch.full((N, HO, V), torch.nan), dtype)
-    memory = gapped(normal(N, H, D, V), turned=turned)
+        x["g"] = with_gaps(gates("strong", shape, generator), dtype).expand(N, H, D)
+    x["o"] = with_gaps(torch.full((N, HO, V), torch.nan), dtype)
+    memory = with_gaps(normal(N, H, D, V), transposed=transposed)
 
     inputs = {name: x[name][:, None].double() for name in "qkvg" if name in x}
     o, (state,) = recurrences.gla(**inputs, state=(memory.double(),))
@@ -301,7 +305,7 @@ def step(kernels, D, V, kind, dtype, H=2, queries=None, keys=None, turned=False)
     assert_close_by_rows({"o": x["o"]}, {"o": o[:, 0]}, dtype)
     assert_close_by_rows({"state": memory}, {"state": state}, FP32)
     for tensor in (x["o"], memory):
-        assert_gaps_kept(tensor)
+        assert_gaps_unwritten(tensor)
 
 
 STEPS = {
@@ -326,5 +330,5 @@ def test_heads_that_share_in_a_step(kernels, sizes, H, queries, keys):
     step(kernels, **STEPS[sizes], kind="channel", dtype=BF16, H=H, queries=queries, keys=keys)
 
 
-def test_step_of_a_state_that_lies_otherwise(kernels):
-    step(kernels, D=20, V=24, kind="channel", dtype=BF16, queries=4, turned=True)
+def test_step_of_a_transposed_state(kernels):
+    step(kernels, D=20, V=24, kind="channel", dtype=BF16, queries=4, transposed=True)

@@ -1,4 +1,4 @@
-"""The exact kernels of lattice as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The fp32 kernels of lattice, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 
@@ -12,13 +12,13 @@ from emulated import (
     POINTER,
     Array,
     assert_near,
-    assert_surrounded,
-    compiled_once,
+    assert_padding_unwritten,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
+    nan_padded_copy,
     needs_headers,
     structure,
-    surrounded,
-    unwritten,
-    walled,
 )
 from girih.ops import LatticeState
 
@@ -40,7 +40,7 @@ OF_STATE = ("memory", "step", "decay")
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "lattice")
+    return load_kernels(tmp_path_factory, "lattice")
 
 
 def check(
@@ -72,37 +72,40 @@ def check(
 
     gated, resumed = gates is not None, position is not None
     first = unit(N, H, D, M, dim=2) * (1 if normalize else 0.5 + torch.rand(M, generator=generator))
-    given = {"q": normal(B, T, HQ, M), "k": unit(B, T, H, M), "v": unit(B, T, H, D)}
-    given = {name: x.to(dtype) for name, x in given.items()}
-    given["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 2)
-    given |= {"g": -gates * torch.rand(B, T, H, generator=generator)} if gated else {}
-    given["memory"] = first
+    inputs = {"q": normal(B, T, HQ, M), "k": unit(B, T, H, M), "v": unit(B, T, H, D)}
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
+    inputs["gamma"] = torch.rand(B, T, H, generator=generator) / max(chunk, 2)
+    inputs |= {"g": -gates * torch.rand(B, T, H, generator=generator)} if gated else {}
+    inputs["memory"] = first
     if resumed:
         step = 0.1 * normal(N, H, D, M)
-        given["step"] = step - first * (first * step).sum(2, keepdim=True)
-        given |= {"decay": -torch.rand(N, H, generator=generator)} if gated else {}
+        inputs["step"] = step - first * (first * step).sum(2, keepdim=True)
+        inputs |= {"decay": -torch.rand(N, H, generator=generator)} if gated else {}
     grads = {"dout": normal(B, T, HQ, D).to(dtype), "dlast": normal(N, H, D, M)}
     grads["dlast_step"] = normal(N, H, D, M)
     grads |= {"dlast_decay": normal(N, H)} if gated else {}
     outs = {"o": torch.zeros(B, T, HQ, D, dtype=dtype), "last": first, "last_step": first}
     outs |= {"last_decay": torch.zeros(N, H)} if gated else {}
-    outs |= {f"d{name}": x for name, x in given.items()}
-    tensors = {name: surrounded(x) for name, x in (given | grads).items()}
-    tensors |= {name: surrounded(torch.full_like(x, torch.nan)) for name, x in outs.items()}
+    outs |= {f"d{name}": x for name, x in inputs.items()}
+    tensors = {name: nan_padded_copy(x) for name, x in (inputs | grads).items()}
+    tensors |= {name: nan_padded_copy(torch.full_like(x, torch.nan)) for name, x in outs.items()}
 
     starts = [sum(lengths[:i]) for i in range(N)]
-    bounds, last_position = walled(torch.tensor([*starts, sum(lengths)])), unwritten(N, dtype=torch.int64)
-    begun = walled(torch.tensor([0] * N if position is None else position))
+    bounds, last_position = (
+        guarded_copy(torch.tensor([*starts, sum(lengths)])),
+        guarded_nan(N, dtype=torch.int64),
+    )
+    first_positions = guarded_copy(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=D, M=M)
     call.objective, call.normalize, call.shrinkage = OBJECTIVES.index(objective), normalize, shrinkage
     call.cu_seqlens = bounds.data_ptr() if packed else None
-    call.position = begun.data_ptr() if resumed else None
+    call.position = first_positions.data_ptr() if resumed else None
     call.last_position = last_position.data_ptr()
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     kernels.run_fp32(ctypes.byref(call))
 
-    leaves = {name: x.double().requires_grad_() for name, x in given.items()}
+    leaves = {name: x.double().requires_grad_() for name, x in inputs.items()}
     total, o, finals = 0.0, [], []
     for n in range(N):
         row, low = (0, starts[n]) if packed else (n, 0)
@@ -110,13 +113,14 @@ def check(
         part = {name: x[row : row + 1, tokens] for name, x in leaves.items() if name not in OF_STATE}
         own = {name: leaves[name][n : n + 1] for name in OF_STATE if name in leaves}
         S = own["memory"]
-        if normalize:  # moved on the sphere
+        if normalize:  # perturbations stay on the sphere
             fixed = S.detach()
             S = fixed + (S - fixed) - fixed * (fixed * (S - fixed)).sum(2, keepdim=True)
         how = {"chunk": chunk, "objective": objective}
         if resumed:
-            # The recurrence would not do: moved, a memory of its has steps so far that are not tangent at it.
-            start = LatticeState(S, own["step"], own.get("decay"), begun[n : n + 1])
+            # The recurrence is no reference for gradients: in a perturbed memory its earlier steps are not
+            # tangent.
+            start = LatticeState(S, own["step"], own.get("decay"), first_positions[n : n + 1])
             out, final = rounded_chunks.lattice(**part, **how, state=start)
         else:
             how |= {"normalize": normalize, "shrinkage": shrinkage}
@@ -127,7 +131,7 @@ def check(
                 total = total + (x * grads[name][n : n + 1].double()).sum()
         o.append(out.detach())
         finals.append([None if x is None else x.detach() for x in final])
-        assert last_position[n] == (begun[n] + lengths[n]) % chunk
+        assert last_position[n] == (first_positions[n] + lengths[n]) % chunk
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     tokens = slice(0, sum(lengths) if packed else T)
@@ -137,12 +141,12 @@ def check(
     want |= {f"d{n}": x if n in OF_STATE else x[:, tokens] for n, x in zip(leaves, found, strict=True)}
     got = {name: tensors[name] for name in want}
     got = {name: x[:, tokens] if x.shape[:2] == (B, T) else x for name, x in got.items()}
-    if chunk == 1:  # nothing is ever left of a chunk
+    if chunk == 1:  # every token completes a chunk
         assert not got.pop("last_step").any() and want.pop("last_step").abs().max() < 1e-9
     for name, x in want.items():
         assert_near(name, got[name], x, most)
     for name, x in tensors.items():
-        assert_surrounded(name, x)
+        assert_padding_unwritten(name, x)
 
 
 EVERY = {"gates": 0.3, "H": 2, "group": 2}
@@ -168,7 +172,7 @@ def test_every_length(kernels, chunk, T):
         {"shrinkage": 0.3},
         {"shrinkage": 0.05, "gates": 0.3},
         {"normalize": False, "shrinkage": 0.05, "gates": 0.3},
-        {"shrinkage": 1e4},  # columns of zeros, which keep their old values
+        {"shrinkage": 1e4},  # columns become 0 and keep their previous values
         {"normalize": False, "shrinkage": 1e4, "gates": 0.3},
     ],
     ids=["free", "shrunk", "shrunk_gated", "free_shrunk", "all_shrunk", "free_all_shrunk"],
@@ -180,7 +184,7 @@ def test_free_norms_and_shrinkage(kernels, objective, how):
 @pytest.mark.parametrize("D, M", [(1, 3), (3, 1), (100, 64), (64, 100), (128, 128)])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_every_width(kernels, D, M, chunk):
-    # A gate's gradient is a sum of D * M products.
+    # The gradient of a gate is a sum of D * M products.
     check(kernels, 5, D=D, M=M, chunk=chunk, gates=0.1, most=5e-5 if D * M > 10_000 else 1e-5)
 
 
@@ -195,5 +199,5 @@ def test_packed_sequences(kernels):
 
 
 @pytest.mark.parametrize("chunk", [1, 6])
-def test_gates_that_shut(kernels, chunk):
+def test_closed_gates(kernels, chunk):
     check(kernels, 20, chunk=chunk, gates=8.0, most=1e-4)

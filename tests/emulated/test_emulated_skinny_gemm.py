@@ -1,15 +1,15 @@
-"""The products of few rows on the emulator of tests/emulated, against the same in float64."""
+"""The kernel of skinny_gemm, emulated on the CPU (tests/emulated), against the formulas in float64."""
 
 import ctypes
 
 import pytest
 import torch
-from emulated import DTYPES, compiled_once, needs_headers
-from test_skinny_gemm_kernels import GATES, KINDS, draw, formula, moved
+from emulated import DTYPES, load_kernels, needs_headers
+from test_skinny_gemm_kernels import GATES, KINDS, draw, formula, map_tensors
 
 pytestmark = needs_headers
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-AROUND = 64  # elements of NaN
+AROUND = 64  # elements of NaN on each side
 
 
 class Matrix(ctypes.Structure):
@@ -28,14 +28,14 @@ class Call(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "skinny_gemm", sizes=())
+    return load_kernels(tmp_path_factory, "skinny_gemm", sizes=())
 
 
-def run(kernels, x, wanted, given, residual):
-    """y of each matrix; all stands in NaN."""
+def run(kernels, x, matrices, row_input, residual):
+    """y of each matrix; all tensors are surrounded by NaN."""
     buffers = []
 
-    def placed(t):
+    def place_in_nan(t):
         buffers.append(torch.full((t.numel() + 2 * AROUND,), torch.nan, dtype=t.dtype))
         view = buffers[-1][AROUND:-AROUND].view(t.shape)
         view.copy_(t)
@@ -44,14 +44,14 @@ def run(kernels, x, wanted, given, residual):
     def address(t):
         return None if t is None else t.data_ptr()
 
-    x, wanted, given, residual = moved((x, wanted, given, residual), placed)
+    x, matrices, row_input, residual = map_tensors((x, matrices, row_input, residual), place_in_nan)
     rows = x.numel() // x.shape[-1]
-    call = Call(DTYPES[x.dtype], rows, x.shape[-1], x.data_ptr(), KINDS.index(given.kind))
-    call.other, call.eps, call.residual = address(given.other), given.eps, address(residual)
-    call.count, results = len(wanted), []
-    for matrix, p in zip(call.matrices, wanted, strict=False):
+    call = Call(DTYPES[x.dtype], rows, x.shape[-1], x.data_ptr(), KINDS.index(row_input.kind))
+    call.other, call.eps, call.residual = address(row_input.other), row_input.eps, address(residual)
+    call.count, results = len(matrices), []
+    for matrix, p in zip(call.matrices, matrices, strict=False):
         dtype = x.dtype if p.gate == "none" else torch.float32
-        results.append(placed(torch.full((*x.shape[:-1], len(p.weight)), torch.nan, dtype=dtype)))
+        results.append(place_in_nan(torch.full((*x.shape[:-1], len(p.weight)), torch.nan, dtype=dtype)))
         matrix.weight, matrix.features, matrix.gate = p.weight.data_ptr(), len(p.weight), gate_number(p.gate)
         matrix.bias, matrix.rate, matrix.scale = address(p.bias), address(p.rate), p.scale
         matrix.y = results[-1].data_ptr()
@@ -66,10 +66,10 @@ def gate_number(gate):
 
 
 def check(kernels, rows, width, features, dtype=torch.bfloat16, kind="plain", with_residual=False):
-    x, wanted, given = draw(rows, width, features, dtype, kind)
+    x, matrices, row_input = draw(rows, width, features, dtype, kind)
     residual = torch.randn(*rows, features[0]).to(dtype) if with_residual else None
-    found = run(kernels, x, wanted, given, residual)
-    exact = formula(*moved((x, wanted, given, residual), torch.Tensor.double), dtype)
+    found = run(kernels, x, matrices, row_input, residual)
+    exact = formula(*map_tensors((x, matrices, row_input, residual), torch.Tensor.double), dtype)
     for got, want in zip(found, exact, strict=True):
         error = (got.double() - want).abs().max()
         assert error <= 2 * torch.finfo(dtype).eps * (1 + want.abs().max())

@@ -1,5 +1,5 @@
-"""The steps of lattice, trellis and ttt as they stand, on the CPU (tests/emulated): tokens one by one,
-against the recurrence.
+"""The steps of lattice, trellis and ttt, emulated on the CPU (tests/emulated), token by token against the
+recurrence.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from emulated import (
     SHARED,
     Array,
     assert_near,
-    assert_surrounded,
-    compiled_once,
+    assert_padding_unwritten,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
+    nan_padded_copy,
     needs_headers,
     structure,
-    surrounded,
-    unwritten,
-    walled,
 )
 from test_emulated_lattice_fp32 import OBJECTIVES
 from test_emulated_trellis import MAPS
@@ -43,22 +43,27 @@ TrellisCall = structure(
 
 @pytest.fixture(scope="module")
 def lattice(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "lattice")
+    return load_kernels(tmp_path_factory, "lattice")
 
 
 @pytest.fixture(scope="module")
 def trellis(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "trellis")
+    return load_kernels(tmp_path_factory, "trellis")
 
 
-def doubled(tensors):
+def to_double(tensors):
     return {name: None if x is None else x.double() for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(
     "place, shared, D, M",
-    [(walled, SHARED, 20, 24), (walled, 4000, 20, 24), (surrounded, SHARED, 20, 24), (walled, SHARED, 9, 37)],
+    [
+        (guarded_copy, SHARED, 20, 24),
+        (guarded_copy, 4000, 20, 24),
+        (nan_padded_copy, SHARED, 20, 24),
+        (guarded_copy, SHARED, 9, 37),
+    ],
     ids=["held", "not_held", "strided", "odd"],
 )
 @pytest.mark.parametrize("chunk, gated, group", [(1, True, 1), (3, True, 2), (3, False, 1)])
@@ -84,18 +89,18 @@ def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
         start = (S.double(), step.double(), None if decay is None else decay.double(), position)
         state |= {"step": place(step), "decay": None if decay is None else place(decay)}
     how = {"chunk": chunk, "objective": objective}
-    want, final = recurrences.lattice(**doubled(tokens), **how, state=start)
+    want, final = recurrences.lattice(**to_double(tokens), **how, state=start)
 
     for t in range(T):
-        now = {name: place(x[:, t]) for name, x in tokens.items()}
+        token = {name: place(x[:, t]) for name, x in tokens.items()}
         o = place(torch.full((N, HQ, D), torch.nan))
-        at, following = walled(position), unwritten(N, dtype=torch.int64)
+        positions, following = guarded_copy(position), guarded_nan(N, dtype=torch.int64)
         call = LatticeCall(shared=shared, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
         call.objective = OBJECTIVES.index(objective)
-        for name, x in (now | state | {"o": o}).items():
+        for name, x in (token | state | {"o": o}).items():
             setattr(call, name, Array.of(x))
         if chunk > 1:
-            call.position, call.next_position = at.data_ptr(), following.data_ptr()
+            call.position, call.next_position = positions.data_ptr(), following.data_ptr()
         lattice.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
         if chunk > 1:
@@ -104,16 +109,16 @@ def test_lattice(lattice, objective, place, shared, D, M, chunk, gated, group):
     for (name, x), expected in zip(state.items(), final[:3], strict=True):
         if x is not None:
             assert_near(name, x, expected, 1e-5)
-            if place is surrounded:
-                assert_surrounded(name, x)
+            if place is nan_padded_copy:
+                assert_padding_unwritten(name, x)
 
 
 @pytest.mark.parametrize("phi", MAPS)
 @pytest.mark.parametrize("f", ["ln_silu", "softmax", "identity"])
-@pytest.mark.parametrize("place, V", [(walled, 36), (surrounded, 37)], ids=["packs", "strided"])
+@pytest.mark.parametrize("place, V", [(guarded_copy, 36), (nan_padded_copy, 37)], ids=["packs", "strided"])
 @pytest.mark.parametrize("chunk, gated, group", [(1, True, 1), (3, True, 2), (3, False, 1)])
 def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
-    """Slots of an odd number must not push packs out of their places."""
+    """An odd number of slots must not misalign vectors of 4."""
     generator = torch.Generator().manual_seed(chunk)
     N, T, H, D, M = 2, 5, 2, 20, 17
     HQ, widths = H * group, (D, V)
@@ -132,36 +137,36 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
     position = torch.tensor([chunk // 2, 0])
     if chunk > 1:
         for x, first in zip(memories, firsts, strict=True):
-            first[1] = x[1]  # where a chunk begins, both are the same
+            first[1] = x[1]  # equal at the start of a chunk
     start = [x.double() for m in (0, 1) for x in (firsts[m], memories[m])]
     how = {"chunk": chunk, "phi": phi, "f": f}
-    want, final = recurrences.trellis(**doubled(tokens), **how, state=(*start, position))
+    want, final = recurrences.trellis(**to_double(tokens), **how, state=(*start, position))
 
-    at = walled(position)
+    positions = guarded_copy(position)
     for t in range(T):
-        now = {name: surrounded(x[:, t]) for name, x in tokens.items()}
-        o = surrounded(torch.full((N, HQ, V), torch.nan))
+        token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
+        o = nan_padded_copy(torch.full((N, HQ, V), torch.nan))
         call = TrellisCall(passes=2, sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
         (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
-        for name, x in (now | {"o": o}).items():
+        for name, x in (token | {"o": o}).items():
             setattr(call, name, Array.of(x))
         for m in (0, 1):
             call.first[m], call.memory[m] = Array.of(firsts[m]), Array.of(memories[m])
-        call.position = at.data_ptr()
+        call.position = positions.data_ptr()
         trellis.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
-        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+        assert positions.tolist() == ((position + t + 1) % chunk).tolist()
     for m in (0, 1):
         for name, x, expected in (("first", firsts, final[2 * m]), ("memory", memories, final[2 * m + 1])):
             assert_near(f"{name} {m}", x[m], expected, 1e-5)
-            if place is surrounded:
-                assert_surrounded(f"{name} {m}", x[m])
+            if place is nan_padded_copy:
+                assert_padding_unwritten(f"{name} {m}", x[m])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("phi", MAPS)
 @pytest.mark.parametrize("f", ["layer_norm", "softmax", "identity"])
-@pytest.mark.parametrize("place, D", [(walled, 36), (surrounded, 37)], ids=["packs", "strided"])
+@pytest.mark.parametrize("place, D", [(guarded_copy, 36), (nan_padded_copy, 37)], ids=["packs", "strided"])
 @pytest.mark.parametrize("chunk, gated, group", [(1, False, 1), (3, True, 2)])
 def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
     generator = torch.Generator().manual_seed(chunk)
@@ -179,27 +184,27 @@ def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
     first = place(memory + 0.1 * normal(*memory.shape))
     position = torch.tensor([chunk // 2, 0])
     if chunk > 1:
-        first[1] = memory[1]  # where a chunk begins, both are the same
+        first[1] = memory[1]  # equal at the start of a chunk
     start = (first.double(), memory.double(), position)
     how = {"chunk": chunk, "phi": phi, "f": f}
-    want, final = recurrences.ttt(**doubled(tokens), **doubled(weight), **how, state=start)
+    want, final = recurrences.ttt(**to_double(tokens), **to_double(weight), **how, state=start)
 
-    at = walled(position)
+    positions = guarded_copy(position)
     for t in range(T):
-        now = {name: surrounded(x[:, t]) for name, x in tokens.items()}
-        now |= {"weight": surrounded(weight["phi_weight"])} if weighted else {}
-        o = surrounded(torch.full((N, HQ, M), torch.nan))
+        token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
+        token |= {"weight": nan_padded_copy(weight["phi_weight"])} if weighted else {}
+        o = nan_padded_copy(torch.full((N, HQ, M), torch.nan))
         call = TrellisCall(passes=1, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
         (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
-        for name, x in (now | {"o": o}).items():
+        for name, x in (token | {"o": o}).items():
             setattr(call, name, Array.of(x))
         call.first[0], call.memory[0] = Array.of(first), Array.of(memory)
-        call.position = at.data_ptr()
+        call.position = positions.data_ptr()
         trellis.run_step(ctypes.byref(call))
         assert_near(f"o of token {t}", o, want[:, t], 1e-5)
-        assert_surrounded(f"o of token {t}", o)
-        assert at.tolist() == ((position + t + 1) % chunk).tolist()
+        assert_padding_unwritten(f"o of token {t}", o)
+        assert positions.tolist() == ((position + t + 1) % chunk).tolist()
     for name, x, expected in (("first", first, final[0]), ("memory", memory, final[1])):
         assert_near(name, x, expected, 1e-5)
-        if place is surrounded:
-            assert_surrounded(name, x)
+        if place is nan_padded_copy:
+            assert_padding_unwritten(name, x)

@@ -1,4 +1,4 @@
-"""The kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and every gradient."""
+"""The kernels of trellis and ttt, emulated on the CPU (tests/emulated): forward and all gradients."""
 
 import ctypes
 
@@ -11,19 +11,19 @@ from emulated import (
     POINTER,
     Array,
     assert_close,
-    assert_kept,
-    compiled_once,
-    eights,
+    assert_rest_unwritten,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    unwritten,
-    walled,
 )
 
 pytestmark = needs_headers
 
-# silu, and the norm's place in the kernels' enum
+# (whether silu is applied, the norm's value in the kernels' enum)
 MAPS = {
     "identity": (0, 0),
     "silu": (1, 0),
@@ -57,12 +57,12 @@ Call = structure(
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "trellis")
+    return load_kernels(tmp_path_factory, "trellis")
 
 
 class Run:
-    """One call: its tensors, what the kernels make of them, and what the recurrence does in float64. Of one
-    pass, ttt's, there is no V."""
+    """One call: its tensors, the results of the kernels (`got`) and of the recurrence in float64 (`want`).
+    With one pass (ttt) there is no V."""
 
     def __init__(
         self,
@@ -95,59 +95,60 @@ class Run:
             return F.normalize(x, dim=-1) if phi in ("identity", "silu") else x
 
         def state(memory, scale=1.0):
-            padded = unwritten(N, H, M, eights(widths[memory])).zero_()
+            padded = guarded_nan(N, H, M, round_up_8(widths[memory])).zero_()
             padded[..., : widths[memory]] = scale * normal(N, H, M, widths[memory])
             return padded
 
         def both(make):
             return [make(m) for m in range(passes)]
 
-        position = None if position is None else walled(torch.tensor(position))
+        position = None if position is None else guarded_copy(torch.tensor(position))
         one = {
-            name: rows(B, T, H, n, of=x)
+            name: padded_rows(B, T, H, n, values=x)
             for name, n, x in (
                 ("q", D, normal(B, T, H, D)),
                 ("a", M, normal(B, T, H, M)),
                 ("dout", out, normal(B, T, H, out)),
             )
         }
-        one["gamma"] = walled(torch.rand(B, T, H, generator=generator) / max(chunk, 4))
-        one["g"] = None if gates is None else walled(-gates * torch.rand(B, T, H, generator=generator))
+        one["gamma"] = guarded_copy(torch.rand(B, T, H, generator=generator) / max(chunk, 4))
+        one["g"] = None if gates is None else guarded_copy(-gates * torch.rand(B, T, H, generator=generator))
         if weighted:
-            one["weight"] = walled(F.pad(1 + 0.25 * normal(H, M), (0, eights(M) - M)))
-            one["dweight"] = unwritten(N, H, eights(M))
-        one |= {"o": rows(B, T, H, out), "dq": rows(B, T, H, D)}
-        one |= {"dgamma": unwritten(B, T, H), "dg": None if gates is None else unwritten(B, T, H)}
-        x = [rows(B, T, H, n, of=unit(normal(B, T, H, n))) for n in widths]
+            one["weight"] = guarded_copy(F.pad(1 + 0.25 * normal(H, M), (0, round_up_8(M) - M)))
+            one["dweight"] = guarded_nan(N, H, round_up_8(M))
+        one |= {"o": padded_rows(B, T, H, out), "dq": padded_rows(B, T, H, D)}
+        one |= {"dgamma": guarded_nan(B, T, H), "dg": None if gates is None else guarded_nan(B, T, H)}
+        x = [padded_rows(B, T, H, n, values=unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
         first = both(lambda _: None)
         if position is not None:
             begins = (position == 0)[:, None, None, None]
-            first = both(lambda m: walled(torch.where(begins, initial[m], state(m, widths[m] ** -0.5))))
+            first = both(lambda m: guarded_copy(torch.where(begins, initial[m], state(m, widths[m] ** -0.5))))
         two = {"x": x, "initial": initial, "first": first}
         two |= {name: both(lambda m: state(m)) for name in ("dlast_first", "dlast")}
         two |= {
-            name: both(lambda m: unwritten(*initial[m].shape)) for name in ("last_first", "last", "dinitial")
+            name: both(lambda m: guarded_nan(*initial[m].shape))
+            for name in ("last_first", "last", "dinitial")
         }
-        two["dfirst"] = first if position is None else both(lambda m: unwritten(*initial[m].shape))
-        two |= {n: both(lambda m: rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
+        two["dfirst"] = first if position is None else both(lambda m: guarded_nan(*initial[m].shape))
+        two |= {n: both(lambda m: padded_rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
         two |= {
-            "fit": both(lambda m: unwritten(B, T, H, 8 if weighted else 4)),
-            "dx": both(lambda m: rows(B, T, H, widths[m])),
+            "fit": both(lambda m: guarded_nan(B, T, H, 8 if weighted else 4)),
+            "dx": both(lambda m: padded_rows(B, T, H, widths[m])),
         }
 
         starts = [sum(lengths[:i]) for i in range(N)]
-        cu_seqlens = walled(torch.tensor([*starts, sum(lengths)]))
-        last_position = unwritten(N, dtype=torch.int64)
+        cu_seqlens = guarded_copy(torch.tensor([*starts, sum(lengths)]))
+        last_position = guarded_nan(N, dtype=torch.int64)
         call = Call(
             batch=B,
             tokens=T,
             sequences=N,
             chunk=chunk,
             heads=H,
-            D=eights(D),
-            V=eights(V),
-            M=eights(M),
+            D=round_up_8(D),
+            V=round_up_8(V),
+            M=round_up_8(M),
             slots=M,
             passes=passes,
             apart=apart,
@@ -163,12 +164,12 @@ class Run:
             setattr(call, name, (Array * 2)(*map(Array.of, pair)))
         chunks = kernels.chunks(ctypes.byref(call))
         tile = 64 if max(D, V, M) <= 64 else 128
-        memories = both(lambda m: unwritten(chunks, H, tile, tile, dtype=torch.bfloat16))
+        memories = both(lambda m: guarded_nan(chunks, H, tile, tile, dtype=torch.bfloat16))
         call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
         numbers = {
-            "gates": unwritten(B, T, H, 4),
-            "dgammas": unwritten(passes, B, T, H),
-            "dL": unwritten(passes, (chunk + 15) // 16, B, T, H),
+            "gates": guarded_nan(B, T, H, 4),
+            "dgammas": guarded_nan(passes, B, T, H),
+            "dL": guarded_nan(passes, (chunk + 15) // 16, B, T, H),
         }
         for name, tensor in numbers.items():
             setattr(call, name, tensor.data_ptr())
@@ -218,10 +219,10 @@ class Run:
 
         tokens = slice(0, sum(lengths) if packed else T)
         for name in ("o", "dq", "dgamma", *([] if gates is None else ["dg"])):
-            assert_kept(name, one[name], tokens)
+            assert_rest_unwritten(name, one[name], tokens)
         for name in ("u", "z", "l", "da", "dx"):
             for x in two[name]:
-                assert_kept(name, x, tokens)
+                assert_rest_unwritten(name, x, tokens)
         self.want = {"o": torch.cat(o, 1 if packed else 0)}
         self.want |= {
             f"d{name}": x if "state" in name or name == "phi_weight" else x[:, tokens]
@@ -248,8 +249,10 @@ class Run:
             for i, kind in enumerate(("last_first", "last")):
                 self.got[f"{kind}_{name}"] = two[kind][m][..., : widths[m]]
                 self.want[f"{kind}_{name}"] = torch.cat([final[2 * m + i].detach() for final in finals])
-        begun = [0] * N if position is None else position.tolist()
-        assert last_position.tolist() == [(b + n) % chunk for b, n in zip(begun, lengths, strict=True)]
+        first_positions = [0] * N if position is None else position.tolist()
+        assert last_position.tolist() == [
+            (b + n) % chunk for b, n in zip(first_positions, lengths, strict=True)
+        ]
 
     def check(self):
         assert_close(self.got, self.want)
@@ -275,7 +278,7 @@ def test_chunks_of_a_token(kernels):
     Run(kernels, 1, [20], gates=0.05).check()
 
 
-# Every reader and loader has several tiles, and every place of the rings several of them.
+# Every reader and loader has several tiles, and every stage of the rings is reused.
 @pytest.mark.parametrize("D, lengths", [(64, [75]), (64, [30, 1, 3, 0, 22]), (128, [26, 3])])
 def test_more_chunks_than_stages(kernels, D, lengths):
     position = [2, 3, 1, 3, 2][: len(lengths)]
@@ -293,7 +296,7 @@ def test_wide_memories(kernels, chunk, D, V, M):
 
 
 @pytest.mark.parametrize("gates", [None, 0.1])
-def test_wide_memories_that_go_on_in_a_chunk(kernels, gates):
+def test_wide_memories_resumed_in_a_chunk(kernels, gates):
     Run(kernels, 16, [20, 3, 40], position=[7, 5, 1], D=72, V=40, M=100, gates=gates, packed=True).check()
 
 
@@ -302,12 +305,12 @@ def test_packed_sequences(kernels):
     Run(kernels, 33, [50, 0, 10], packed=True).check()
 
 
-def test_gates_that_close(kernels):
+def test_closed_gates(kernels):
     Run(kernels, 16, [40], gates=20.0, phi="silu", f="silu").check()
 
 
 @pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
-def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
+def test_separate_kernel_for_reads(kernels, chunk, D):
     Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()
 
 
@@ -319,14 +322,14 @@ def test_reads_by_a_kernel_of_their_own(kernels, chunk, D):
 @pytest.mark.parametrize("phi", MAPS)
 def test_one_memory_by_every_map(kernels, phi, f, weighted):
     if weighted and phi == "softmax":
-        return  # has no kernel here
+        return  # has no kernel on tensor cores
     how = {"D": 20, "M": 40, "gates": 0.2, "phi": phi, "f": f}
     Run(kernels, 16, [21], position=[3], **how, passes=1, weighted=weighted).check()
 
 
 @pytest.mark.parametrize("f", ["layer_norm", "ln_silu", "l2norm", "l2_silu"])
 def test_one_memory_under_a_norm_of_reads(kernels, f):
-    """A decay changes next to nothing of what a norm divides: of dg roundings are left."""
+    """A norm removes almost all influence of a decay, so dg consists mostly of rounding errors."""
     run = Run(kernels, 16, [53], position=[3], gates=0.2, phi="layer_norm", f=f, passes=1)
     assert_close({"dg": run.got.pop("dg")}, {"dg": run.want.pop("dg")}, 0.05)
     run.check()

@@ -1,4 +1,4 @@
-"""The exact kernels of trellis and ttt as they stand, on the CPU (tests/emulated): forward and gradients."""
+"""The fp32 kernels of trellis and ttt, emulated on the CPU (tests/emulated): forward and gradients."""
 
 import ctypes
 
@@ -11,15 +11,15 @@ from emulated import (
     POINTER,
     Array,
     assert_near,
-    assert_surrounded,
-    compiled_once,
-    eights,
+    assert_padding_unwritten,
+    guarded_copy,
+    guarded_nan,
+    load_kernels,
+    nan_padded_copy,
     needs_headers,
-    rows,
+    padded_rows,
+    round_up_8,
     structure,
-    surrounded,
-    unwritten,
-    walled,
 )
 from test_emulated_trellis import MAPS
 
@@ -49,12 +49,12 @@ PAIRS = ("x", "dx", "da", *OF_MEMORIES)
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return compiled_once(tmp_path_factory, "trellis")
+    return load_kernels(tmp_path_factory, "trellis")
 
 
 def expected(data, weight, memories, position, lengths, packed, chunk, maps, grads):
-    """By the recurrence in float64: o, the last memories, and the gradients of data and memories by name. A
-    chunk that goes on has its first memory as it is given, wherever in the chunk that is."""
+    """Results of the recurrence in float64: o, the last memories, and the gradients of data and memories by
+    name. A resumed chunk has the given first memory at any position."""
     passes = 2 if "v" in data else 1
     leaves = {name: x.double().requires_grad_() for name, x in (data | weight | memories).items()}
     total, o, finals = 0.0, [], []
@@ -105,7 +105,8 @@ def check(
     passes=2,
     weighted=False,
 ):
-    """Of one pass, ttt's, there is no V, and o and its gradient are rows of M in packs."""
+    """With one pass (ttt) there is no V, and the rows of o and of its gradient have M columns in vectors of
+    8."""
     generator = torch.Generator().manual_seed(D + M + chunk + sum(lengths))
     N, HQ, widths = len(lengths), H * group, (D, V)[:passes]
     V, out = (V, V) if passes == 2 else (0, M)
@@ -133,37 +134,45 @@ def check(
     grads |= {f"{name}{m}": normal(*both[m]) for name in ("dlast_first", "dlast") for m in both}
 
     def packs(x):
-        return rows(*x.shape, of=x, dtype=x.dtype)
+        return padded_rows(*x.shape, values=x, dtype=x.dtype)
 
-    def side_by_side(x):
-        return walled(F.pad(x, (0, eights(x.shape[-1]) - x.shape[-1])))
+    def unpadded_rows(x):
+        return guarded_copy(F.pad(x, (0, round_up_8(x.shape[-1]) - x.shape[-1])))
 
-    # Reads take rows in packs; the rest lies as it comes.
+    # Reads use rows padded to vectors of 8; the other tensors are not padded.
     tensors = {"q": packs(data["q"])} | {f"x{m}": packs(data["kv"[m]]) for m in both}
-    tensors |= {"a": surrounded(data["a"]), "gamma": surrounded(data["gamma"])}
+    tensors |= {"a": nan_padded_copy(data["a"]), "gamma": nan_padded_copy(data["gamma"])}
     if weighted:
-        tensors |= {"weight": side_by_side(weight["phi_weight"]), "dweight": unwritten(B, T, H, eights(M))}
-    tensors |= {"dout": packs(grads["dout"]) if passes == 2 else side_by_side(grads["dout"])}
-    tensors |= {n: surrounded(x) for n, x in memories.items()}
-    tensors |= {name: surrounded(x) for name, x in grads.items() if name != "dout"}
+        tensors |= {
+            "weight": unpadded_rows(weight["phi_weight"]),
+            "dweight": guarded_nan(B, T, H, round_up_8(M)),
+        }
+    tensors |= {"dout": packs(grads["dout"]) if passes == 2 else unpadded_rows(grads["dout"])}
+    tensors |= {n: nan_padded_copy(x) for n, x in memories.items()}
+    tensors |= {name: nan_padded_copy(x) for name, x in grads.items() if name != "dout"}
     if gates is not None:
-        tensors |= {"g": walled(data["g"]), "dg": unwritten(passes, B, T, H)}
-    tensors |= {"o": rows(B, T, HQ, V, dtype=dtype) if passes == 2 else unwritten(B, T, HQ, eights(M))}
-    tensors |= {"dq": rows(B, T, HQ, D, dtype=dtype)}
-    tensors |= {"dgamma": unwritten(passes, B, T, H)}
+        tensors |= {"g": guarded_copy(data["g"]), "dg": guarded_nan(passes, B, T, H)}
+    tensors |= {
+        "o": padded_rows(B, T, HQ, V, dtype=dtype) if passes == 2 else guarded_nan(B, T, HQ, round_up_8(M))
+    }
+    tensors |= {"dq": padded_rows(B, T, HQ, D, dtype=dtype)}
+    tensors |= {"dgamma": guarded_nan(passes, B, T, H)}
     for m in both:
-        tensors |= {f"dx{m}": unwritten(B, T, H, eights(widths[m])), f"da{m}": unwritten(B, T, H, eights(M))}
-        nothing = torch.full(both[m], torch.nan)
-        written = ("last_first", "last", *(f"d{name}" for name in names))
-        tensors |= {f"{name}{m}": surrounded(nothing) for name in written}
+        tensors |= {
+            f"dx{m}": guarded_nan(B, T, H, round_up_8(widths[m])),
+            f"da{m}": guarded_nan(B, T, H, round_up_8(M)),
+        }
+        nan = torch.full(both[m], torch.nan)
+        outputs = ("last_first", "last", *(f"d{name}" for name in names))
+        tensors |= {f"{name}{m}": nan_padded_copy(nan) for name in outputs}
 
-    bounds = walled(torch.tensor([sum(lengths[:i]) for i in range(N + 1)]))
-    begun, last_position = walled(position), unwritten(N, dtype=torch.int64)
+    bounds = guarded_copy(torch.tensor([sum(lengths[:i]) for i in range(N + 1)]))
+    first_positions, last_position = guarded_copy(position), guarded_nan(N, dtype=torch.int64)
     call = Call(batch=B, tokens=T, sequences=N, passes=passes, chunk=chunk, heads=H, query_heads=HQ)
     call.D, call.V, call.M = D, V, M
     (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
     call.cu_seqlens = bounds.data_ptr() if packed else None
-    call.position = None if position is None else begun.data_ptr()
+    call.position = None if position is None else first_positions.data_ptr()
     call.last_position = last_position.data_ptr()
     for name, x in tensors.items():
         if name[:-1] in PAIRS:
@@ -186,12 +195,12 @@ def check(
     assert got.keys() == want.keys()
     tokens = slice(0, sum(lengths) if packed else T)
     for name, x in want.items():
-        mine = got[name]
+        result = got[name]
         if name in ("o", *(f"d{n}" for n in data)):
-            mine, x = mine[:, tokens], x[:, tokens]
-        assert_near(name, mine, x, most)
+            result, x = result[:, tokens], x[:, tokens]
+        assert_near(name, result, x, most)
     for name in (name for name in tensors if name[:-1] in OF_MEMORIES):
-        assert_surrounded(name, tensors[name])
+        assert_padding_unwritten(name, tensors[name])
 
 
 EVERY = {"gates": 0.3, "H": 2, "group": 2}
@@ -232,8 +241,8 @@ def test_wider_than_the_tensor_cores(kernels, phi, D, V, M):
     check(kernels, 12, D=D, V=V, M=M, phi=phi, f=phi, chunk=5, gates=0.1, position=[2])
 
 
-def test_wide_chunks_in_runs(kernels):
-    """More tokens a chunk than have room at once."""
+def test_wide_chunks_in_several_runs(kernels):
+    """A chunk has more tokens than a run holds."""
     check(kernels, 70, D=130, V=40, M=20, chunk=64, gates=0.1, position=[50], H=2, group=2)
 
 
@@ -248,7 +257,7 @@ def test_packed_sequences(kernels):
 
 
 @pytest.mark.parametrize("chunk", [1, 6])
-def test_gates_that_shut(kernels, chunk):
+def test_closed_gates(kernels, chunk):
     check(kernels, 70, chunk=chunk, gates=8.0, phi="silu", f="silu", most=1e-4)
 
 

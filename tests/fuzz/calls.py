@@ -1,10 +1,10 @@
-"""Random calls of every operator: each works, or is refused in a message that names an argument.
+"""Random calls of every operator: each call works or is refused with a message that names an argument.
 
     python tests/fuzz/calls.py [--count 100000] [--seed 0] [--device cuda] [--jobs 2]
 
-Calls are drawn from `girih.ops.describe()`: right ones of every shape, dtype, layout and option, and the same
-with one to three arguments spoilt. A call that crashes or hangs is reported by its number, and `--only
-NUMBER` makes it once more.
+Calls are drawn from `girih.ops.describe()`: valid calls of every shape, dtype, layout and option, and the
+same calls with one to three spoilt arguments. A call that crashes or hangs is reported by its number, and
+`--only NUMBER` repeats the call.
 """
 
 import inspect
@@ -18,17 +18,17 @@ from girih import ops
 from workers import main
 
 DESCRIPTION = ops.describe()
-# Of PyTorch, before an operator is reached: the argument or its number is in them.
+# Messages of PyTorch's schema checks, before an operator is reached; they name the argument or its number.
 SCHEMA = re.compile(r"argument '(\w+)'|(?:argument|parameter) (\w+)|unexpected keyword|missing \d required")
 
 
 class Draw:
-    """One call, drawn from a number: of this operator, or of any."""
+    """One call, drawn from a seed and a number, of the named operator or of any operator."""
 
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
     widths = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
-    spoils = (0, 0, 1, 1, 1, 2, 3)  # how many arguments
-    refused = False  # once it was made
+    spoils = (0, 0, 1, 1, 1, 2, 3)  # number of spoilt arguments
+    refused = False  # whether the call was refused; set by problem_of()
 
     def __init__(self, seed: int, number: int, device: str, name: str | None = None):
         self.random = random.Random(f"{seed}:{number}")
@@ -58,7 +58,7 @@ class Draw:
             "H": r.choice([1, 2, 3]),
         }
         sizes["HK"], sizes["HQ"] = sizes["H"], sizes["H"] * r.choice([1, 1, 2, 3])
-        if "HK" in self.op["sizes"] and self.chance(0.3):  # memories that share keys, and outputs queries
+        if "HK" in self.op["sizes"] and self.chance(0.3):  # memories share keys, outputs queries
             sizes["H"] *= r.choice([2, 3])
             sizes["HQ"] = r.choice([sizes["HK"], sizes["H"], 2 * sizes["H"]])
         if self.step:
@@ -83,7 +83,7 @@ class Draw:
         return self.sizes[name]
 
     def tensor(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Random numbers, at times in a layout of their own."""
+        """Random numbers, sometimes in another layout."""
         x = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype).to(self.device)
         layout = self.random.random()
         if layout < 0.1 and x.dim() > 1:
@@ -100,7 +100,7 @@ class Draw:
         if packed:
             self.sizes["B"] = 1
         self.sizes["N"] = r.choice([1, 2, 4]) if packed else self.sizes.get("B", 1)
-        steady = torch.float64 if self.dtype == torch.float64 else torch.float32
+        full_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         for tensor in self.op["tensors"]:
             if tensor["state"] or (tensor["optional"] and self.chance(0.3)):
                 continue
@@ -113,7 +113,7 @@ class Draw:
             elif "default" not in option or self.chance(0.5):
                 keywords[option["name"]] = self.option(option)
         if packed:
-            # cu_chunks counts chunks
+            # cu_chunks is in chunks
             total = self.sizes["T"] // (keywords["chunk"] if self.op["packing"] == "cu_chunks" else 1)
             cuts = sorted(r.randint(0, total) for _ in range(self.sizes["N"] - 1))
             bounds = [0, *cuts, total]
@@ -124,14 +124,14 @@ class Draw:
         if any(t["state"] for t in self.op["tensors"]) and (
             self.step or self.chance(0.5) or self.needs_state()
         ):
-            keywords["state"] = self.state(steady, keywords.get("chunk") or 1)
+            keywords["state"] = self.state(full_dtype, keywords.get("chunk") or 1)
         return keywords
 
     def needs_state(self) -> bool:
-        """Whether there is none that it starts from by itself."""
+        """Whether the operator has no default start, so that `state` is required."""
         return inspect.signature(getattr(ops, self.name)).parameters["state"].default is inspect._empty
 
-    def state(self, steady: torch.dtype, chunk: int) -> Any:
+    def state(self, full_dtype: torch.dtype, chunk: int) -> Any:
         parts = {}
         places = (0, chunk) if self.chance(0.9) else (-2, 70)
         for tensor in self.op["tensors"]:
@@ -145,7 +145,7 @@ class Draw:
             elif tensor["optional"] and self.chance(0.5):
                 parts[name] = None
             else:
-                dtype = self.dtype if tensor["kind"] == "data" else steady
+                dtype = self.dtype if tensor["kind"] == "data" else full_dtype
                 parts[name] = self.tensor(self.shape(tensor["shapes"]), dtype)
             if tensor["kind"] == "position" and tensor["optional"] and self.chance(0.7):
                 parts[name] = None
@@ -166,7 +166,7 @@ class Draw:
         return r.choice([0.0, 1e-6, 0.3, 1.0])
 
     def spoil(self) -> str:
-        """Makes one argument wrong, or strange; says which."""
+        """Replaces one argument by an invalid or unusual value and returns its name."""
         r = self.random
         name = r.choice(list(self.keywords))
         value = self.keywords[name]
@@ -200,7 +200,7 @@ class Draw:
     def strange(self, x: torch.Tensor) -> Any:
         r = self.random
         if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
-            return x  # spoilt already
+            return x  # already spoilt
         changes = [
             lambda: None,
             lambda: [1.0],
@@ -235,13 +235,13 @@ class Draw:
 
 
 def names_of(draw: Draw) -> set[str]:
-    """What a message may call the arguments of a call."""
+    """Names that a message may use for the arguments of a call."""
     names = {t["name"] for t in draw.op["tensors"]} | {o["name"] for o in draw.op["options"]}
     return names | set(draw.op["sizes"]) | {"state", draw.op.get("packing", "state"), "device"}
 
 
 def problem_of(draw: Draw) -> str | None:
-    """Makes the call; what is wrong with its outcome, if anything."""
+    """Runs the call and returns what is wrong with its outcome, or None."""
     form = draw.name + "_step" * draw.step
     differentiate = not draw.step and draw.chance(0.3)
     keywords = dict(draw.keywords)
@@ -276,16 +276,16 @@ def problem_of(draw: Draw) -> str | None:
     return None
 
 
-def shown(x: Any) -> Any:
+def describe_argument(x: Any) -> Any:
     if isinstance(x, tuple):
-        return [shown(part) for part in x]
+        return [describe_argument(part) for part in x]
     return list(x.shape) if isinstance(x, torch.Tensor) else x
 
 
 def attempt(seed: int, number: int, device: str) -> tuple[str, str | None]:
     draw = Draw(seed, number, device)
-    given = {name: shown(x) for name, x in draw.keywords.items()}
-    return f"{draw.name}{'_step' * draw.step} of {given}, spoilt {draw.spoilt}", problem_of(draw)
+    arguments = {name: describe_argument(x) for name, x in draw.keywords.items()}
+    return f"{draw.name}{'_step' * draw.step} of {arguments}, spoilt {draw.spoilt}", problem_of(draw)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Damaged folders of models: each gives a model that works, or one error that names a file or a field.
+"""Damaged folders of models: reading each gives a working model or one error that names a file or a field.
 
     python tests/fuzz/files.py [--count 10000] [--seed 0] [--language python] [--jobs 2] [--memory 8]
 
-A folder that `save_pretrained` wrote is damaged in one to three places (the configuration's fields and text,
-the tensors' header and bytes, the index, what is a file and what a folder) and read. One that crashes, hangs
-or takes all memory is reported by its number, and `--only NUMBER` reads it once more.
+A folder written by `save_pretrained` is damaged in one to three places (fields and text of the configuration,
+header and bytes of the tensors, the index, the types of files) and read. A folder that crashes or hangs the
+reader, or exhausts the memory, is reported by its number, and `--only NUMBER` reads the folder again.
 """
 
 import functools
@@ -46,17 +46,19 @@ SIZES = {
     "chunk": 4,
     "max_position_embeddings": 32,
 }
-# Those that learn a first memory.
-LEARNT = [m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields]
+# Mixers that learn a first memory.
+MEMORY_MIXERS = [
+    m for m in MIXERS if "num_slots" in MIXERS[m].fields and "num_kv_heads" not in MIXERS[m].fields
+]
 MODELS = [
     {"mixer": "gsa"},
     {"mixer": "cat", "num_kv_heads": 1},
-    {"mixer": LEARNT, "num_hidden_layers": len(LEARNT), "tie_word_embeddings": False},
+    {"mixer": MEMORY_MIXERS, "num_hidden_layers": len(MEMORY_MIXERS), "tie_word_embeddings": False},
     {"mixer": "mag", "mag_base": "gla", "mag_mixer": "delta_product", "mag_learned": True},
     {"mixer": ["attention", "cat"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     {"mixer": "attention", "num_kv_heads": 1},
 ]
-# Of the last one: a path of every option beside the attention of the first layer, the defaults in the second.
+# Injections into the last model: all options in the first layer, the defaults in the second.
 INJECTIONS = [
     {
         "layers": [0],
@@ -74,7 +76,7 @@ INJECTIONS = [
     {"layers": [1]},
 ]
 INJECTED = [field.name for field in fields(Injection)]
-# Of transformers' own fields those that a girih model has a use for.
+# Fields of the configuration that affect a girih model, including fields of transformers.
 FIELDS = [*OWN_FIELDS, "use_cache", "dtype", "architectures", "model_type", "transformers_version", FIELD]
 DEEP = 100_000
 
@@ -82,14 +84,14 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NAMES = re.compile(rf"{CONFIG}|\.safetensors|\b({'|'.join([*FIELDS, *INJECTED])})\b")
 
 
-kept: list[tempfile.TemporaryDirectory] = []  # removed at the end
+folders: list[tempfile.TemporaryDirectory] = []  # deleted at exit
 
 
 @functools.cache
-def whole(kind: int, sharded: bool) -> Path:
-    """The folder of a model before it is damaged."""
-    kept.append(tempfile.TemporaryDirectory())
-    folder = Path(kept[-1].name)
+def undamaged_folder(kind: int, sharded: bool) -> Path:
+    """The folder of an undamaged model."""
+    folders.append(tempfile.TemporaryDirectory())
+    folder = Path(folders[-1].name)
     torch.manual_seed(0)
     model = GirihForCausalLM(config_of(**SIZES | MODELS[kind]))
     for options in INJECTIONS if kind == len(MODELS) - 1 else ():
@@ -100,14 +102,14 @@ def whole(kind: int, sharded: bool) -> Path:
 
 
 class Damage:
-    """One folder, damaged by what a number draws; `changes` lists them."""
+    """One folder with damage drawn from a seed and a number; `changes` describes the damage."""
 
     def __init__(self, seed: int, number: int, folder: Path):
         self.random = random.Random(f"{seed}:{number}")
         self.sharded = self.random.random() < 0.2
         self.folder = folder
         kind = self.random.randrange(len(MODELS))
-        original = whole(kind, self.sharded)
+        original = undamaged_folder(kind, self.sharded)
         shutil.copytree(original, folder, dirs_exist_ok=True)
         places = [self.fields, self.fields, self.text, self.header, self.header, self.tensor_bytes, self.kind]
         places += [self.index] * 2 * self.sharded
@@ -118,7 +120,7 @@ class Damage:
             try:
                 place()
             except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-                self.changes.append("(what was damaged already)")
+                self.changes.append("(already damaged)")
         file = folder / CONFIG
         self.config_is_whole = file.is_file() and file.read_bytes() == config
 
@@ -129,7 +131,7 @@ class Damage:
         return self.random.choice(sorted(self.folder.glob("*.safetensors")))
 
     def anything(self) -> Any:
-        """A value for a field of JSON; a Raw one has no equal in Python."""
+        """A value for a JSON field; a Raw value has no equivalent in Python."""
         mixers = [self.random.choice(list(MIXERS)) for _ in range(self.choice(1, 2, 2, 3))]
         return self.choice(
             *(0, -1, 1, 2, 3, 5, 8, 64, 257, 2**20, 2**31 - 1, 2**31, 10**9, 10**12, 2**63 - 1),
@@ -142,7 +144,7 @@ class Damage:
         )
 
     def fields(self) -> None:
-        """Values of the configuration."""
+        """Changes values of the configuration."""
         config = json.loads((self.folder / CONFIG).read_text())
         for _ in range(self.choice(1, 1, 1, 2, 4)):
             name = self.random.choice(FIELDS)
@@ -154,10 +156,10 @@ class Damage:
                 self.changes.append(f"{name} = {config[name]!r:.60}")
         if self.random.random() < 0.05:
             config["".join(self.random.choices(string.ascii_letters, k=5))] = self.anything()
-        (self.folder / CONFIG).write_bytes(written(config))
+        (self.folder / CONFIG).write_bytes(to_json(config))
 
     def injection(self) -> None:
-        """Values of what was injected."""
+        """Changes values of an injection."""
         config = json.loads((self.folder / CONFIG).read_text())
         entries = config[FIELD]
         entry = self.random.choice(entries)
@@ -175,25 +177,25 @@ class Damage:
         else:
             entry[name] = self.anything()
             self.changes.append(f"{FIELD}.{name} = {entry[name]!r:.60}")
-        (self.folder / CONFIG).write_bytes(written(config))
+        (self.folder / CONFIG).write_bytes(to_json(config))
 
     def text(self) -> None:
-        """The configuration as bytes."""
+        """Changes the bytes of the configuration."""
         file = self.folder / CONFIG
-        what, data = self.garbled(file.read_bytes())
+        what, data = self.garble(file.read_bytes())
         file.write_bytes(data)
         self.changes.append(f"{CONFIG} {what}")
 
-    def garbled(self, data: bytes) -> tuple[str, bytes]:
-        at, to = sorted(self.random.randint(0, len(data)) for _ in range(2))
+    def garble(self, data: bytes) -> tuple[str, bytes]:
+        start, stop = sorted(self.random.randint(0, len(data)) for _ in range(2))
         noise = self.random.randbytes(self.choice(1, 4, 300))
         return self.choice(
-            (f"cut off at {at}", data[:at]),
-            (f"without {at} to {to}", data[:at] + data[to:]),
-            (f"with {at} to {to} twice", data[:to] + data[at:]),
-            (f"with noise at {at}", data[:at] + noise + data[at:]),
-            (f"overwritten at {at}", data[:at] + noise + data[at + len(noise) :]),
-            (f"with a bit of byte {at} flipped", flipped(data, at, 1 << self.random.randrange(8))),
+            (f"cut off at {start}", data[:start]),
+            (f"without {start} to {stop}", data[:start] + data[stop:]),
+            (f"with {start} to {stop} twice", data[:stop] + data[start:]),
+            (f"with noise at {start}", data[:start] + noise + data[start:]),
+            (f"overwritten at {start}", data[:start] + noise + data[start + len(noise) :]),
+            (f"with a bit of byte {start} flipped", flip_bits(data, start, 1 << self.random.randrange(8))),
             ("twice", data * 2),
             ("empty", b""),
             ("zeros", bytes(len(data))),
@@ -205,7 +207,7 @@ class Damage:
         )
 
     def header(self) -> None:
-        """The header of a file of tensors, its length too."""
+        """Changes the header of a tensor file, or its length."""
         file = self.tensor_file()
         data = file.read_bytes()
         size = int.from_bytes(data[:8], "little")
@@ -215,12 +217,12 @@ class Damage:
         total = len(rest)
         other = self.random.choice(list(header))
 
-        def becomes(key: str, value: Any) -> None:
+        def set_key(key: str, value: Any) -> None:
             entry[key] = value
             self.changes.append(f"{file.name}: {name}: {key} = {value!r:.60}")
 
         def offsets() -> None:
-            some = [
+            candidates = [
                 begin,
                 end,
                 0,
@@ -246,9 +248,9 @@ class Damage:
                 ),
                 *([begin, end, total], [begin], [], {}, None, [[begin], [end]], {"begin": begin, "end": end}),
                 *([begin + 0.5, end + 0.5], [float(begin), float(end)], [0, end - begin], [0, total]),
-                self.random.choices(some, k=2),
+                self.random.choices(candidates, k=2),
             )
-            becomes("data_offsets", change)
+            set_key("data_offsets", change)
 
         def shape() -> None:
             right = list(entry["shape"])
@@ -258,14 +260,14 @@ class Damage:
                 *([x + 0.5 for x in right], [float(x) for x in right], [str(x) for x in right], right[0]),
                 *(None, "word", {}, [None], [[x] for x in right], [10**400]),
             )
-            becomes("shape", change)
+            set_key("shape", change)
 
         def dtype() -> None:
-            becomes(
+            set_key(
                 "dtype", self.choice("F64", "F16", "BF16", "I64", "I8", "F8_E4M3", "X9", "", None, 7, [], {})
             )
 
-        def gone() -> None:
+        def remove() -> None:
             del header[name]
             self.changes.append(f"{file.name}: no {name}")
 
@@ -273,34 +275,34 @@ class Damage:
             header[self.choice("more", "", "\0", "model.embed_tokens", "lm_head.weight")] = dict(entry)
             self.changes.append(f"{file.name}: one more tensor")
 
-        def renamed() -> None:
+        def rename() -> None:
             header[f"{name}_"] = header.pop(name)
             self.changes.append(f"{file.name}: {name} is renamed")
 
-        def swapped() -> None:
+        def swap() -> None:
             header[name], header[other] = header[other], header[name]
             self.changes.append(f"{file.name}: {name} and {other} swapped")
 
-        def replaced() -> None:
+        def replace() -> None:
             header[self.choice(name, "__metadata__")] = value = self.anything()
             self.changes.append(f"{file.name}: {name} or metadata = {value!r:.60}")
 
-        def part_missing() -> None:
+        def remove_key() -> None:
             key = self.random.choice(list(entry))
             del entry[key]
             self.changes.append(f"{file.name}: {name} has no {key}")
 
         self.choice(
             *(offsets, offsets, offsets, shape, shape, shape, dtype, dtype),
-            *(gone, extra, renamed, swapped, replaced, part_missing),
+            *(remove, extra, rename, swap, replace, remove_key),
         )()
-        text = written(header)
+        text = to_json(header)
         length = len(text)
         if self.random.random() < 0.1:
-            what, text = self.garbled(text)
+            what, text = self.garble(text)
             self.changes.append(f"header {what}")
         if self.random.random() < 0.2:
-            some = [
+            candidates = [
                 length + 1,
                 length - 1,
                 length - 8,
@@ -312,7 +314,7 @@ class Damage:
                 100_000_001,
                 total + length,
             ]
-            length = self.random.choice(some) % 2**64
+            length = self.random.choice(candidates) % 2**64
             self.changes.append(f"header of {length} bytes")
         if self.random.random() < 0.1:
             rest = self.choice(rest[:-1], rest[:-4], rest[: total // 2], b"", rest + bytes(8))
@@ -320,58 +322,67 @@ class Damage:
         file.write_bytes(length.to_bytes(8, "little") + text + rest)
 
     def tensor_bytes(self) -> None:
-        """A file of tensors as bytes: its beginning, where a bit counts, more often than the rest."""
+        """Changes bytes of a tensor file, most often at the beginning, where a single bit matters."""
         file = self.tensor_file()
         data = file.read_bytes()
         if self.random.random() < 0.5:
-            at = self.random.randrange(self.choice(8, 200, len(data)))
-            what, data = f"with byte {at} flipped", flipped(data, at, self.random.randint(1, 255))
+            start = self.random.randrange(self.choice(8, 200, len(data)))
+            what, data = f"with byte {start} flipped", flip_bits(data, start, self.random.randint(1, 255))
         else:
-            what, data = self.garbled(data)
+            what, data = self.garble(data)
         file.write_bytes(data)
         self.changes.append(f"{file.name} {what}")
 
     def index(self) -> None:
-        """The index of several files of tensors."""
+        """Changes the index of a sharded model."""
         file = self.folder / INDEX
         index = json.loads(file.read_text())
         names = index["weight_map"]
-        some = self.random.choice(list(names))
+        tensor_name = self.random.choice(list(names))
         if self.random.random() < 0.3:
-            what, data = self.garbled(file.read_bytes())
+            what, data = self.garble(file.read_bytes())
         else:
             what, change = self.choice(
                 ("without weight_map", {"metadata": {}}),
                 ("with another weight_map", {"weight_map": self.anything()}),
                 ("with an empty weight_map", {"weight_map": {}}),
-                ("with another value", index | {"weight_map": names | {some: self.anything()}}),
-                ("with a file that is not there", index | {"weight_map": names | {some: "no.safetensors"}}),
-                ("with another place", index | {"weight_map": names | {some: "../../etc/passwd"}}),
-                ("with a folder for a file", index | {"weight_map": names | {some: "."}}),
-                ("with the configuration", index | {"weight_map": names | {some: CONFIG}}),
-                ("with one name less", index | {"weight_map": {n: f for n, f in names.items() if n != some}}),
-                ("with one name more", index | {"weight_map": names | {"more": names[some]}}),
-                ("with all names in one file", index | {"weight_map": dict.fromkeys(names, names[some])}),
+                ("with another value", index | {"weight_map": names | {tensor_name: self.anything()}}),
+                (
+                    "with a file that is not there",
+                    index | {"weight_map": names | {tensor_name: "no.safetensors"}},
+                ),
+                ("with another place", index | {"weight_map": names | {tensor_name: "../../etc/passwd"}}),
+                ("with a folder for a file", index | {"weight_map": names | {tensor_name: "."}}),
+                ("with the configuration", index | {"weight_map": names | {tensor_name: CONFIG}}),
+                (
+                    "with one name less",
+                    index | {"weight_map": {n: f for n, f in names.items() if n != tensor_name}},
+                ),
+                ("with one name more", index | {"weight_map": names | {"more": names[tensor_name]}}),
+                (
+                    "with all names in one file",
+                    index | {"weight_map": dict.fromkeys(names, names[tensor_name])},
+                ),
             )
-            data = written(change)
+            data = to_json(change)
         file.write_bytes(data)
         self.changes.append(f"{INDEX} {what}")
 
     def kind(self) -> None:
-        """What should be a file is none."""
+        """Replaces a file by a folder, a link or nothing."""
         file = self.random.choice(sorted(self.folder.iterdir()))
         what = self.choice("missing", "a folder", "a link to itself", "a link to nothing", "/dev/null")
         file.unlink()
         if what == "a folder":
             file.mkdir()
         elif what != "missing":
-            to = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
-            file.symlink_to(to.get(what, what))
+            targets = {"a link to itself": file, "a link to nothing": file.with_name("nothing")}
+            file.symlink_to(targets.get(what, what))
         self.changes.append(f"{file.name} is {what}")
 
 
 class Raw(float):
-    """JSON that Python cannot write, or only by recursion: `written` puts it into the text."""
+    """JSON text that json.dumps cannot produce; `written` inserts the text."""
 
     def __new__(cls, text: str):
         raw = super().__new__(cls)
@@ -382,30 +393,31 @@ class Raw(float):
         return self.text
 
 
-def written(value: Any) -> bytes:
-    """JSON of it; half a surrogate pair is written as it is."""
+def to_json(value: Any) -> bytes:
+    """The JSON text of a value; lone surrogates are passed through."""
     raws = []
 
-    def marked(x: Any) -> Any:
+    def replace_raw(x: Any) -> Any:
         if isinstance(x, Raw):
             raws.append(x.text)
             return f"<raw {len(raws) - 1}>"
         if isinstance(x, dict):
-            return {name: marked(part) for name, part in x.items()}
-        return [marked(part) for part in x] if isinstance(x, list) else x
+            return {name: replace_raw(part) for name, part in x.items()}
+        return [replace_raw(part) for part in x] if isinstance(x, list) else x
 
-    text = json.dumps(marked(value), ensure_ascii=False)
+    text = json.dumps(replace_raw(value), ensure_ascii=False)
     for i, raw in enumerate(raws):
         text = text.replace(f'"<raw {i}>"', raw)
     return text.encode(errors="surrogatepass")
 
 
-def flipped(data: bytes, at: int, bits: int) -> bytes:
-    return data[:at] + bytes(x ^ bits for x in data[at : at + 1]) + data[at + 1 :]
+def flip_bits(data: bytes, start: int, bits: int) -> bytes:
+    return data[:start] + bytes(x ^ bits for x in data[start : start + 1]) + data[start + 1 :]
 
 
 def reader_of(damage: Damage, language: str) -> Any:
-    """AutoModel reads the configuration in transformers' own words, before it knows that it is girih's."""
+    """AutoModel reports errors in the configuration with transformers' own messages, so it reads only
+    undamaged ones."""
     if language == "cpp":
         return _C.LanguageModel
     return (
@@ -414,7 +426,7 @@ def reader_of(damage: Damage, language: str) -> Any:
 
 
 def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
-    """Of three tokens, by the model in the folder; and its vocabulary."""
+    """The model's logits of three tokens, and the size of its vocabulary."""
     ids = torch.zeros(1, 3, dtype=torch.int64)
     model = reader.from_pretrained(str(folder))
     if reader is _C.LanguageModel:
@@ -425,11 +437,11 @@ def logits_of(folder: Path, reader: Any) -> tuple[torch.Tensor, int]:
 
 
 def problem_of(damage: Damage, language: str) -> str | None:
-    """Reads the folder; what is wrong with the outcome, if anything."""
+    """Reads the folder and returns what is wrong with the outcome, or None."""
     try:
         logits, rows = logits_of(damage.folder, reader_of(damage, language))
     except (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        # StrictDataclassError: transformers 5.17 refuses a value of its own configuration fields.
+        # StrictDataclassError: transformers 5.17 validates its own configuration fields.
         reason = str(error)
         if isinstance(error, NotImplementedError | RecursionError | UnicodeError):
             return f"{type(error).__name__}: {reason:.300}"

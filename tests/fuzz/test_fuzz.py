@@ -1,4 +1,4 @@
-"""A slice of what tests/fuzz draws; more by hand, see the programs' own words."""
+"""Short runs of the programs in tests/fuzz; their docstrings describe longer runs."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ SLICES = {
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_each_works_or_is_refused_by_name(name):
+def test_every_program_succeeds(name):
     program, *options = SLICES[name]
     run = subprocess.run(
         [sys.executable, str(FUZZ / program), *options], capture_output=True, text=True, timeout=600
@@ -24,18 +24,16 @@ def test_each_works_or_is_refused_by_name(name):
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
-def test_right_calls_are_of_every_operator():
+def test_right_calls_cover_every_operator():
     command = [sys.executable, str(FUZZ / "right_calls.py"), "--device=cpu", "--count=10"]
     command.append("--operators=delta_product,lattice")
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert made.returncode == 0 and made.stdout.startswith(
-        "10 calls of delta_product,lattice on cpu: all well"
-    )
-    none = subprocess.run([*command, "--seconds=0"], capture_output=True, text=True, timeout=120)
-    assert none.returncode == 1 and none.stdout.startswith("no call was made of delta_product, lattice")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("10 calls of delta_product,lattice on cpu: all well")
+    empty = subprocess.run([*command, "--seconds=0"], capture_output=True, text=True, timeout=120)
+    assert empty.returncode == 1 and empty.stdout.startswith("no call was made of delta_product, lattice")
 
 
-def test_a_worker_that_dies_is_told_by_its_number_and_the_others_go_on(tmp_path):
+def test_a_dead_worker_is_reported_and_the_others_continue(tmp_path):
     program = tmp_path / "tries.py"
     program.write_text(
         f"import os, sys\nsys.path.insert(0, {str(FUZZ)!r})\nimport workers\n"

@@ -1,4 +1,5 @@
-"""Processes that make numbered tries, and one that reports which of them die and goes on behind their try.
+"""Worker processes that make numbered tries, and a supervisor that reports crashed tries and restarts
+workers.
 
 A try depends only on the seed and its number, so `--only NUMBER` repeats one.
 """
@@ -14,23 +15,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 WRONG = 3  # a worker's exit code
-PATIENCE = 60  # seconds a try may take, the first one's start included
+PATIENCE = 60  # maximum seconds per try; the first try includes the start of the process
 GIB = 2**30
 
-# (seed, number, where) -> what was tried, and what is wrong with its outcome, if anything.
+# (seed, number, where) -> a description of the try, and what is wrong with its outcome, or None.
 Attempt = Callable[[int, int, str], tuple[str, str | None]]
 
 
 def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attempt: Attempt) -> int:
-    """tries: what they are called. where: the option that says where they are made, and its choices."""
+    """tries: the word for a try in messages. where: an option that selects where tries run, and its
+    choices."""
     name, choices = where
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(f"--{name}", dest="where", default=choices[0], choices=choices)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--memory", type=int, help="GiB that a worker may take beyond its start")
-    parser.add_argument("--only", type=int, help="this one alone, in this process")
+    parser.add_argument("--memory", type=int, help="maximum GiB that a worker may allocate")
+    parser.add_argument("--only", type=int, help="run only this number, in this process")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -39,8 +41,8 @@ def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attemp
         most = pages * resource.getpagesize() + options.memory * GIB
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     if options.only is not None:
-        tried, problem = attempt(options.seed, options.only, options.where)
-        print(tried)
+        description, problem = attempt(options.seed, options.only, options.where)
+        print(description)
         print(problem or "well")
         return bool(problem)
     if options.worker is not None:
@@ -54,21 +56,21 @@ def main(script: str, doc: str, tries: str, where: tuple[str, list[str]], attemp
 
 
 def work(options: argparse.Namespace, tries: str, attempt: Attempt) -> int:
-    """Tries from the worker's first on, as many as fall to it; the number of each is noted beforehand."""
+    """Runs every `jobs`-th try from the worker's first; writes the number of a try before the try starts."""
     bad = 0
     for number in range(options.worker, options.count, options.jobs):
         options.progress.write_text(str(number))
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # wherever it hangs, in C++ too
-        tried, problem = attempt(options.seed, number, options.where)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # also works for hangs in C++
+        description, problem = attempt(options.seed, number, options.where)
         faulthandler.cancel_dump_traceback_later()
         if problem:
             bad += 1
-            print(f"{tries} {number}: {tried}: {problem}", flush=True)
+            print(f"{tries} {number}: {description}: {problem}", flush=True)
     return bad
 
 
 def oversee(command: list[str], jobs: int, tries: str, folder: Path) -> bool:
-    """Runs the workers; whether anything was wrong."""
+    """Runs the workers and returns whether anything was wrong."""
     failed, workers = False, {}
 
     def start(index: int, first: int) -> None:

@@ -1,26 +1,27 @@
-"""`make test-gpu`: every test on a GPU, compute-sanitizer's included, and the record of what was green.
+"""`make test-gpu`: all tests on a GPU, including compute-sanitizer, and the record of the green stages.
 
     make test-gpu [STAGES=kernels,memcheck] [PARTS=gsa,gla] [RECORD=file] [PYTHON=python3] [BUILD=no]
 
     cpp         the C++ tests
-    cuda        the Python tests that run on a GPU, but the kernels' own
-    python      all others, which CI runs too: the record does without them
+    cuda        the Python tests that run on a GPU, except the kernels' tests
+    python      all other Python tests, which CI runs too; not recorded
     kernels     test_*_kernels.py, in several processes
-    large       those of them that take tens of GiB, one after the other
-    memcheck    compute-sanitizer over some calls of every kernels' test, on allocations of exact sizes
-    racecheck   the same for races in shared memory, on kernels built for it (-DGIRIH_RACECHECK=ON), over
-                random calls of operators (tests/fuzz/right_calls.py), whose tests would take hours, and the
-                tests of the other parts
-    synccheck   the same for barriers
+    large       the kernels' tests that need tens of GiB, one after the other
+    memcheck    compute-sanitizer over some calls of every kernel test, with exact allocation sizes
+racecheck   races in shared memory, with kernels built for racecheck (-DGIRIH_RACECHECK=ON): random calls of
+operators (tests/fuzz/right_calls.py), because their tests would take hours, and the tests of the
+                other parts
+    synccheck   compute-sanitizer's checks of barriers over the kernels' tests
     fuzz        10,000 random calls of every operator (tests/fuzz/calls.py)
 
-A part is an operator with kernels. `record.json` beside this file holds, for one state of every part's
-kernels and their tests (`state_hash`), the stages that were green. Stages run in commands of their own add up
-there; a change of a part restarts the part, and a failed stage is removed from the record. PARTS: of these alone,
-the kernels' tests too. test_gpu_record.py holds the record against the tree wherever the tests run. What it
-asks of a state are `kernels`, `large` and `memcheck`; the other stages are noted there when they are green.
+A part is an operator with kernels. `record.json` in this folder holds, for one state of every part's kernels
+and tests (`state_hash`), the green stages. The record accumulates stages over several commands. A change of a
+part clears its stages, and a failed stage is removed from the record. PARTS restricts the run to these parts
+and their kernel tests. test_gpu_record.py compares the record with the tree and requires the stages
+`kernels`, `large` and `memcheck`; other green stages are recorded, but not required.
 
-BUILD=no takes the libraries of python/girih/lib, and for racecheck those of build/racecheck/python/girih/lib.
+BUILD=no uses the libraries of python/girih/lib, and for racecheck the libraries of
+build/racecheck/python/girih/lib.
 """
 
 import argparse
@@ -46,32 +47,32 @@ from source_text import source_text
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu" / "record.json"
 RACECHECK = ROOT / "build" / "racecheck"
-TORCH_FOLDER = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the folder of what one torch needs
+TORCH_FOLDER = f"torch{'.'.join(version('torch').split('.')[:2])}"  # the libraries of a torch version
 
 LIBRARIES = ROOT / "python" / "girih" / "lib"
 SUPPORT = ROOT / "tests" / "support"
 KERNEL_TESTS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/kernels/test_*_kernels.py"))
-# In a graph's capture nothing may be allocated for good, and long runs take too long under a sanitizer.
-SANITIZED = "not large", "not graph and not hundred and not long and not 2_31"
+# A graph capture allows no permanent allocations, and long runs take too long under a sanitizer.
+SANITIZER_SELECTION = "not large", "not graph and not hundred and not long and not 2_31"
 RECORDED = ("cpp", "cuda", "kernels", "large", "memcheck", "racecheck", "synccheck", "fuzz")
-ASKED = ("kernels", "large", "memcheck")
+REQUIRED = ("kernels", "large", "memcheck")
 STAGES = (*RECORDED, "python")
 JOBS = min(16, os.cpu_count())
 CALLS = 10_000
-WATCHED = 1_000  # right calls under racecheck, or as many as there is time for
+RACECHECK_CALLS = 1_000  # maximum number of valid calls under racecheck
 
 
-# ---- what the record is about ------------------------------------------------------------------------------
+# ---- state of a part ---------------------------------------------------------------------------------------
 
 
 def closure(files: list[Path], imported) -> set[Path]:
-    """The files, and all that they include or import, near or far."""
-    found, left = set(), list(files)
-    while left:
-        file = left.pop()
+    """The files and everything that they include or import, transitively."""
+    found, pending = set(), list(files)
+    while pending:
+        file = pending.pop()
         if file not in found:
             found.add(file)
-            left += [other for other in imported(file) if other.is_file()]
+            pending += [other for other in imported(file) if other.is_file()]
     return found
 
 
@@ -79,11 +80,11 @@ def includes(file: Path) -> list[Path]:
     names = re.findall(r'#include ["<]([\w./]+)[">]', file.read_text())
     folders = [file.parent, ROOT / "kernels", ROOT / "csrc" / "include"]
     found = [Path(os.path.normpath(folder / name)) for name in names for folder in folders]
-    return [*found, file.with_suffix(".cu")]  # of a header: what it declares
+    return [*found, file.with_suffix(".cu")]  # the definitions of a header
 
 
 def module_beside(file: Path, name: str) -> Path:
-    """The module that `import name` means in a test's file: of its own folder, else of tests/support."""
+    """The module that `import name` means in a test: from the test's folder, else from tests/support."""
     own = file.with_name(f"{name}.py")
     return own if own.is_file() else SUPPORT / own.name
 
@@ -94,17 +95,17 @@ def imports(file: Path) -> list[Path]:
 
 
 def parts() -> list[str]:
-    """The operators that have kernels."""
+    """The operators with kernels."""
     return sorted(p.parent.name for p in (ROOT / "csrc" / "ops").glob("*/cuda.cpp"))
 
 
 def tests_of(part: str) -> list[Path]:
-    """The files of kernels' tests that call the operator."""
+    """The kernel test files that mention the operator."""
     return [p for p in map(ROOT.joinpath, KERNEL_TESTS) if re.search(rf"\b{part}\b", p.read_text())]
 
 
-def names_of_tests(chosen: list[str]) -> list[str]:
-    """Of several parts, as pytest takes them."""
+def test_file_names(chosen: list[str]) -> list[str]:
+    """The kernel test files of these parts, as arguments of pytest."""
     files = {file for part in chosen for file in tests_of(part)}
     return [str(p.relative_to(ROOT)) for p in sorted(files)]
 
@@ -114,12 +115,12 @@ def has_kernels(folder: Path) -> bool:
 
 
 def files_of_state(part: str) -> list[Path]:
-    """Its kernels, what calls them, and their tests: what the stages that are asked for run."""
+    """The part's kernels, their callers and their tests: the inputs of the required stages."""
     kernels = ROOT / "kernels"
     found = closure([ROOT / "csrc" / "ops" / part / "cuda.cpp"], includes)
     while True:
-        # A header says what is launched; what is launched lies beside it. Of folders without kernels what is
-        # included counts.
+        # A header declares launches that are defined in the same folder, so all sources of folders with
+        # kernels count. In folders without kernels only included files count.
         folders = {p.parent for p in found if kernels in p.parents and has_kernels(p.parent)}
         near = {p for f in folders for p in f.iterdir() if p.suffix in (".cu", ".cuh", ".h", ".txt")}
         more = closure(sorted(near - found), includes) - found
@@ -132,8 +133,8 @@ def files_of_state(part: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Statement:
-    """One of a module's own: its text, the names that it defines, none for what runs at import, and those
-    that it mentions."""
+    """A top-level statement of a module: its text, the names that it defines (none for code that runs at
+    import), and the names that it mentions."""
 
     text: str
     defines: frozenset[str]
@@ -142,7 +143,7 @@ class Statement:
 
 @functools.cache
 def statements(text: str) -> list[Statement]:
-    """Of a module, without its imports and its docstring."""
+    """The top-level statements of a module, without imports and docstring."""
     lines, found = text.splitlines(), []
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom) or (
@@ -160,7 +161,7 @@ def statements(text: str) -> list[Statement]:
 
 @functools.cache
 def imported_names(text: str) -> list[tuple[str, str | None, str]]:
-    """(module, name in it, name here), None for the module itself."""
+    """(module, name in the module, local name); the second is None for an imported module."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -171,26 +172,26 @@ def imported_names(text: str) -> list[tuple[str, str | None, str]]:
 
 
 def used_statements(tests: list[Path]) -> dict[Path, list[Statement]]:
-    """Of the modules that tests import, what the tests use of them, near or far. Of a module that is handed
-    on as a whole these are the definitions whose names are mentioned where it is."""
+    """For every module that the tests import, the statements that the tests use, transitively. For a module
+    that is passed as a whole, these are the definitions whose names the importing code mentions."""
     text_of = functools.cache(lambda file: file.read_bytes().decode())
     used: dict[Path, set[int]] = {}
-    left = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
-    while left:
-        file, mentions = left.pop()
-        wanted = [(file, name) for name in mentions if file not in tests]
-        for module, name, here in imported_names(text_of(file)):
+    pending = [(test, frozenset(re.findall(r"\w+", text_of(test)))) for test in tests]
+    while pending:
+        file, mentions = pending.pop()
+        requested = [(file, name) for name in mentions if file not in tests]
+        for module, name, local_name in imported_names(text_of(file)):
             other = module_beside(file, module)
-            if here in mentions and other.is_file():
-                wanted += [(other, n) for n in ([name] if name else mentions)]
-        for other in {other for other, _ in wanted}:
-            names = {name for of, name in wanted if of == other}
+            if local_name in mentions and other.is_file():
+                requested += [(other, n) for n in ([name] if name else mentions)]
+        for other in {other for other, _ in requested}:
+            names = {name for of, name in requested if of == other}
             for i, statement in enumerate(statements(text_of(other))):
                 counts = not statement.defines or statement.defines & names
                 if counts and i not in used.setdefault(other, set()):
                     used[other].add(i)
-                    left.append((other, statement.mentions))
-    return {file: [statements(text_of(file))[i] for i in sorted(of_file)] for file, of_file in used.items()}
+                    pending.append((other, statement.mentions))
+    return {file: [statements(text_of(file))[i] for i in sorted(indices)] for file, indices in used.items()}
 
 
 @functools.cache
@@ -199,7 +200,8 @@ def text_hash(file_name: str, text: str) -> str:
 
 
 def hashes_of_state(part: str) -> list[str]:
-    """Of every file: of modules that tests import what the tests use, of all others everything."""
+    """Hashes of all files: of modules imported by tests only the used statements, of other files the whole
+    text."""
     tests = tests_of(part)
     modules = closure(tests, imports) - set(tests)
     used = [
@@ -210,17 +212,17 @@ def hashes_of_state(part: str) -> list[str]:
 
 
 def state_hash(part: str) -> str:
-    """The same in whatever folders the files are, and whatever their comments, docstrings and formatting."""
+    """The hash does not depend on folders, comments, docstrings and formatting."""
     return hashlib.sha256("\n".join(hashes_of_state(part)).encode()).hexdigest()
 
 
-def added(record: dict, states: dict[str, str], results: dict[str, dict]) -> dict:
-    """The record with what these stages came to for parts in these states: green ones are in it, red ones are
-    not."""
+def updated_record(record: dict, states: dict[str, str], results: dict[str, dict]) -> dict:
+    """The record with the results of these stages for parts in these states: green stages are added, red ones
+    removed."""
     record = dict(record)
     for part, state in states.items():
-        kept = record.get(part, {})
-        stages = dict(kept.get("stages", {})) if kept.get("state") == state else {}
+        previous = record.get(part, {})
+        stages = dict(previous.get("stages", {})) if previous.get("state") == state else {}
         for stage, result in results.items():
             stages.pop(stage, None)
             if result["green"]:
@@ -230,11 +232,11 @@ def added(record: dict, states: dict[str, str], results: dict[str, dict]) -> dic
 
 
 def complaint(record: dict) -> str | None:
-    """Why a record does not vouch for the tree, if it does not."""
+    """Why the record is not valid for the tree, or None."""
     changed = [part for part in parts() if record.get(part, {}).get("state") != state_hash(part)]
     if changed:
         return f"{', '.join(changed)}: changed since the last green run on a GPU: run make test-gpu"
-    for stage in ASKED:
+    for stage in REQUIRED:
         if missing := [part for part in parts() if stage not in record[part]["stages"]]:
             how = f"STAGES={stage} PARTS={','.join(missing)}"
             return f"not green on a GPU in this state: run make test-gpu {how}"
@@ -247,14 +249,15 @@ def complaint(record: dict) -> str | None:
 class Runner:
     def __init__(self, limit: int, build: bool, chosen: list[str]):
         self.limit, self.build, self.parts = limit, build, chosen
-        self.kernel_tests = names_of_tests(chosen)
+        self.kernel_tests = test_file_names(chosen)
         self.own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": self.path(ROOT / "python")}
 
     def path(self, package: Path) -> str:
         return os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def run(self, command: list[str], **own: str) -> tuple[int, str]:
-        """The exit code, 124 where it ran out of time, and what was printed, which is shown meanwhile."""
+        """Prints the output while the command runs; returns the exit code (124 after a timeout) and the
+        output."""
         print(f"\n$ {' '.join(command)}", flush=True)
         limited = ["timeout", "--kill-after=10", str(self.limit), *command]
         environment = {**os.environ, **self.own, **own}
@@ -277,11 +280,12 @@ class Runner:
         return {"green": code == 0 and counts["passed"] > 0, **counts, "code": code, "printed": printed}
 
     def sanitizer(self, before: tuple[str, ...], each: int, tests: list[str], **own: str) -> dict:
-        """before: `sanitized`. each: how many parametrisations of every test. All launches of girih's kernels
-        are checked. In one process: several that share a card under the tool take ten times as long."""
-        marks, names = SANITIZED
+        """before: the command prefix of sanitizer_command(). each: number of parametrisations per test.
+        Checks all launches of girih's kernels. Runs in one process: several processes on a card are ten times
+        slower under the tool."""
+        marks, names = SANITIZER_SELECTION
         chosen = ("--each", str(each), "-m", marks, "-k", names, *tests)
-        return judged(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
+        return with_tool_errors(self.pytest(*chosen, before=before, jobs=0, GIRIH_SANITIZED="1", **own))
 
     def cpp(self) -> dict:
         program = ROOT / "build" / TORCH_FOLDER / "tests" / "cpp" / "girih_tests"
@@ -293,14 +297,14 @@ class Runner:
         return {"green": code == 0, "passed": count, "failed": int(code != 0), "code": code}
 
     def cuda(self) -> dict:
-        return self.others("cuda")
+        return self.other_tests("cuda")
 
     def python(self) -> dict:
-        return self.others("not cuda")
+        return self.other_tests("not cuda")
 
-    def others(self, names: str) -> dict:
-        """Without the test that the record is green, which this makes; and of the C++ models, where they were
-        carried here without the extension for this Python, nothing."""
+    def other_tests(self, names: str) -> dict:
+        """Excludes test_gpu_record.py, because this run writes the record, and tests of girih._C if the
+        extension is not built for this Python."""
         left_out = [*KERNEL_TESTS, "tests/gpu/test_gpu_record.py"]
         if not list(LIBRARIES.glob(f"{TORCH_FOLDER}/_C*" + sysconfig.get_config_var("EXT_SUFFIX"))):
             tests = sorted(ROOT.glob("tests/*/test_*.py"))
@@ -314,18 +318,20 @@ class Runner:
 
     def large(self) -> dict:
         result = self.pytest("-m", "large", *self.kernel_tests, jobs=0)
-        if result["code"] == 5:  # there was none
+        if result["code"] == 5:  # no tests selected
             return result | {"green": True}
         if result["code"] == 0 and not result["passed"]:
             result["why"] = "the card has too little memory: all were skipped"
         return result
 
     def memcheck(self) -> dict:
-        return self.sanitizer(sanitized("memcheck"), 2, self.kernel_tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return self.sanitizer(
+            sanitizer_command("memcheck"), 2, self.kernel_tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+        )
 
     def synccheck(self) -> dict:
-        # Of a launch; by default fewer, at which launches of many blocks end in an error.
-        before = sanitized("synccheck", "--num-cuda-barriers", "8192")
+        # Barriers per launch; with the default, launches of many blocks end in an error.
+        before = sanitizer_command("synccheck", "--num-cuda-barriers", "8192")
         return self.sanitizer(before, 1, self.kernel_tests)
 
     def racecheck(self) -> dict:
@@ -337,7 +343,7 @@ class Runner:
         others = [part for part in self.parts if part not in operators]
         results = [self.right_calls(operators, **own)] if operators else []
         if others:
-            results.append(self.sanitizer(sanitized("racecheck"), 1, names_of_tests(others), **own))
+            results.append(self.sanitizer(sanitizer_command("racecheck"), 1, test_file_names(others), **own))
         sums = {name: sum(result[name] for result in results) for name in ("passed", "failed")}
         return sums | {
             "green": all(result["green"] for result in results),
@@ -346,15 +352,20 @@ class Runner:
 
     def right_calls(self, operators: list[str], **own: str) -> dict:
         program = (sys.executable, "tests/fuzz/right_calls.py", f"--operators={','.join(operators)}")
-        options = (f"--count={WATCHED}", f"--seconds={0.8 * self.limit:.0f}")
-        code, printed = self.run([*sanitized("racecheck"), *program, *options], **own)
+        options = (f"--count={RACECHECK_CALLS}", f"--seconds={0.8 * self.limit:.0f}")
+        code, printed = self.run([*sanitizer_command("racecheck"), *program, *options], **own)
         counts = re.search(r"^(\d+) calls of .*: (?:(\d+) are wrong|all well)$", printed, re.MULTILINE)
-        made, wrong = (int(counts[1]), int(counts[2] or 0)) if counts else (0, 0)
-        result = {"green": code == 0 and made > wrong, "passed": made - wrong, "failed": wrong, "code": code}
-        return judged(result | {"printed": printed})
+        called, wrong = (int(counts[1]), int(counts[2] or 0)) if counts else (0, 0)
+        result = {
+            "green": code == 0 and called > wrong,
+            "passed": called - wrong,
+            "failed": wrong,
+            "code": code,
+        }
+        return with_tool_errors(result | {"printed": printed})
 
     def fuzz(self) -> dict:
-        """Each process has its own context on the card: half as many as of tests."""
+        """Every process has a CUDA context, so half as many processes as for tests."""
         options = ("--device=cuda", f"--count={CALLS}", "--seed=0", f"--jobs={max(1, JOBS // 2)}")
         code, printed = self.run([sys.executable, "tests/fuzz/calls.py", *options])
         wrong = len(re.findall(r"^call \d+:", printed, re.MULTILINE))
@@ -367,17 +378,17 @@ class Runner:
         }
 
 
-def sanitized(tool: str, *options: str) -> tuple[str, ...]:
-    """What stands before a command that the tool watches."""
+def sanitizer_command(tool: str, *options: str) -> tuple[str, ...]:
+    """The command prefix that runs a command under the tool."""
     before = ("compute-sanitizer", "--tool", tool, "--target-processes", "all")
     before += ("--report-api-errors", "no", "--print-limit", "100", *options)
-    # Racecheck breaks clusters where a filter leaves kernels out.
+    # With a filter on kernels, racecheck breaks launches of clusters.
     return before if tool == "racecheck" else (*before, "--kernel-name", "kns=girih")
 
 
-def judged(result: dict) -> dict:
-    """With the tool's own errors: a line of every process, whichever of them had some. Races within
-    PyTorch's kernels, which racecheck has to watch too, are not ours; those beyond its print limit count."""
+def with_tool_errors(result: dict) -> dict:
+    """Adds the errors that the tool reports in one summary per process. Races within PyTorch's kernels, which
+    racecheck also watches, do not count; races beyond its print limit count."""
     found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", result["printed"])
     races = re.findall(r"Error: Race reported between \w+ access at (.*)", result["printed"])
     others = sum("girih::" not in kernel for kernel in races)
@@ -387,7 +398,7 @@ def judged(result: dict) -> dict:
 
 
 def build_for_racecheck(package: Path) -> None:
-    """Kernels that racecheck can follow, in a package of their own, for this card alone."""
+    """Builds kernels that racecheck can follow, in a separate package, for this card only."""
     import torch
 
     shutil.copytree(
@@ -410,10 +421,10 @@ def build_for_racecheck(package: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stages", default=",".join(STAGES), help="names with commas")
-    parser.add_argument("--parts", default=",".join(parts()), help="operators with commas")
-    parser.add_argument("--record", type=Path, default=RECORD, help="where the record is kept")
-    parser.add_argument("--limit", type=int, default=1800, help="seconds a command of a stage may take")
+    parser.add_argument("--stages", default=",".join(STAGES), help="names separated by commas")
+    parser.add_argument("--parts", default=",".join(parts()), help="operators separated by commas")
+    parser.add_argument("--record", type=Path, default=RECORD, help="file of the record")
+    parser.add_argument("--limit", type=int, default=1800, help="maximum seconds per command")
     parser.add_argument("--build", choices=["yes", "no"], default="yes")
     options = parser.parse_args()
     stages = options.stages.split(",")
@@ -432,25 +443,25 @@ def main() -> int:
     runner, results = Runner(options.limit, options.build == "yes", chosen), {}
     machine = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
     for stage in stages:
-        begun, states = time.monotonic(), {part: state_hash(part) for part in chosen}
+        start_time, states = time.monotonic(), {part: state_hash(part) for part in chosen}
         try:
             result = getattr(runner, stage)()
         except (OSError, subprocess.CalledProcessError) as error:
             result = {"green": False, "passed": 0, "failed": 1, "why": str(error)}
-        result["seconds"] = round(time.monotonic() - begun)
+        result["seconds"] = round(time.monotonic() - start_time)
         results[stage] = result
         known = {n: result[n] for n in ("green", "passed", "failed", "seconds")} | machine
-        # Stage by stage: what a command that is cut short has done counts.
-        kept = options.record if options.record.exists() else RECORD
-        record = json.loads(kept.read_text()) if kept.exists() else {}
-        options.record.write_text(json.dumps(added(record, states, {stage: known}), indent=1) + "\n")
+        # Written after every stage, so that an interrupted command keeps its finished stages.
+        previous = options.record if options.record.exists() else RECORD
+        record = json.loads(previous.read_text()) if previous.exists() else {}
+        options.record.write_text(json.dumps(updated_record(record, states, {stage: known}), indent=1) + "\n")
     print(f"\n{'stage':<12}{'passed':>8}{'failed':>8}{'seconds':>9}")
     for stage, result in results.items():
         why = result.get("why") or ("ran out of time" if result.get("code") == 124 else "")
         red = "" if result["green"] else f"  RED {why}"
         print(f"{stage:<12}{result['passed']:>8}{result['failed']:>8}{result['seconds']:>9}{red}")
-    left = complaint(json.loads(options.record.read_text()))
-    print(left or f"every stage is green in this state: {options.record}")
+    reason = complaint(json.loads(options.record.read_text()))
+    print(reason or f"every stage is green in this state: {options.record}")
     return int(not all(result["green"] for result in results.values()))
 
 

@@ -1,6 +1,7 @@
-"""Source files without comments, docstrings and formatting.
+"""Normalises source files: removes comments, docstrings and formatting.
 
-Two texts with one result compile to one program, but for macros that turn their arguments' spaces into text.
+Two texts with the same result compile to the same program, except for macros that stringify the spaces of
+their arguments.
 """
 
 import ast
@@ -19,47 +20,48 @@ PYTHON = re.compile(
     r"(?P<text>(?:(?<!\w)[rRbBfFuU]{1,2})?(?P<quotes>\"{3}|'{3}|[\"'])(?:\\.|.)*?(?P=quotes))|#[^\n]*",
     re.DOTALL,
 )
-LITERAL = r"\0\d+\0"  # stands for one while a text is cut into tokens
+LITERAL = r"\0\d+\0"  # placeholder for a literal during tokenisation
 NUMBER = r"\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*"
 OPERATOR = (
     r"<<=|>>=|<=>|->\*|\*\*=|//=|\.\.\.|::|->|\+\+|--|<<|>>"
     r"|[<>=!+\-*/%&|^:@]=|&&|\|\||##|\.\*|\*\*|//|[^\w\s]"
 )
 TOKEN = re.compile(rf"{LITERAL}|{NUMBER}|\w+|{OPERATOR}")
-# Of the project's files the name alone counts: they count themselves, wherever they are.
+# Only the file name of an include of the project counts: the included file is hashed separately.
 OWN_INCLUDE = re.compile(r'(?<=# include )(?:"(?:[^"]*/)?([^"/]+)"|< girih / (\w+ \. h) >)')
 
 
-def with_literals_apart(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
-    """The text without comments and with a mark for each literal, and the function that puts them back."""
+def separate_literals(text: str, syntax: re.Pattern) -> tuple[str, Callable[[str], str]]:
+    """Removes comments and replaces literals by placeholders; returns the text and a function that restores
+    literals."""
     if "\0" in text:
         raise ValueError("a source has a NUL")
     literals: list[str] = []
 
-    def marked(match: re.Match) -> str:
+    def mark_literal(match: re.Match) -> str:
         if match["text"] is None:
             return " "
         literals.append(match["text"])
         return f"\0{len(literals) - 1}\0"
 
-    def restored(some: str) -> str:
-        return re.sub(LITERAL, lambda mark: literals[int(mark[0][1:-1])], some)
+    def restore(text_part: str) -> str:
+        return re.sub(LITERAL, lambda mark: literals[int(mark[0][1:-1])], text_part)
 
-    return syntax.sub(marked, text), restored
+    return syntax.sub(mark_literal, text), restore
 
 
 def cpp_tokens(text: str) -> str:
-    """C++ or CUDA, one space between tokens; a directive of the preprocessor has a line of its own."""
-    code, restored = with_literals_apart(text, CPP)
+    """C++ or CUDA tokens separated by one space; each preprocessor directive is on a separate line."""
+    code, restore = separate_literals(text, CPP)
     lines = [""]
     for line in code.replace("\\\n", " ").split("\n"):
         tokens = " ".join(TOKEN.findall(line))
         if tokens.startswith("#"):
             if re.match(r"\s*#\s*define\s+\w+\(", line):  # a macro with arguments
                 tokens = tokens.replace(" (", "(", 1)
-            lines += [OWN_INCLUDE.sub(lambda name: name[1] or name[2], restored(tokens)), ""]
+            lines += [OWN_INCLUDE.sub(lambda name: name[1] or name[2], restore(tokens)), ""]
         else:
-            lines[-1] = f"{lines[-1]} {restored(tokens)}".strip()
+            lines[-1] = f"{lines[-1]} {restore(tokens)}".strip()
     return "\n".join(line for line in lines if line)
 
 
@@ -77,20 +79,20 @@ def without_docstrings(text: str) -> str:
 
 
 def python_lines(text: str) -> str:
-    """Python without blank lines, each line with its indentation and one space between tokens. In which of
-    girih's modules a name is does not count."""
-    code, restored = with_literals_apart(without_docstrings(text), PYTHON)
+    """Python without blank lines, with indentation and one space between tokens. The submodule of girih in an
+    import does not count."""
+    code, restore = separate_literals(without_docstrings(text), PYTHON)
     found = []
     for line in code.split("\n"):
         tokens = " ".join(TOKEN.findall(line))
         if tokens:
             tokens = re.sub(r"^from girih( \. \w+)* import ", "from girih import ", tokens)
             found.append(" " * (len(line) - len(line.lstrip())) + tokens)
-    return restored("\n".join(found))
+    return restore("\n".join(found))
 
 
 def source_text(name: str, text: str) -> str:
-    """What counts of a file's text, by the file's name."""
+    """The part of a file's text that counts for its hash."""
     if name.endswith((".cpp", ".h", ".cu", ".cuh", ".cu.in")):
         return cpp_tokens(text)
     return python_lines(text) if name.endswith(".py") else text

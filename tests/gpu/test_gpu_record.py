@@ -1,4 +1,4 @@
-"""The record of the last green run on a GPU, which `make test-gpu` writes, vouches for these kernels."""
+"""record.json, written by `make test-gpu`, matches the kernels and their tests."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def test_the_kernels_are_those_of_the_last_green_run_on_a_gpu():
     assert why is None, why
 
 
-def test_the_parts_states_are_the_kernels_what_calls_them_and_their_tests():
+def test_states_cover_kernels_callers_and_tests():
     files = {
         part: {p.relative_to(gpu.ROOT).as_posix() for p in gpu.files_of_state(part)} for part in gpu.parts()
     }
@@ -48,7 +48,7 @@ def states():
 
 
 def add_to(monkeypatch, file, text):
-    """The file's text ends with this."""
+    """Appends this text to the file, for readers of bytes."""
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + text * (path == file))
 
@@ -67,8 +67,8 @@ def add_to(monkeypatch, file, text):
         ("tests/kernels/test_short_conv_kernels.py", {"short_conv"}),
     ],
 )
-def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
-    record = gpu.added({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
+def test_a_changed_file_makes_the_record_stale(changed, parts, monkeypatch):
+    record = gpu.updated_record({}, states(), dict.fromkeys(gpu.RECORDED, GREEN))
     assert gpu.complaint(record) is None
     add_to(monkeypatch, gpu.ROOT / changed, b"\nprint(1)\n")
     complaint = gpu.complaint(record)
@@ -86,7 +86,7 @@ def test_any_change_of_them_makes_a_record_stale(changed, parts, monkeypatch):
         ("tests/support/recurrences.py", b"  # word\n"),
     ],
 )
-def test_a_comment_leaves_a_record_as_it_is(changed, text, monkeypatch):
+def test_comments_do_not_change_the_state(changed, text, monkeypatch):
     before = states()
     add_to(monkeypatch, gpu.ROOT / changed, text)
     assert states() == before
@@ -152,7 +152,7 @@ def test_code_counts(name, text, other):
     assert gpu.source_text(name, text) != gpu.source_text(name, other)
 
 
-def test_two_files_that_change_places_are_a_change(monkeypatch):
+def test_swapped_files_change_the_state(monkeypatch):
     before, read = states(), Path.read_bytes
     scan, step = (gpu.ROOT / "kernels" / "gsa" / name for name in ("scan.cu", "step.cu"))
     other = {scan: step, step: scan}
@@ -165,7 +165,7 @@ def test_two_files_that_change_places_are_a_change(monkeypatch):
     }
 
 
-def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypatch):
+def test_unused_definitions_do_not_count(monkeypatch):
     before, read = states(), Path.read_bytes
     file = gpu.ROOT / "tests" / "support" / "recurrences.py"
 
@@ -179,19 +179,19 @@ def test_what_kernels_tests_do_not_use_of_other_modules_does_not_count(monkeypat
     assert {"gsa", "lattice"} <= with_line(b"\n\nprint(0)\n")
 
 
-def test_stages_of_several_commands_add_up_while_the_state_stays():
+def test_stages_accumulate_while_the_state_is_unchanged():
     first, second = gpu.RECORDED[:3], gpu.RECORDED[3:]
     state = states()
     everything = ",".join(gpu.parts())
-    record = gpu.added({}, state, dict.fromkeys(first, GREEN))
+    record = gpu.updated_record({}, state, dict.fromkeys(first, GREEN))
     assert gpu.complaint(record).endswith(f"STAGES=large PARTS={everything}")
-    whole = gpu.added(record, state, dict.fromkeys(second, GREEN))
+    whole = gpu.updated_record(record, state, dict.fromkeys(second, GREEN))
     assert gpu.complaint(whole) is None and list(whole["gsa"]["stages"]) == list(gpu.RECORDED)
-    assert gpu.complaint(gpu.added(whole, state, {"memcheck": RED})).endswith(
+    assert gpu.complaint(gpu.updated_record(whole, state, {"memcheck": RED})).endswith(
         f"STAGES=memcheck PARTS={everything}"
     )
-    assert "racecheck" not in gpu.added(whole, state, {"racecheck": RED})["gsa"]["stages"]
-    other = gpu.added(whole, {"gla": "another"}, {"cpp": GREEN})
+    assert "racecheck" not in gpu.updated_record(whole, state, {"racecheck": RED})["gsa"]["stages"]
+    other = gpu.updated_record(whole, {"gla": "another"}, {"cpp": GREEN})
     assert list(other["gla"]["stages"]) == ["cpp"] and gpu.complaint(other).startswith("gla: changed")
     assert other["gsa"] == whole["gsa"]
 
@@ -209,7 +209,7 @@ def test_stages_of_several_commands_add_up_while_the_state_stays():
         (124, "", False, (0, 0)),
     ],
 )
-def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monkeypatch):
+def test_fuzz_is_recorded_but_not_required(code, printed, green, counts, monkeypatch):
     commands = []
     monkeypatch.setattr(gpu.Runner, "run", lambda self, command: commands.append(command) or (code, printed))
     result = gpu.Runner(1, False, []).fuzz()
@@ -217,7 +217,7 @@ def test_the_fuzz_is_noted_and_not_asked_for(code, printed, green, counts, monke
     assert (
         (gpu.ROOT / commands[0][1]).exists() and "--device=cuda" in commands[0] and "--seed=0" in commands[0]
     )
-    assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.ASKED
+    assert "fuzz" in gpu.RECORDED and "fuzz" not in gpu.REQUIRED
 
 
 RACES = "40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: {} hazards displayed\n"
@@ -233,15 +233,15 @@ def race(kernel):
     [
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 0 hazards displayed\n", True, (40, 0)),
         ("40 calls of gsa on cuda: all well\n== RACECHECK SUMMARY: 2 hazards displayed\n", False, (40, 2)),
-        (race("fmha(Params)") + RACES.format(1), True, (40, 0)),  # PyTorch's own
+        (race("fmha(Params)") + RACES.format(1), True, (40, 0)),  # a race of PyTorch
         (race("fmha(Params)") + race("void girih::kernels::f<int>()") + RACES.format(2), False, (40, 1)),
-        ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # the tool has not run
+        ("40 calls of gsa on cuda: all well\n", False, (40, 0)),  # no summary: the tool did not run
         ("40 calls of gsa on cuda: 3 are wrong\n== RACECHECK SUMMARY: 0 hazards\n", False, (37, 3)),
         ("", False, (0, 0)),
-        (race("fmha(Params)"), False, (0, 0)),  # ended before its summary
+        (race("fmha(Params)"), False, (0, 0)),  # no summary: the run was interrupted
     ],
 )
-def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
+def test_racecheck_runs_valid_calls(printed, green, counts, monkeypatch):
     commands = []
     code = int("wrong" in printed or not printed)
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_racecheck_watches_right_calls(printed, green, counts, monkeypatch):
     assert (gpu.ROOT / command[program]).exists() and "--operators=gsa" in command
 
 
-def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
+def test_racecheck_runs_the_tests_of_other_parts(monkeypatch):
     commands = []
     output = "5 calls of gsa on cuda: all well\n5 passed\n== RACECHECK SUMMARY: 0 hazards\n"
     monkeypatch.setattr(
@@ -263,6 +263,8 @@ def test_racecheck_runs_the_tests_of_what_is_no_operator(monkeypatch):
     )
     result = gpu.Runner(100, False, ["gsa", "gate_activations"]).racecheck()
     assert result["green"] and result["passed"] == 10
-    of_calls, of_tests = commands
-    assert "--operators=gsa" in of_calls and "tests/kernels/test_gate_activations_kernels.py" in of_tests
-    assert "tests/kernels/test_gsa_kernels.py" not in of_tests
+    call_command, test_command = commands
+    assert (
+        "--operators=gsa" in call_command and "tests/kernels/test_gate_activations_kernels.py" in test_command
+    )
+    assert "tests/kernels/test_gsa_kernels.py" not in test_command

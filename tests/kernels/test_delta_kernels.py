@@ -1,4 +1,4 @@
-"""The kernels of delta_product at their edges; all but the long and large cases are small."""
+"""Edge cases of the kernels of delta_product; all cases but the long and large ones are small."""
 
 import random
 from dataclasses import replace
@@ -15,22 +15,22 @@ from kernel_accuracy import (
     LAYOUTS,
     LENGTHS,
     Inputs,
-    assert_as_right,
-    assert_as_right_as_the_formula,
-    by_formula,
+    assert_accurate,
+    assert_accurate_as_formula,
     gates,
-    in_pieces,
+    initial_state,
     run,
-    start_of,
+    run_formula,
+    run_in_segments,
 )
 from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WIDTHS = [8, 20, 64, 72, 128, 136, 256]
-STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # a token; 17 are too many for the tensor cores
-# What only the exact kernels take; KINDS: and a call of those of the tensor cores.
-EXACT = {
+STEPS = [1, 2, 3, 4, 5, 8, 16, 17]  # steps per token; 17 exceed the kernels on tensor cores
+# Calls of the fp32 kernels only. KINDS adds calls of the kernels on tensor cores.
+FP32_CALLS = {
     "fp32": {"dtype": torch.float32},
     "vector": {"dtype": torch.bfloat16, "vector": True},
     "gelu": {"dtype": torch.float16, "chunk": 16, "between_chunks": "gelu"},
@@ -38,26 +38,27 @@ EXACT = {
 }
 GATED = {
     "bf16": {"dtype": torch.bfloat16},
-    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # their scan is another
-} | EXACT
-PLAIN_VECTOR = {"vector": True, "gated": False}  # a beta for every channel on the tensor cores
+    "bf16 of 128": {"dtype": torch.bfloat16, "D": 128, "V": 72},  # has a separate scan kernel
+} | FP32_CALLS
+PLAIN_VECTOR = {"vector": True, "gated": False}  # per-channel beta on the tensor cores
 KINDS = GATED | {
     "plain vector": {"dtype": torch.bfloat16, **PLAIN_VECTOR},
     "plain vector of 128": {"dtype": torch.float16, "D": 128, "V": 128, **PLAIN_VECTOR},
 }
 VECTORS = [name for name, kind in KINDS.items() if "vector" in kind]
-of_every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-of_every_gated_kind = pytest.mark.parametrize("kind", GATED.values(), ids=GATED)
-exact_only = pytest.mark.parametrize("kind", EXACT.values(), ids=EXACT)
-# Widths of heads that scans of their own take.
-of_every_head = pytest.mark.parametrize("D", [64, 128])
-# Of sequences that do not depend on their place among others.
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_gated_kind = pytest.mark.parametrize("kind", GATED.values(), ids=GATED)
+every_fp32_call = pytest.mark.parametrize("kind", FP32_CALLS.values(), ids=FP32_CALLS)
+# Head widths with scan kernels of their own.
+every_head_width = pytest.mark.parametrize("D", [64, 128])
+# Kinds whose sequences are computed independently of their place in a batch.
 SCANS = ["bf16", "bf16 of 128", "fp32", "vector", "plain vector", "plain vector of 128"]
-of_every_scan = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS], ids=SCANS)
+every_scan_kind = pytest.mark.parametrize("kind", [KINDS[name] for name in SCANS], ids=SCANS)
 
 
 def keys(kind, shape, generator):
-    """Of unit length: at random, nearly parallel, one alone, one in every other row, none."""
+    """Unit keys: random, nearly parallel ("parallel"), one key ("one"), one key in every other row ("half");
+    or zeros."""
     normal = torch.randn(shape, generator=generator)
     if kind == "parallel":
         normal = torch.randn(shape[-1], generator=generator) + 0.1 * normal
@@ -90,13 +91,13 @@ def draw(
     seed=0,
     **options,
 ):
-    """On the CPU. G queries a memory, or one for `shared` memories, which have one key; a state for each of
-    B, or of `sequences` packed ones. pattern: of the gates, None for none, as where not
-    `gated`. beta: of every step, between 0 and 2 where it is None; `vector`: of every channel, between 0 and
-    1."""
+    """Inputs on the CPU. G queries per memory; with G = 1, `shared` memories have one key and one query. A
+    state for each of B rows, or for each of `sequences` packed sequences. pattern: of the gates; None or
+    `gated=False` gives no gates. beta: of all steps, random between 0 and 2 if None; `vector`: per channel,
+    random between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     N = B if sequences is None else sequences
-    steady = torch.promote_types(dtype, torch.float32)
+    full_dtype = torch.promote_types(dtype, torch.float32)
 
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype)
@@ -104,76 +105,76 @@ def draw(
     k = keys(key, (B, T * n, H // shared, D), generator)
     if l2norm_qk:
         k = k * torch.rand(*k.shape[:3], 1, generator=generator) * 10
-    of_steps = (
+    step_sizes = (
         2 * torch.rand(B, T * n, H, generator=generator) if beta is None else torch.full((B, T * n, H), beta)
     )
     if vector:
-        of_steps = torch.rand(B, T * n, H, D, generator=generator)
+        step_sizes = torch.rand(B, T * n, H, D, generator=generator)
     data = {
         "q": normal(B, T, H * G // (shared if G == 1 else 1), D),
         "k": k.to(dtype),
         "v": normal(B, T * n, H, V),
-        "beta": of_steps.to(gate_dtype),
+        "beta": step_sizes.to(gate_dtype),
     }
     if pattern and gated:
         data["g"] = gates(pattern, (B, T, H), generator).to(gate_dtype)
-    state = {"s": normal(N, H, D, V, dtype=steady)}
-    grads = {"o": normal(B, T, H * G, V), "s": normal(N, H, D, V, dtype=steady)}
+    state = {"s": normal(N, H, D, V, dtype=full_dtype)}
+    grads = {"o": normal(B, T, H * G, V), "s": normal(N, H, D, V, dtype=full_dtype)}
     return Inputs("delta_product", data, state, grads, options | {"n": n, "l2norm_qk": l2norm_qk})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T", LENGTHS)
-@of_every_head
+@every_head_width
 def test_every_length(D, T, dtype):
-    assert_as_right_as_the_formula(draw(T=T, D=D, dtype=dtype))
+    assert_accurate_as_formula(draw(T=T, D=D, dtype=dtype))
 
 
 @pytest.mark.parametrize("pattern, l2norm_qk", [(None, False), ("mild", False), ("sudden", True)])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("G", [1, 2])
-@of_every_head
-def test_more_chunks_than_places(D, G, n, pattern, l2norm_qk):
-    """Whatever goes round in a ring has gone round more than twice."""
+@every_head_width
+def test_more_chunks_than_stages(D, G, n, pattern, l2norm_qk):
+    """Every ring of stages wraps around more than twice."""
     options = {"pattern": pattern, "l2norm_qk": l2norm_qk, "dtype": torch.bfloat16}
-    assert_as_right_as_the_formula(draw(B=1, T=650, G=G, D=D, V=72, n=n, **options))
+    assert_accurate_as_formula(draw(B=1, T=650, G=G, D=D, V=72, n=n, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n, T", [(1, 400), (1, 2100), (2, 330), (3, 20)])
-@of_every_head
-def test_the_output_where_no_gradient_is_wanted(D, n, T, pattern, dtype):
-    """Nothing is kept then, and the output is the same to the bit."""
+@every_head_width
+def test_outputs_without_gradients_have_the_same_bits(D, n, T, pattern, dtype):
+    """Without gradients nothing is saved, and the outputs have the same bits."""
     inputs = draw(B=1, T=T, D=D, V=D, n=n, pattern=pattern, dtype=dtype).map(lambda x: x.to(DEVICE))
     found = run(inputs)
     with torch.no_grad():
-        o, state = ops.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+        o, state = ops.delta_product(**inputs.data, **inputs.options, state=initial_state(inputs))
     assert torch.equal(o, found["o"])
     assert torch.equal(state.s, found["s"])
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("T", LENGTHS)
-def test_every_length_of_the_exact_kernels(T, kind):
-    assert_as_right_as_the_formula(draw(T=T, **kind))
+def test_every_length_of_the_fp32_kernels(T, kind):
+    assert_accurate_as_formula(draw(T=T, **kind))
 
 
 @pytest.mark.parametrize("n", STEPS)
 @pytest.mark.parametrize("T", [1, 3, 4, 5, 12, 13, 31, 33, 50])
-@of_every_head
+@every_head_width
 def test_every_number_of_steps(D, T, n):
-    assert_as_right_as_the_formula(draw(T=T, D=D, n=n, dtype=DTYPES[1 + T % 2]))
+    assert_accurate_as_formula(draw(T=T, D=D, n=n, dtype=DTYPES[1 + T % 2]))
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("n", [2, 3, 17, 33, 64, 65])
 @pytest.mark.parametrize("T", [1, 3, 22, 33])
-def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
-    """65 have none."""
+def test_every_number_of_steps_of_the_fp32_kernels(T, n, kind):
+    """65 steps have no kernel."""
     if n == 65 and "between_chunks" in kind:
-        pytest.skip("PyTorch's form, whose tanh and gelu are rounded otherwise on another device")
-    assert_as_right_as_the_formula(draw(B=1, T=T, n=n, D=24, V=24, **kind))
+        pytest.skip("the ATen form, whose tanh and gelu round differently between devices")
+    assert_accurate_as_formula(draw(B=1, T=T, n=n, D=24, V=24, **kind))
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 64, 65, 130])
@@ -182,80 +183,81 @@ def test_every_number_of_steps_of_the_exact_kernels(T, n, kind):
 )
 @pytest.mark.parametrize("between_chunks", ["gelu", "tanh"])
 def test_every_chunk_of_between_chunks(between_chunks, chunk, n, T):
-    """From a start inside of one, at another place in every sequence."""
+    """From a state in mid-chunk, at another position in every sequence."""
     options = {"chunk": chunk, "between_chunks": between_chunks}
-    assert_as_right_as_the_formula(draw(B=3, H=1, T=T, n=n, D=20, V=40, dtype=DTYPES[T % 3], **options))
+    assert_accurate_as_formula(draw(B=3, H=1, T=T, n=n, D=20, V=40, dtype=DTYPES[T % 3], **options))
 
 
-@pytest.mark.parametrize("kind", [EXACT["gelu"], EXACT["tanh vector"]], ids=["gelu", "tanh"])
+@pytest.mark.parametrize("kind", [FP32_CALLS["gelu"], FP32_CALLS["tanh vector"]], ids=["gelu", "tanh"])
 @pytest.mark.parametrize("T", [0, 1, 47, 48, 49])
 def test_chunks_from_a_start_without_a_state(T, kind):
-    assert_as_right_as_the_formula(replace(draw(T=T, **kind), state={}))
+    assert_accurate_as_formula(replace(draw(T=T, **kind), state={}))
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("kind", [KINDS[name] for name in VECTORS], ids=VECTORS)
 @pytest.mark.parametrize("D", WIDTHS)
 def test_every_width_of_a_beta_for_every_channel(D, kind, n):
-    assert_as_right_as_the_formula(draw(B=1, n=n, **kind | {"D": D, "V": D}))
+    assert_accurate_as_formula(draw(B=1, n=n, **kind | {"D": D, "V": D}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
-@of_every_head
+@every_head_width
 def test_a_beta_for_every_channel_on_the_tensor_cores(D, n, T, dtype):
-    assert_as_right_as_the_formula(draw(T=T, D=D, V=D, n=n, dtype=dtype, **PLAIN_VECTOR))
+    assert_accurate_as_formula(draw(T=T, D=D, V=D, n=n, dtype=dtype, **PLAIN_VECTOR))
 
 
 @pytest.mark.parametrize("n, T", [(1, 650), (2, 330), (3, 220)])
 @pytest.mark.parametrize("G", [1, 2])
-@of_every_head
-def test_more_chunks_than_places_with_a_beta_for_every_channel(D, G, n, T):
-    assert_as_right_as_the_formula(draw(B=1, T=T, G=G, D=D, V=D, n=n, dtype=torch.bfloat16, **PLAIN_VECTOR))
+@every_head_width
+def test_more_chunks_than_stages_with_a_beta_for_every_channel(D, G, n, T):
+    assert_accurate_as_formula(draw(B=1, T=T, G=G, D=D, V=D, n=n, dtype=torch.bfloat16, **PLAIN_VECTOR))
 
 
 @pytest.mark.parametrize("key", ["parallel", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
-@of_every_head
+@every_head_width
 def test_hard_keys_with_a_beta_for_every_channel(D, n, key):
-    assert_as_right_as_the_formula(draw(T=130, D=D, V=D, n=n, key=key, dtype=torch.bfloat16, **PLAIN_VECTOR))
+    assert_accurate_as_formula(draw(T=130, D=D, V=D, n=n, key=key, dtype=torch.bfloat16, **PLAIN_VECTOR))
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D, V", list(zip(WIDTHS, WIDTHS[2:] + WIDTHS[:2], strict=True)))
 def test_every_width(D, V, dtype, n):
-    assert_as_right_as_the_formula(draw(B=1, D=D, V=V, n=n, dtype=dtype))
+    assert_accurate_as_formula(draw(B=1, D=D, V=V, n=n, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
 @pytest.mark.parametrize("n", [1, 3])
-@of_every_head
+@every_head_width
 def test_gates_from_0_to_minus_20(D, n, pattern, dtype):
-    assert_as_right_as_the_formula(draw(T=130, D=D, n=n, pattern=pattern, dtype=dtype))
+    assert_accurate_as_formula(draw(T=130, D=D, n=n, pattern=pattern, dtype=dtype))
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("pattern", [None, "open", "closed", "mixed", "sudden", "uniform"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_gates_of_the_exact_kernels(n, pattern, kind):
-    assert_as_right_as_the_formula(draw(T=130, n=n, pattern=pattern, **kind))
+def test_gates_of_the_fp32_kernels(n, pattern, kind):
+    assert_accurate_as_formula(draw(T=130, n=n, pattern=pattern, **kind))
 
 
-@of_every_gated_kind
+@every_gated_kind
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 31, 32, 47, 63, 64, 100])
 def test_one_closed_gate(position, kind):
     inputs = draw(T=101, pattern="open", **kind)
     inputs.data["g"][:, position] = -20
-    assert_as_right_as_the_formula(inputs)
+    assert_accurate_as_formula(inputs)
 
 
-@of_every_gated_kind
+@every_gated_kind
 @pytest.mark.parametrize("gate", [-1e9, -torch.inf])
-def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
-    """It takes no digits from its neighbours: where the memory is reset, what follows is as after -100."""
+def test_very_negative_gates_equal_closed_gates(gate, kind):
+    """A gate resets the memory without loss of precision for its neighbours: the results equal the
+    results at -100."""
     inputs = draw(T=100, **kind).map(lambda x: x.to(DEVICE))
     inputs.data["g"][:, [5, 40, 70]] = -100.0
     want = run(inputs)
@@ -268,45 +270,45 @@ def test_a_gate_far_below_is_as_one_that_closes(gate, kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("key", ["random", "parallel", "one", "half", "zero"])
-@of_every_head
+@every_head_width
 def test_every_kind_of_keys(D, key, beta, dtype):
-    """Nearly parallel ones make large inverses; with beta = 2 every step is a reflection."""
-    assert_as_right_as_the_formula(draw(T=130, D=D, key=key, beta=beta, pattern=None, dtype=dtype))
+    """Nearly parallel keys give large inverses; with beta = 2 every step is a reflection."""
+    assert_accurate_as_formula(draw(T=130, D=D, key=key, beta=beta, pattern=None, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("key", ["random", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
-@of_every_head
+@every_head_width
 def test_keys_and_queries_of_any_length(D, n, key, dtype):
     inputs = draw(n=n, T=100, D=D, key=key, l2norm_qk=True, dtype=dtype)
     inputs.data["q"][:, 3] = 0
     inputs.data["k"][:, 5] = 0
-    assert_as_right_as_the_formula(inputs)
+    assert_accurate_as_formula(inputs)
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("key", ["random", "one", "half", "zero"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_keys_and_queries_of_any_length_of_the_exact_kernels(n, key, kind):
+def test_keys_and_queries_of_any_length_of_the_fp32_kernels(n, key, kind):
     inputs = draw(n=n, T=100, key=key, l2norm_qk=True, **kind)
     inputs.data["q"][:, 3] = 0
     inputs.data["k"][:, 5] = 0
-    assert_as_right_as_the_formula(inputs)
+    assert_accurate_as_formula(inputs)
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("G, n", [(2, 1), (3, 2), (2, 4), (8, 1)])
 def test_grouped_queries(G, n, kind):
-    assert_as_right_as_the_formula(draw(G=G, n=n, scale=0.3, **kind))
+    assert_accurate_as_formula(draw(G=G, n=n, scale=0.3, **kind))
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("G, n", [(1, 1), (1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("shared", [2, 4])
 def test_memories_that_share_keys(shared, G, n, kind):
-    """And with one output each, queries."""
-    assert_as_right_as_the_formula(draw(H=4, shared=shared, G=G, n=n, **kind))
+    """With one output per memory, memories share queries too."""
+    assert_accurate_as_formula(draw(H=4, shared=shared, G=G, n=n, **kind))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -316,18 +318,18 @@ def test_memories_that_share_keys(shared, G, n, kind):
 @pytest.mark.parametrize("pattern", [None, "mild"])
 def test_memories_that_share_keys_in_every_scan(pattern, D, T, n, dtype):
     options = {"l2norm_qk": True, "pattern": pattern, "dtype": dtype}
-    assert_as_right_as_the_formula(draw(B=1, H=6, shared=3, D=D, V=D, T=T, n=n, **options))
+    assert_accurate_as_formula(draw(B=1, H=6, shared=3, D=D, V=D, T=T, n=n, **options))
     bounds = torch.tensor([0, 5, 5, T - 7], dtype=torch.int32)
     inputs = draw(B=1, H=6, shared=3, D=D, V=D, T=T, n=n, sequences=3, **options)
-    assert_as_right_as_the_formula(inputs, bounds)
+    assert_accurate_as_formula(inputs, bounds)
 
 
 @pytest.mark.parametrize("D, pattern", [(64, None), (128, None), (256, "mild")])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("G", [3, 4, 5])
-def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
+def test_query_heads_around_the_number_of_stages(G, n, D, pattern):
     options = {"pattern": pattern, "dtype": torch.bfloat16}
-    assert_as_right_as_the_formula(draw(H=1, G=G, D=D, V=D, T=330, n=n, **options))
+    assert_accurate_as_formula(draw(H=1, G=G, D=D, V=D, T=330, n=n, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -338,19 +340,19 @@ def test_about_as_many_query_heads_as_there_are_places(G, n, D, pattern):
 @pytest.mark.parametrize("pattern", [None, "mild", "closed"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_many_heads(n, pattern, D, V, T, H, dtype):
-    """So many that none has two multiprocessors for itself, and at D = 128 every 64 columns not one: a block
-    has 128 of them, but for 192."""
-    assert_as_right_as_the_formula(draw(H=H, T=T, D=D, V=V, n=n, pattern=pattern, dtype=dtype))
+    """More heads than half the multiprocessors, and at D = 128 more groups of 64 columns than
+    multiprocessors: a block computes 128 columns, except for V = 192."""
+    assert_accurate_as_formula(draw(H=H, T=T, D=D, V=V, n=n, pattern=pattern, dtype=dtype))
 
 
 @pytest.mark.parametrize("key", ["half", "one"])
 @pytest.mark.parametrize("n, packed, unit", [(1, False, True), (2, True, False), (3, True, True)])
 def test_many_heads_of_128(n, packed, unit, key):
-    """Of hard keys, with and without states, and the same bits every time."""
+    """Hard keys, with and without saved states: accurate, and the same bits in every run."""
     sizes = {"B": 1, "sequences": 5, "H": 100} if packed else {"B": 2, "H": 50}
     inputs = draw(T=200, D=128, V=128, n=n, key=key, l2norm_qk=unit, dtype=torch.bfloat16, **sizes)
     cu_seqlens = torch.tensor([0, 1, 1, 66, 130, 200], device=DEVICE) if packed else None
-    assert_as_right_as_the_formula(inputs, cu_seqlens=cu_seqlens)
+    assert_accurate_as_formula(inputs, cu_seqlens=cu_seqlens)
     inputs = inputs.map(lambda x: x.to(DEVICE))
     first = run(inputs, cu_seqlens=cu_seqlens)
     for _ in range(20):
@@ -358,33 +360,33 @@ def test_many_heads_of_128(n, packed, unit, key):
         assert all(torch.equal(found[name], first[name]) for name in first)
     with torch.no_grad():
         o, state = ops.delta_product(
-            **inputs.data, **inputs.options, state=start_of(inputs), cu_seqlens=cu_seqlens
+            **inputs.data, **inputs.options, state=initial_state(inputs), cu_seqlens=cu_seqlens
         )
     assert torch.equal(o, first["o"])
     assert torch.equal(state.s, first["s"])
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("gate_dtype", [*DTYPES, torch.float64], ids=str)
 def test_gates_and_steps_of_any_dtype(gate_dtype, kind):
-    assert_as_right_as_the_formula(draw(n=2, gate_dtype=gate_dtype, **kind))
+    assert_accurate_as_formula(draw(n=2, gate_dtype=gate_dtype, **kind))
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("absent", ["state", "do", "dstate"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_absent_parts(n, absent, kind):
     inputs = draw(n=n, **kind)
-    kept = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
+    grad_names = {"do": ["s"], "dstate": ["o"]}.get(absent, inputs.grads)
     inputs = replace(
         inputs,
         state={} if absent == "state" else inputs.state,
-        grads={name: grad for name, grad in inputs.grads.items() if name in kept},
+        grads={name: grad for name, grad in inputs.grads.items() if name in grad_names},
     )
-    assert_as_right_as_the_formula(inputs)
+    assert_accurate_as_formula(inputs)
 
 
-@of_every_kind
+@every_kind
 def test_expanded_gradients(kind):
     inputs = draw(**kind)
     ones = {
@@ -400,10 +402,10 @@ def test_expanded_gradients(kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_layout(n, layout, dtype):
-    # Gates and steps of 16 bits too, at even and at odd places.
+    # 16-bit gates and steps too, at even and odd offsets.
     inputs = draw(B=3, H=3, T=67, D=24, V=40, n=n, dtype=dtype, gate_dtype=dtype if n == 2 else torch.float32)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
-    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    assert_accurate_as_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
@@ -412,26 +414,26 @@ def test_every_layout(n, layout, dtype):
 def test_an_odd_number_of_steps_of_16_bits(T, dtype):
     inputs = draw(B=1, H=1, T=T, dtype=dtype, gate_dtype=dtype)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
-    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    assert_accurate_as_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_layout_of_the_exact_kernels(n, layout, kind):
+def test_every_layout_of_the_fp32_kernels(n, layout, kind):
     inputs = draw(B=3, T=67, D=24, V=24 if "vector" in kind else 40, n=n, **kind)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
-    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    assert_accurate_as_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("n", [1, 2])
 def test_padding_at_full_tiles(n, kind):
     inputs = draw(T=128, n=n, **kind)
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
-    assert_as_right_as_the_formula(inputs, found=run(inputs.map(pad)))
+    assert_accurate_as_formula(inputs, found=run(inputs.map(pad)))
     pad.assert_untouched()
 
 
@@ -441,13 +443,13 @@ def test_padding_at_full_tiles(n, kind):
     ids=str,
 )
 @pytest.mark.parametrize("n", [1, 2, 3])
-@of_every_kind
+@every_kind
 def test_packed_sequences(kind, n, bounds):
     inputs = draw(B=1, T=150, n=n, sequences=len(bounds) - 1, **kind)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if len(bounds) % 3 else torch.int64)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=cu_seqlens.to(DEVICE))
-    assert_as_right_as_the_formula(inputs, cu_seqlens, found)
+    assert_accurate_as_formula(inputs, cu_seqlens, found)
     pad.assert_untouched()
 
 
@@ -457,39 +459,40 @@ def test_packed_sequences(kind, n, bounds):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("D, V", [(64, 64), (72, 200), (128, 128), (128, 256), (256, 136)])
 def test_no_gates(D, V, dtype, n, G, l2norm_qk):
-    """The gradients have kernels of their own for that, with and without lengths."""
+    """Calls without gates have separate backward kernels, with and without l2norm_qk."""
     options = {"pattern": None, "l2norm_qk": l2norm_qk, "dtype": dtype}
 
-    def drawn(**sizes):
+    def draw_inputs(**sizes):
         inputs = draw(D=D, G=G, n=n, **sizes, **options)
         k = inputs.data["k"]
-        if l2norm_qk and dtype == torch.float16:  # no exponents for a gradient over a short key's length
-            longer = 0.1 / k.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
-            inputs.data["k"] = (k * longer.clamp(min=1)).to(dtype)
+        if l2norm_qk and dtype == torch.float16:  # division by the length of short keys overflows fp16
+            factor = 0.1 / k.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
+            inputs.data["k"] = (k * factor.clamp(min=1)).to(dtype)
         return inputs
 
-    assert_as_right_as_the_formula(drawn(T=70, V=V))
-    packed = drawn(B=1, T=150, V=V - 8, sequences=3)
-    assert_as_right_as_the_formula(packed, torch.tensor([9, 70, 70, 140]))
+    assert_accurate_as_formula(draw_inputs(T=70, V=V))
+    packed = draw_inputs(B=1, T=150, V=V - 8, sequences=3)
+    assert_accurate_as_formula(packed, torch.tensor([9, 70, 70, 140]))
 
 
 @pytest.mark.parametrize("G", [1, 2])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@of_every_head
-def test_steps_of_almost_nothing(D, dtype, n, G):
-    """A gradient of beta that is found out of beta G needs a beta to divide by, and beta G digits."""
+@every_head_width
+def test_tiny_step_sizes(D, dtype, n, G):
+    """The gradient of beta is computed from beta G: dividing by a tiny beta needs its exponent range and
+    precision."""
     inputs = draw(T=200, D=D, G=G, n=n, dtype=dtype, pattern=None)
     beta = inputs.data["beta"]
     beta[0, :64], beta[0, 70], beta[0, -1] = 0, 1e-38, 1e-39
     beta[1, 64:128], beta[1, 130], beta[1, -1] = 1e-11, 1e-38, -0.5
-    assert_as_right_as_the_formula(inputs)
+    assert_accurate_as_formula(inputs)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-@of_every_kind
+@every_kind
 def test_expanded_inputs(kind, dim):
-    """Of the same batch row, token or head all along."""
+    """The same batch row, token or head is repeated along one dimension."""
     inputs = draw(**kind).map(lambda x: x.to(DEVICE))
     first = {name: x.narrow(dim, 0, 1).expand(x.shape) for name, x in inputs.data.items()}
     found = run(replace(inputs, data=first))
@@ -497,8 +500,8 @@ def test_expanded_inputs(kind, dim):
     assert all(torch.equal(found[name], dense[name]) for name in dense)
 
 
-def random_surroundings(choose, packed, seed):
-    """What draw() takes beside sizes and options."""
+def random_options(choose, packed, seed):
+    """Arguments of draw() besides sizes and options."""
     return {
         "pattern": choose([None, "mild", "mixed", "sudden", "uniform"]),
         "key": choose(["random", "parallel"]),
@@ -509,8 +512,8 @@ def random_surroundings(choose, packed, seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_everything_together(seed):
-    """Sizes, options, gates and packing at random."""
+def test_random_options_together(seed):
+    """Random sizes, options, gates and packing."""
     choose = random.Random(seed).choice
     T, packed = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True])
     bounds = sorted(choose(range(T + 1)) for _ in range(3))
@@ -523,13 +526,13 @@ def test_everything_together(seed):
         V=choose([1, 5, 32, 64, 70, 128, 150, 256]),
         n=choose([1, 1, 2, 2, 3, 4, 6]),
         dtype=choose(DTYPES[1:]),
-        **random_surroundings(choose, packed, seed),
+        **random_options(choose, packed, seed),
     )
-    assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
+    assert_accurate_as_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
 
 
 @pytest.mark.parametrize("seed", range(48))
-def test_everything_together_in_the_exact_kernels(seed):
+def test_random_options_together_in_the_fp32_kernels(seed):
     choose = random.Random(seed).choice
     T, packed, vector = choose([1, 2, 20, 63, 64, 65, 100, 140]), choose([False, False, True]), choose([0, 1])
     bounds = sorted(choose(range(T + 1)) for _ in range(3))
@@ -546,16 +549,16 @@ def test_everything_together_in_the_exact_kernels(seed):
         n=choose([1, 1, 2, 2, 3, 4, 6, 20]),
         vector=bool(vector),
         dtype=choose(DTYPES if vector or options else DTYPES[:1]),
-        **random_surroundings(choose, packed, seed),
+        **random_options(choose, packed, seed),
         **options,
     )
-    assert_as_right_as_the_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
+    assert_accurate_as_formula(inputs, torch.tensor([0, *bounds, T]) if packed else None)
 
 
-@of_every_scan
+@every_scan_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_rows_with_bounds_are_their_sequences(n, kind):
-    """cu_seqlens [B, 2]: every row's one sequence, as if it stood alone; other tokens get nothing."""
+def test_rows_with_bounds_equal_their_sequences(n, kind):
+    """cu_seqlens [B, 2]: the sequence of every row gives the same bits alone; other tokens give zeros."""
     bounds = [(0, 100), (30, 100), (0, 61), (50, 50)]
     inputs = draw(B=4, T=100, n=n, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -587,9 +590,9 @@ def test_rows_with_bounds_are_their_sequences(n, kind):
 @pytest.mark.parametrize(
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_bounds_that_make_no_sense_reach_nothing_outside(n, kind, bounds):
+def test_invalid_bounds_access_no_memory_outside(n, kind, bounds):
     inputs = draw(B=1, T=40, n=n, sequences=3, **kind)
     pad = Padded(*LAYOUTS["aligned"], device=DEVICE)
     found = run(inputs.map(pad), cu_seqlens=torch.tensor(bounds, device=DEVICE))
@@ -597,17 +600,17 @@ def test_bounds_that_make_no_sense_reach_nothing_outside(n, kind, bounds):
     pad.assert_untouched()
 
 
-@of_every_kind
-def test_no_sequences_in_a_row_of_tokens(kind):
+@every_kind
+def test_zero_packed_sequences(kind):
     inputs = draw(B=1, T=128, sequences=0, **kind).map(lambda x: x.to(DEVICE))
     found = run(inputs, cu_seqlens=torch.tensor([0, 128], device=DEVICE)[:1])
     assert not any(x.any() for name, x in found.items() if x.numel())
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("n", [1, 2])
-def test_nothing_is_left_unwritten(n, kind):
-    """With every new tensor full of NaN."""
+def test_every_output_is_written(n, kind):
+    """New tensors are filled with NaN, and all results are finite."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for T, D in ((0, 8), (1, 8), (65, 20), (130, 64)):
@@ -618,7 +621,7 @@ def test_nothing_is_left_unwritten(n, kind):
         torch.use_deterministic_algorithms(False)
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("n, packed", [(1, False), (2, False), (2, True)])
 def test_a_hundred_runs_have_the_same_bits(n, packed, kind):
     B, sequences = (1, 4) if packed else (2, None)
@@ -633,11 +636,11 @@ def test_a_hundred_runs_have_the_same_bits(n, packed, kind):
 @pytest.mark.parametrize("n, D", [(1, 64), (2, 128)])
 @pytest.mark.parametrize("T", [4096, 32768])
 def test_long_sequences_of_few_heads(T, n, D):
-    """In one call, where time is cut into segments that run at once, and in pieces of 3000 tokens."""
+    """One call, which cuts time into concurrent segments, and several calls of 3000 tokens each."""
     inputs = draw(B=1, H=4, T=T, D=D, V=D, n=n, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
-    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
-    assert_as_right(run(inputs), exact, rounded, T * n)
-    assert_as_right(in_pieces(inputs, 3000), exact, rounded, T * n)
+    exact, rounded = run(inputs.map(torch.Tensor.double)), run_formula(run, inputs)
+    assert_accurate(run(inputs), exact, rounded, T * n)
+    assert_accurate(run_in_segments(inputs, 3000), exact, rounded, T * n)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -652,47 +655,47 @@ def test_long_sequences_of_few_heads(T, n, D):
     ],
 )
 def test_segments_of_every_width(H, G, D, V, n, packed):
-    """With one part of a state in a block or two, or values and transitions in one."""
+    """States split over one or two blocks, and values and transitions in one block."""
     sizes = {"H": H, "G": G, "D": D, "V": V, "n": n, "sequences": 2 if packed else None}
     inputs = draw(B=1, T=8192, dtype=torch.bfloat16, **sizes).map(lambda x: x.to(DEVICE))
     cu_seqlens = torch.tensor([0, 3000, 8192], device=DEVICE) if packed else None
     exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
-    rounded = by_formula(run, inputs, cu_seqlens=cu_seqlens)
-    assert_as_right(run(inputs, cu_seqlens=cu_seqlens), exact, rounded, 8192 * n)
+    rounded = run_formula(run, inputs, cu_seqlens=cu_seqlens)
+    assert_accurate(run(inputs, cu_seqlens=cu_seqlens), exact, rounded, 8192 * n)
 
 
-@exact_only
+@every_fp32_call
 @pytest.mark.parametrize("n", [1, 2])
-def test_long_sequences_of_the_exact_kernels(n, kind):
+def test_long_sequences_of_the_fp32_kernels(n, kind):
     inputs = draw(B=1, T=4096, D=64, V=64, n=n, **kind).map(lambda x: x.to(DEVICE))
-    exact, rounded = run(inputs.map(torch.Tensor.double)), by_formula(run, inputs)
-    assert_as_right(run(inputs), exact, rounded, 4096 * n)
-    assert_as_right(in_pieces(inputs, 3000), exact, rounded, 4096 * n)
+    exact, rounded = run(inputs.map(torch.Tensor.double)), run_formula(run, inputs)
+    assert_accurate(run(inputs), exact, rounded, 4096 * n)
+    assert_accurate(run_in_segments(inputs, 3000), exact, rounded, 4096 * n)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("G, n, l2norm_qk", [(1, 1, False), (2, 2, True)])
 @torch.no_grad()
-def test_steps_in_place_are_the_forward(G, n, l2norm_qk, layout, dtype):
+def test_steps_in_place_equal_the_forward(G, n, l2norm_qk, layout, dtype):
     T, sizes = 9, {"B": 3, "G": G, "D": 24, "V": 40, "n": n, "l2norm_qk": l2norm_qk}
     inputs = draw(T=T, dtype=dtype, **sizes).map(lambda x: x.to(DEVICE))
     start, source = Padded(*LAYOUTS[layout], device=DEVICE), Padded(*LAYOUTS[layout], device=DEVICE)
-    stepped, views = replace(inputs, state={name: start(x) for name, x in inputs.state.items()}), []
-    state = start_of(stepped)
+    step_inputs, views = replace(inputs, state={name: start(x) for name, x in inputs.state.items()}), []
+    state = initial_state(step_inputs)
     data = {name: source(x) for name, x in inputs.data.items()}
     for t in range(T):
         views.append(ops.delta_product_step(**token(data, t, n), **inputs.options, state=state))
-    found = {"o": torch.cat(views, 1)} | stepped.state
-    start.assert_untouched(written=list(stepped.state.values()))
+    found = {"o": torch.cat(views, 1)} | step_inputs.state
+    start.assert_untouched(written=list(step_inputs.state.values()))
     source.assert_untouched()
 
     def forward(inputs, source=ops):
-        o, state = source.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+        o, state = source.delta_product(**inputs.data, **inputs.options, state=initial_state(inputs))
         return {"o": o, "s": state.s}
 
-    exact, rounded = forward(inputs.map(torch.Tensor.double)), by_formula(forward, inputs)
-    assert_as_right(found, exact, rounded, T * n + 24)
+    exact, rounded = forward(inputs.map(torch.Tensor.double)), run_formula(forward, inputs)
+    assert_accurate(found, exact, rounded, T * n + 24)
 
 
 def token(data, t, n):
@@ -705,7 +708,7 @@ def token(data, t, n):
 def test_a_step_of_every_size(n):
     for D in [*WIDTHS, 1, 3]:
         for V in (1, 30, 64, 256):
-            assert_step_as_right(draw(T=1, D=D, V=V, n=n, dtype=torch.bfloat16))
+            assert_step_accurate(draw(T=1, D=D, V=V, n=n, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -714,14 +717,14 @@ def test_a_step_of_every_size(n):
 @torch.no_grad()
 def test_a_step_of_every_number_of_writes_and_queries(D, V, l2norm_qk, dtype):
     for n, G in ((1, 1), (1, 8), (2, 3), (3, 2), (5, 7), (8, 1), (8, 8)):
-        assert_step_as_right(draw(T=1, D=D, V=V, n=n, G=G, l2norm_qk=l2norm_qk, dtype=dtype))
+        assert_step_accurate(draw(T=1, D=D, V=V, n=n, G=G, l2norm_qk=l2norm_qk, dtype=dtype))
 
 
 @pytest.mark.parametrize("G, shared", [(1, 2), (1, 4), (3, 2)])
 @torch.no_grad()
 def test_a_step_of_memories_that_share_keys(G, shared):
     for kind in ({}, {"vector": True}, {"l2norm_qk": True, "n": 3}):
-        assert_step_as_right(draw(T=1, H=4, G=G, shared=shared, dtype=torch.bfloat16, **kind))
+        assert_step_accurate(draw(T=1, H=4, G=G, shared=shared, dtype=torch.bfloat16, **kind))
 
 
 @pytest.mark.parametrize("kind", ["no gates", "vector"])
@@ -729,21 +732,21 @@ def test_a_step_of_memories_that_share_keys(G, shared):
 def test_a_step_of_every_kind_of_gates_and_betas(kind):
     options = {"pattern": None} if kind == "no gates" else {"vector": True}
     for gate_dtype in (*DTYPES, torch.float64):
-        assert_step_as_right(draw(T=1, n=2, G=2, dtype=torch.bfloat16, gate_dtype=gate_dtype, **options))
+        assert_step_accurate(draw(T=1, n=2, G=2, dtype=torch.bfloat16, gate_dtype=gate_dtype, **options))
 
 
-def assert_step_as_right(inputs):
+def assert_step_accurate(inputs):
     inputs = inputs.map(lambda x: x.to(DEVICE))
-    state = start_of(inputs.map(torch.clone))
+    state = initial_state(inputs.map(torch.clone))
     o = ops.delta_product_step(**inputs.data, **inputs.options, state=state)
     double = inputs.map(torch.Tensor.double)
-    want_o, want = ops.delta_product(**double.data, **inputs.options, state=start_of(double))
-    near_o, near = rounded_formula.delta_product(**inputs.data, **inputs.options, state=start_of(inputs))
+    want_o, want = ops.delta_product(**double.data, **inputs.options, state=initial_state(double))
+    near_o, near = rounded_formula.delta_product(**inputs.data, **inputs.options, state=initial_state(inputs))
     terms = inputs.data["q"].shape[-1] + inputs.options["n"]
-    assert_as_right({"o": o, "s": state.s}, {"o": want_o, "s": want.s}, [{"o": near_o, "s": near.s}], terms)
+    assert_accurate({"o": o, "s": state.s}, {"o": want_o, "s": want.s}, [{"o": near_o, "s": near.s}], terms)
 
 
-@of_every_kind
+@every_kind
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_forward_and_backward_in_a_graph(n, packed, kind):
@@ -754,13 +757,13 @@ def test_forward_and_backward_in_a_graph(n, packed, kind):
         for seed in (0, 1)
     )
     graph, found = capture(lambda: run(inputs, cu_seqlens=cu_seqlens))
-    for part, of_other in (
+    for part, other_part in (
         (inputs.data, other.data),
         (inputs.state, other.state),
         (inputs.grads, other.grads),
     ):
         for name, x in part.items():
-            x.copy_(of_other[name])
+            x.copy_(other_part[name])
     graph.replay()
     want = run(other, cu_seqlens=cu_seqlens)
     assert all(torch.equal(found[name], want[name]) for name in want)
@@ -770,22 +773,22 @@ def test_forward_and_backward_in_a_graph(n, packed, kind):
 @torch.no_grad()
 def test_steps_replayed_from_a_graph(n):
     inputs = draw(T=9, n=n, dtype=torch.bfloat16).map(torch.Tensor.cuda)
-    eager, replayed = (start_of(inputs.map(torch.clone)) for _ in range(2))
+    eager, replayed = (initial_state(inputs.map(torch.clone)) for _ in range(2))
     first = {name: x.clone() for name, x in token(inputs.data, 0, n).items()}
     graph, o = capture(lambda: ops.delta_product_step(**first, **inputs.options, state=replayed))
     replayed.s.copy_(inputs.state["s"])
     for t in range(9):
-        now = token(inputs.data, t, n)
+        token_data = token(inputs.data, t, n)
         for name, x in first.items():
-            x.copy_(now[name])
+            x.copy_(token_data[name])
         graph.replay()
-        assert torch.equal(o, ops.delta_product_step(**now, **inputs.options, state=eager))
+        assert torch.equal(o, ops.delta_product_step(**token_data, **inputs.options, state=eager))
     assert torch.equal(replayed.s, eager.s)
 
 
 @pytest.mark.parametrize("kind", ["float64", "vector", "between chunks"])
 def test_the_aten_form_serves_float64(kind):
-    """As on the CPU, also with a beta for every channel and with a function between chunks."""
+    """As on the CPU, also with a per-channel beta and with a function between chunks."""
     inputs = draw(dtype=torch.float64, gate_dtype=torch.float64)
     if kind == "vector":
         beta = torch.rand(inputs.data["k"].shape, generator=torch.Generator().manual_seed(0))
@@ -798,14 +801,14 @@ def test_the_aten_form_serves_float64(kind):
 
 
 def test_rows_that_are_more_than_2_31_elements_apart():
-    """Few elements with enormous strides: the same bits as side by side."""
+    """Few elements with huge strides give the same bits as a contiguous tensor."""
     inputs = draw(B=1, T=66, H=1, D=32, V=32, dtype=torch.bfloat16).map(lambda x: x.to(DEVICE))
-    apart = -(-(2**31 + 2**28) // 65)
-    far = torch.empty(65 * apart + 2**12, dtype=torch.bfloat16, device=DEVICE)
-    data, at = {}, 0
+    stride = -(-(2**31 + 2**28) // 65)
+    buffer = torch.empty(65 * stride + 2**12, dtype=torch.bfloat16, device=DEVICE)
+    data, offset = {}, 0
     for name in ("q", "k", "v"):
         x = inputs.data[name]
-        data[name] = far.as_strided(x.shape, (0, apart, 32, 1), at).copy_(x)
-        at += 64
+        data[name] = buffer.as_strided(x.shape, (0, stride, 32, 1), offset).copy_(x)
+        offset += 64
     found, want = run(replace(inputs, data=inputs.data | data)), run(inputs)
     assert all(torch.equal(found[name], want[name]) for name in want)

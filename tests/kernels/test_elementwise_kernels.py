@@ -1,4 +1,4 @@
-"""The kernels of elementwise, what blocks and the loss compute row by row, at their edges."""
+"""Edge cases of the elementwise kernels: row-wise norms, rotary positions, products and the loss."""
 
 import copy
 
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# of x and the sums, of the branch and what is normalised
+# (dtype of x and the sums, dtype of the branch and the normalised rows)
 PAIRS = [(torch.float32, dtype) for dtype in DTYPES] + [(dtype, dtype) for dtype in DTYPES[1:]]
 WIDTHS = [8, 40, 64, 72, 128, 136, 256, 264, 1024, 1032, 2048, 2056, 4096, 4104, 8192]
 
@@ -29,7 +29,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def assert_close(got, want, terms=1, name=""):
-    """Off by two roundings of the result, and by those of a sum of n terms of about its size in fp32."""
+    """Within two roundings of the result plus the rounding of an fp32 sum of n terms of the result's size."""
     assert got.shape == want.shape, name
     if not want.numel():
         return
@@ -47,11 +47,11 @@ def norm_of(width, dtype=torch.float32):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    def off():
+    def disable():
         for module in (fused, swiglu, loss, linears):
             monkeypatch.setattr(module, "has_fused_kernel", lambda *tensors, needs_contiguous=True: False)
 
-    return off
+    return disable
 
 
 OPS = (
@@ -67,7 +67,7 @@ OPS = (
 
 @pytest.fixture
 def kernels():
-    """The names of those that are called."""
+    """The names of the kernels that are called."""
     called = []
 
     class Watch(TorchDispatchMode):
@@ -81,27 +81,27 @@ def kernels():
 
 
 def check_norm(rows, width, pair, with_branch, with_after, weight=torch.float32):
-    sums, of_rows = pair
+    sums, row_dtype = pair
     norm = norm_of(width, weight)
     x = normal(rows, width, dtype=sums).requires_grad_()
-    branch = normal(rows, width, dtype=of_rows, seed=1).requires_grad_() if with_branch else None
-    dy, after = normal(rows, width, dtype=of_rows, seed=2), normal(rows, width, dtype=sums, seed=3)
-    with torch.autocast("cuda", of_rows if of_rows != torch.float32 else None, enabled=of_rows != sums):
+    branch = normal(rows, width, dtype=row_dtype, seed=1).requires_grad_() if with_branch else None
+    dy, after = normal(rows, width, dtype=row_dtype, seed=2), normal(rows, width, dtype=sums, seed=3)
+    with torch.autocast("cuda", row_dtype if row_dtype != torch.float32 else None, enabled=row_dtype != sums):
         s, y = residual_norm(norm, x, branch)
     assert "ResidualNorm" in y.grad_fn.name() and (s.dtype, y.dtype) == pair
-    wanted = [t for t in (x, branch, norm.weight) if t is not None]
-    found = torch.autograd.grad((s, y), wanted, (after if with_after else torch.zeros_like(s), dy))
+    leaves = [t for t in (x, branch, norm.weight) if t is not None]
+    found = torch.autograd.grad((s, y), leaves, (after if with_after else torch.zeros_like(s), dy))
 
-    # The sum is kept in the dtype of x, and is read from there.
+    # The sum is stored in the dtype of x, and the norm reads the stored sum.
     exact = (x if branch is None else x.double() + branch.double()).detach()
     assert_close(s, exact.double(), name="s")
-    kept, w = s.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    want = F.rms_norm(kept, (width,), w, 1e-5)
+    stored, w = s.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    want = F.rms_norm(stored, (width,), w, 1e-5)
     assert_close(y, want.detach(), width, "y")
-    ds, dweight = torch.autograd.grad(want, (kept, w), dy.double())
+    ds, dweight = torch.autograd.grad(want, (stored, w), dy.double())
     ds = ds + after.double() if with_after else ds
     for name, got in zip(["dx", "dbranch"] if with_branch else ["dx"], found, strict=False):
-        assert got.dtype == (sums if name == "dx" else of_rows)
+        assert got.dtype == (sums if name == "dx" else row_dtype)
         assert_close(got, ds, width, name)
     assert found[-1].dtype == weight
     assert_close(found[-1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
@@ -126,7 +126,7 @@ def test_norms_with_and_without_a_branch(with_branch, with_after, weight):
     check_norm(33, 64, PAIRS[3], with_branch, with_after, weight)
 
 
-def test_only_what_is_used_has_a_gradient():
+def test_gradients_of_single_outputs():
     norm, x, branch = norm_of(64), normal(3, 64).requires_grad_(), normal(3, 64, seed=1).requires_grad_()
     s, y = residual_norm(norm, x, branch)
     for grad in torch.autograd.grad(s, (x, branch), torch.ones_like(s), retain_graph=True):
@@ -154,7 +154,7 @@ def test_norms_of_silu(rows, width, dtype, weight):
     assert_close(found[1], dweight if rows else torch.zeros_like(dweight), max(rows, 1), "dweight")
 
 
-def test_norms_of_silu_far_out():
+def test_norms_of_silu_of_extreme_inputs():
     x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 300.0, -300.0, 1e-30, 3.0]], device=DEVICE).requires_grad_()
     norm, dy = norm_of(8), normal(1, 8, seed=2)
     wide = x.detach().double().requires_grad_()
@@ -182,11 +182,11 @@ def test_rows_of_length_one_of_zeros_and_tiny_numbers():
     x[1, 5], x[2] = 1e-9, -3e-9
     y = unit_rows(x)
     assert not y[0].any() and not y[1, :5].any()
-    assert abs(y[1, 5].item() - 1) < 1e-6  # a length of 1e-9 with 1e-12 beside it
+    assert abs(y[1, 5].item() - 1) < 1e-6  # the length is 1e-9, and eps is 1e-12
     torch.testing.assert_close(y[2], torch.full_like(y[2], -0.125))
 
 
-def test_gradients_of_rows_of_length_one_can_be_differentiated_once_more():
+def test_second_derivatives_of_rows_of_length_one():
     x = normal(5, 64).requires_grad_()
 
     def second(unit):
@@ -207,16 +207,16 @@ def test_frozen_weights_have_no_gradient(kernels):
     assert [*kernels] == ["residual_norm", "residual_norm_backward", "silu_norm", "silu_norm_backward"]
 
 
-@pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
-def test_any_layout_is_read(how):
-    def laid_out(x):
-        if how == "transposed":
+@pytest.mark.parametrize("layout", ["transposed", "odd", "expanded"])
+def test_any_layout_is_accepted(layout):
+    def with_layout(x):
+        if layout == "transposed":
             return x.t().contiguous().t()
-        if how == "odd":  # begins where no pack does
+        if layout == "odd":  # starts at an unaligned address
             return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
         return x[:1].expand_as(x)
 
-    x, branch, dy, after = (laid_out(normal(6, 40, seed=i)) for i in range(4))
+    x, branch, dy, after = (with_layout(normal(6, 40, seed=i)) for i in range(4))
     weight, ops = normal(40), torch.ops.girih
     dense = [t.clone(memory_format=torch.contiguous_format) for t in (x, branch, dy, after)]
     for run in (
@@ -247,50 +247,50 @@ def test_products(shape, dtype):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
-def test_a_feed_forward_layer_is_as_right_as_its_parts(autocast, frozen, kernels):
-    """Against float64, with the kernels of `silu_product` on both sides."""
+def test_a_feed_forward_layer_is_as_accurate_as_its_parts(autocast, frozen, kernels):
+    """Compared with float64; both sides use the kernels of `silu_product`."""
     torch.manual_seed(0)
     layer, x = swiglu.SwiGLU(64, 160).to(DEVICE), normal(3, 50, 64).requires_grad_()
     layer.down_proj.weight.requires_grad_(not frozen)
 
     def gradients(call, layer, x):
-        left = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
         y = call(layer, x)
-        return y, *torch.autograd.grad(y, left, normal(*y.shape, seed=1).to(y))
+        return y, *torch.autograd.grad(y, leaves, normal(*y.shape, seed=1).to(y))
 
-    def by_parts(layer, x):
+    def run_parts(layer, x):
         return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
 
     with torch.autocast("cuda", autocast, enabled=autocast is not None):
         found = gradients(type(layer).__call__, layer, x)
         assert kernels == ["silu_product_forward", "silu_product_backward"]
-        parts = gradients(by_parts, layer, x)
+        parts = gradients(run_parts, layer, x)
     want = gradients(
         type(layer).__call__, copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
     )
-    for ours, others, exact in zip(found, parts, want, strict=True):
-        assert ours.dtype == others.dtype
-        error, of_parts = ((y.double() - exact).norm() for y in (ours, others))
-        assert error <= 1.1 * of_parts + 1e-6 * exact.norm()
+    for result, reference, exact in zip(found, parts, want, strict=True):
+        assert result.dtype == reference.dtype
+        error, parts_error = ((y.double() - exact).norm() for y in (result, reference))
+        assert error <= 1.1 * parts_error + 1e-6 * exact.norm()
 
 
-def test_a_feed_forward_layer_with_another_layer_in_it_calls_it():
-    layer, x, seen = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
-    layer.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    assert layer(x).equal(seen[0])
+def test_a_feed_forward_layer_calls_hooks_of_its_layers():
+    layer, x, outputs = swiglu.SwiGLU(64, 160).to(DEVICE), normal(5, 64), []
+    layer.down_proj.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    assert layer(x).equal(outputs[0])
 
 
-def test_a_feed_forward_layer_keeps_no_product():
+def test_a_feed_forward_layer_does_not_save_the_product():
     layer, x = swiglu.SwiGLU(64, 4096).to(DEVICE), normal(1000, 64).requires_grad_()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     y = layer(x)
-    kept = torch.cuda.memory_allocated() - before - y.nbytes
-    assert kept < 2.5 * 4 * 4096 * 1000  # gate and up
+    saved_bytes = torch.cuda.memory_allocated() - before - y.nbytes
+    assert saved_bytes < 2.5 * 4 * 4096 * 1000  # gate and up
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_gates_that_are_wide_open_or_shut(dtype):
+def test_products_of_extreme_gates(dtype):
     gate = torch.tensor([0.0, -0.0, 80.0, -80.0, 3e4, -3e4, torch.inf, -torch.inf], device=DEVICE).to(dtype)
     up = torch.ones_like(gate)
     got, want = torch.ops.girih.silu_product(gate, up), F.silu(gate.float())
@@ -301,7 +301,7 @@ def test_products_of_gates_that_are_wide_open_or_shut(dtype):
 
 
 def entropy(z, labels, ignored=-100):
-    """Of every row, and the gradient of their sum."""
+    """The loss of every row, and the gradient of their sum."""
     z = z.double().requires_grad_()
     l = F.cross_entropy(z, labels, reduction="none", ignore_index=ignored)
     return l.detach(), torch.autograd.grad(l.sum(), z)[0]
@@ -330,17 +330,17 @@ def test_cross_entropies_of_extreme_logits(dtype):
     got = torch.ops.girih.cross_entropy_(z, labels, -100)
     assert_close(got[:4], l)
     assert_close(z[:4], dz)
-    assert got[4:].isnan().all() and z[4:].isnan().all()  # of NaN, and of nothing but -inf
+    assert got[4:].isnan().all() and z[4:].isnan().all()  # rows with a NaN, and rows that are all -inf
 
 
 @pytest.mark.parametrize("label", [-1, 64, 2**40])
-def test_a_label_that_is_no_class_is_a_loss_that_is_no_number(label):
+def test_invalid_labels_give_nan_losses(label):
     z, labels = normal(3, 64), torch.tensor([1, label, 2], device=DEVICE)
     got = torch.ops.girih.cross_entropy_(z, labels, -100)
     assert got.isnan().tolist() == [False, True, False] and z.isfinite().all()
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad = Padded(16, range(2), outer=1, device=DEVICE)
     x, branch, dy, after = (pad(normal(9, 40, seed=i)) for i in range(4))
     weight = Padded(8, range(1), device=DEVICE)(normal(40))
@@ -363,30 +363,30 @@ def test_equal_calls_have_the_same_bits():
     x, branch, dy = (normal(3000, 264, seed=i) for i in range(3))
     weight = normal(264)
 
-    def once():
+    def run_once():
         s, y = torch.ops.girih.residual_norm(x, branch, weight, 1e-5, torch.float32)
         z = normal(3000, 264)
         l = torch.ops.girih.cross_entropy_(z, torch.arange(3000, device=DEVICE) % 264, -100)
-        of_silu = torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True)
+        silu_grads = torch.ops.girih.silu_norm_backward(dy, x, weight, 1e-5, True)
         return (
             s,
             y,
-            *of_silu,
+            *silu_grads,
             *torch.ops.girih.residual_norm_backward(dy, x, s, weight, 1e-5, True, True),
             z,
             l,
         )
 
-    for a, b in zip(once(), once(), strict=True):
+    for a, b in zip(run_once(), run_once(), strict=True):
         assert a.equal(b)
 
 
-def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
+def check_rotary(run, run_backward, sizes, D, dtype, has_row_positions):
     """`run(x, query_heads, position, rate)` and `run_backward(dq, dk, dv, position, rate)`; sizes: B, T,
-    query heads, heads. Off by roundings of a pair's size, as cos and sin are rounded."""
+    query heads, heads. The tolerance is relative to the size of a pair, because cos and sin are rounded."""
     B, T, query_heads, heads = sizes
     position = torch.arange(T, device=DEVICE) * 7 % 5000
-    if of_sequences:
+    if has_row_positions:
         position = position + torch.arange(B, device=DEVICE)[:, None] * 100
     rate, all_heads = (
         rotary_frequencies(D, 10000.0, torch.float32, position.device),
@@ -397,43 +397,43 @@ def check_rotary(run, run_backward, sizes, D, dtype, of_sequences):
     parts = wide.split(all_heads, 2)
     cos, sin = (part[..., None, :].double() for part in rotary_cos_sin(position, D, 10000.0, dtype))
 
-    def turn(x):
+    def rotate(x):
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
-    def assert_turned(got, want, of):
-        size = sum(part.abs() for part in of.double().chunk(2, -1)).repeat(1, 1, 1, 2)
+    def assert_rotated(got, want, source):
+        size = sum(part.abs() for part in source.double().chunk(2, -1)).repeat(1, 1, 1, 2)
         assert got.dtype == dtype and got.shape == want.shape
         error = (got.double() - want).abs()
         assert (error <= (2 * torch.finfo(dtype).eps + 1e-6) * size).all(), error.max()
 
-    want = [turn(parts[0]), turn(parts[1]), parts[2]]
+    want = [rotate(parts[0]), rotate(parts[1]), parts[2]]
     found = run(x, query_heads, position, rate)
-    for got, exact, of in zip(found, want, x.split(all_heads, 2), strict=True):
-        assert_turned(got, exact.detach(), of)
+    for got, exact, source in zip(found, want, x.split(all_heads, 2), strict=True):
+        assert_rotated(got, exact.detach(), source)
     assert found[2].equal(x[:, :, query_heads + heads :])
     grads = [normal(*y.shape, dtype=dtype, seed=i + 1) for i, y in enumerate(want)]
     (exact,) = torch.autograd.grad(want, wide, [g.double() for g in grads])
-    assert_turned(run_backward(*grads, position, rate), exact, torch.cat(grads, 2))
+    assert_rotated(run_backward(*grads, position, rate), exact, torch.cat(grads, 2))
 
 
-@pytest.mark.parametrize("of_sequences", [False, True])
+@pytest.mark.parametrize("has_row_positions", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("D", [16, 48, 64, 96, 128, 256])
-def test_turns_of_every_width(D, dtype, of_sequences):
+def test_rotary_of_every_width(D, dtype, has_row_positions):
     check_rotary(
-        torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, of_sequences
+        torch.ops.girih.rotary, torch.ops.girih.rotary_backward, (2, 33, 3, 1), D, dtype, has_row_positions
     )
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 2, 1), (2, 0, 2, 1), (1, 5, 0, 2), (1, 5, 3, 0), (3, 700, 40, 8)])
-def test_turns_of_any_heads_and_none(sizes):
+def test_rotary_of_any_number_of_heads(sizes):
     check_rotary(torch.ops.girih.rotary, torch.ops.girih.rotary_backward, sizes, 128, torch.bfloat16, False)
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 1)])
-def test_turned_is_rotary(heads):
-    """In fp32 but for a rounding; differentiated once and twice."""
+def test_split_and_rotate_equals_rotary(heads):
+    """Equal up to a rounding in fp32, also for first and second derivatives."""
     x, position = normal(2, 9, sum(heads), 32).requires_grad_(), torch.arange(3, 12, device=DEVICE)
 
     def parts(x):
@@ -455,7 +455,7 @@ def test_turned_is_rotary(heads):
         )
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     position, rate, all_heads = torch.arange(6, device=DEVICE), normal(8), normal(2, 6, 4, 16)
     x, weight, label = normal(4, 16), normal(16), torch.zeros(4, dtype=torch.long, device=DEVICE)
     ops = torch.ops.girih
@@ -493,9 +493,9 @@ def test_what_they_refuse():
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 3), (torch.float64, 8)], ids=str)
-def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
+def test_products_without_a_kernel_use_pytorch(dtype, width):
     gate, up = (normal(3, width, seed=i).to(dtype).requires_grad_() for i in range(2))
-    for ours, want in (
+    for result, want in (
         (silu_product(gate, up), F.silu(gate) * up),
         *zip(
             torch.autograd.grad(silu_product(gate, up).square().sum(), (gate, up)),
@@ -503,11 +503,11 @@ def test_a_product_without_a_kernel_is_pytorchs(dtype, width):
             strict=True,
         ),
     ):
-        torch.testing.assert_close(ours, want)
+        torch.testing.assert_close(result, want)
 
 
 @pytest.mark.parametrize("why", ["hook", "double", "width", "strides", "class"])
-def test_the_rest_goes_to_pytorch(why, kernels):
+def test_other_calls_use_pytorch(why, kernels):
     width = 12 if why == "width" else 64
     norm, x = norm_of(width), normal(4, width)
     if why == "hook":
@@ -522,7 +522,7 @@ def test_the_rest_goes_to_pytorch(why, kernels):
     assert not kernels and s is x and y.equal(norm(x))
 
 
-def test_what_transforms_operators_gets_pytorchs():
+def test_torch_func_transforms_use_pytorch():
     norm, x = norm_of(64), normal(3, 5, 64)
 
     def f(x):
@@ -547,8 +547,8 @@ def test_gradients_of_gradients():
     def plain(x):
         return (F.silu(norm(x * 1.5)) * x * 1.5).sum()
 
-    for ours, pytorchs in ((f, plain), *feed_forward()):
-        found, want = (torch.autograd.functional.hessian(g, x) for g in (ours, pytorchs))
+    for result, reference in ((f, plain), *feed_forward()):
+        found, want = (torch.autograd.functional.hessian(g, x) for g in (result, reference))
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
@@ -566,7 +566,7 @@ def feed_forward():
 
 
 def errors_of(model, exact, ids):
-    """Of every gradient against float64's, beside its size."""
+    """The error of the loss, and the relative errors of all gradients, against float64."""
     model.zero_grad()
     with torch.autocast("cuda", torch.bfloat16):
         found = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -578,7 +578,7 @@ def errors_of(model, exact, ids):
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "gated_deltanet", "attention"])
-def test_a_model_trains_as_right_as_by_pytorch(mixer, kernels, without_kernels):
+def test_a_model_trains_as_accurately_as_with_pytorch(mixer, kernels, without_kernels):
     torch.manual_seed(0)
     sizes = {"vocab_size": 1000, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
     model = GirihForCausalLM(GirihConfig(mixer=mixer, loss_in_chunks=True, **sizes)).to(DEVICE).train()
@@ -589,12 +589,12 @@ def test_a_model_trains_as_right_as_by_pytorch(mixer, kernels, without_kernels):
     exact.loss = exact.loss.detach()
     kernels.clear()
     found = errors_of(model, exact, ids)
-    of_silu = {"silu_norm", "silu_norm_backward"}
-    assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else of_silu)
+    silu_ops = {"silu_norm", "silu_norm_backward"}
+    assert {*kernels} == {*OPS} - (set() if mixer == "gsa" else silu_ops)
     without_kernels()
-    by_pytorch = errors_of(model, exact, ids)
-    for ours, others in zip(found, by_pytorch, strict=True):
-        assert ours <= 2 * others + 1e-3
+    pytorch_errors = errors_of(model, exact, ids)
+    for result, reference in zip(found, pytorch_errors, strict=True):
+        assert result <= 2 * reference + 1e-3
 
 
 def test_a_loss_without_gradients():

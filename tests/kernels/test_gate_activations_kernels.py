@@ -1,4 +1,4 @@
-"""The kernels of gate_activations, gates of many rows, forward and backward, at their edges."""
+"""Edge cases of the kernels of gate_activations: gates of many rows, forward and backward."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def assert_close(got, want, name, terms=1):
-    """Off by two roundings of the result, and by those of a sum of n terms in fp32."""
+    """Within two roundings of the result plus the rounding of an fp32 sum of n terms."""
     assert got.shape == want.shape, name
     if want.numel():
         eps = 2 * torch.finfo(got.dtype).eps
@@ -28,37 +28,46 @@ def assert_close(got, want, name, terms=1):
         assert (error <= bound).all(), f"{name}: off by {error.max().item():.3g}"
 
 
-def numbers_of(columns, gate, with_bias):
+def bias_and_rate(columns, gate, with_bias):
     bias = normal(columns, seed=1) if with_bias or gate == "linear" else None
     return bias, normal(columns, seed=2) if gate == "decay" else None
 
 
 def check(run, x, gate, with_bias=True, scale=1.5):
-    """`run(x, dy, gate, bias, rate, scale)` gives y, dx and, where there are numbers, their gradients."""
-    bias, rate = numbers_of(x.shape[-1], gate, with_bias)
+    """`run(x, dy, gate, bias, rate, scale)` returns y, dx and the gradients of the bias and the rate, if
+    any."""
+    bias, rate = bias_and_rate(x.shape[-1], gate, with_bias)
     scale = 1.0 if gate in ("linear", "decay") else scale
     dy = normal(*x.shape, seed=3)
-    y, dx, *of_numbers = run(x, dy, gate, bias, rate, scale)
+    y, dx, *number_grads = run(x, dy, gate, bias, rate, scale)
     assert y.dtype == torch.float32 and dx.dtype == x.dtype
-    given = [n for n in (bias, rate) if n is not None]
-    wide = [t.detach().double().requires_grad_() for t in (x, *given)]
-    left = iter(wide[1:])
+    numbers = [n for n in (bias, rate) if n is not None]
+    wide = [t.detach().double().requires_grad_() for t in (x, *numbers)]
+    remaining = iter(wide[1:])
     want = aten_gate(
-        wide[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+        wide[0],
+        gate,
+        None if bias is None else next(remaining),
+        None if rate is None else next(remaining),
+        scale,
     )
     exact = torch.autograd.grad(want, wide, dy.double())
     assert_close(y, want.detach(), "y")
     rows = max(x.shape[:-1].numel(), 1)
-    for name, got, exactly in zip(("dx", "dbias", "drate"), (dx, *of_numbers), exact, strict=False):
+    for name, got, exactly in zip(("dx", "dbias", "drate"), (dx, *number_grads), exact, strict=False):
         assert_close(got, exactly, name, rows if name != "dx" else 1)
-    assert len(of_numbers) == len(given)
+    assert len(number_grads) == len(numbers)
 
 
 def run(x, dy, gate, bias, rate, scale):
     leaves = [t.detach().requires_grad_() for t in (x, bias, rate) if t is not None]
-    left = iter(leaves[1:])
+    remaining = iter(leaves[1:])
     y = apply_gate(
-        leaves[0], gate, None if bias is None else next(left), None if rate is None else next(left), scale
+        leaves[0],
+        gate,
+        None if bias is None else next(remaining),
+        None if rate is None else next(remaining),
+        scale,
     )
     assert "RowGates" in y.grad_fn.name()
     return y, *torch.autograd.grad(y, leaves, dy)
@@ -78,13 +87,13 @@ def test_every_number_of_rows(columns, rows, gate):
     check(run, normal(rows, columns, dtype=torch.bfloat16), gate, with_bias=False)
 
 
-def test_blocks_that_walk_over_many_rows():
+def test_blocks_that_loop_over_rows():
     check(run, normal(2**18 + 5, 9), "sigmoid")
     check(run, normal(20000, 1032), "decay")
 
 
 @pytest.mark.parametrize("layout", ["columns", "odd columns", "transposed", "expanded", "odd"])
-def test_any_layout_is_read(layout):
+def test_any_layout_is_accepted(layout):
     whole = normal(3, 7, 64, dtype=torch.bfloat16)
     x = {
         "columns": lambda: whole[..., 16:32],
@@ -96,13 +105,13 @@ def test_any_layout_is_read(layout):
     check(run, x, "sigmoid")
 
 
-def test_gates_that_are_wide_open_or_shut():
+def test_extreme_gates():
     x = torch.tensor([[0.0, -0.0, 80.0, -80.0, 3e4, -3e4, 20.5, -20.5]], device=DEVICE)
     for gate in GATES:
         check(run, x, gate)
 
 
-def test_only_what_is_wanted_has_a_gradient():
+def test_only_requested_gradients_are_computed():
     x, bias = normal(9, 16).requires_grad_(), normal(16)
     assert_close(
         torch.autograd.grad(apply_gate(x, "sigmoid", bias).sum(), x)[0],
@@ -117,22 +126,22 @@ def test_only_what_is_wanted_has_a_gradient():
 
 @pytest.mark.parametrize("rows", [(5,), ()], ids=str)
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_can_be_differentiated_once_more(gate, rows):
-    bias, rate = numbers_of(16, gate, True)
+def test_second_derivatives(gate, rows):
+    bias, rate = bias_and_rate(16, gate, True)
     leaves = [t.requires_grad_() for t in (normal(*rows, 16), bias, rate) if t is not None]
 
-    def second(of):
-        y = of(*leaves[:2], leaves[2] if gate == "decay" else None)
+    def second(gate_function):
+        y = gate_function(*leaves[:2], leaves[2] if gate == "decay" else None)
         grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
 
     found = second(lambda x, b, r: apply_gate(x, gate, b, r))
     want = second(lambda x, b, r: aten_gate(x, gate, b, r, 1.0))
-    for ours, exact in zip(found, want, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+    for result, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_the_rest_goes_to_pytorch(monkeypatch):
+def test_other_calls_use_pytorch(monkeypatch):
     monkeypatch.setattr(torch.ops.girih, "row_gates", None)
     x, bias = normal(4, 16), normal(16)
     assert apply_gate(x.double(), "sigmoid", bias).dtype == torch.float64
@@ -142,7 +151,7 @@ def test_the_rest_goes_to_pytorch(monkeypatch):
     torch.func.vmap(lambda row: apply_gate(row, "sigmoid", bias))(x)
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad, rows = Padded(8, range(1), device=DEVICE), Padded(16, range(2), device=DEVICE)
     x, dense = rows(normal(9, 40)), Padded(16, range(2), outer=1, device=DEVICE)
     bias, rate, dy = pad(normal(40, seed=1)), pad(normal(40, seed=2)), dense(normal(9, 40, seed=3))
@@ -155,13 +164,13 @@ def test_nothing_is_read_or_written_but_what_is_there():
 
 def test_equal_calls_have_the_same_bits():
     x, dy, bias, rate = normal(30000, 24), normal(30000, 24, seed=3), normal(24), normal(24, seed=2)
-    once, again = (
+    first, second = (
         torch.ops.girih.row_gates_backward(dy, x, "decay", bias, rate, 1.0, True) for _ in range(2)
     )
-    assert all(a.equal(b) for a, b in zip(once, again, strict=True))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     x, bias, ops = normal(4, 16), normal(16), torch.ops.girih
     for call, message in [
         (lambda: ops.row_gates(x.double(), "sigmoid", bias, None, 1.0), "x is Double"),

@@ -1,4 +1,4 @@
-"""The kernels of gated_rms_norm at their edges. All but the large case suit compute-sanitizer."""
+"""Edge cases of the kernels of gated_rms_norm. All cases but the large one suit compute-sanitizer."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid}
-# Around the packs of 4 and 8 elements and the widths of 4 to 512 threads.
+# Around the vectors of 4 and 8 elements and the widths of 4 to 512 threads.
 EDGES = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 WIDTHS = [1, 3, 4, 7, 8, 9, 12, 40, *(w for edge in EDGES for w in (edge - 1, edge, edge + 1, edge + 8))]
 WIDTHS = [width for width in WIDTHS if width <= 8192]
-# (elements of padding, order of the dimensions in memory from outer to inner, how many of them are padded)
+# (elements of padding, order of the dimensions in memory from outer to inner, number of padded dimensions)
 LAYOUTS = {
     "dense": (1, (0, 1, 2), 1),
     "packs": (8, (0, 1, 2)),
@@ -42,14 +42,14 @@ def draw(*shape, dtype, weight_dtype=torch.float32, gated=True, seed=0):
 
 
 def formula(x, weight, gate, *, activation="silu", eps=1e-6):
-    """The same in PyTorch, rounded once."""
+    """The formula in PyTorch with one rounding of the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
     return (y if gate is None else y * ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)
 
 
 def run(x, weight, gate, dy, *, function=ops.gated_rms_norm, **options):
-    """y, then the gradients of x, weight and gate."""
+    """y, and the gradients of x, weight and gate."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, gate) if t is not None]
     y = function(*leaves[:2], leaves[2] if gate is not None else None, **options)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -59,10 +59,10 @@ def on_device(inputs):
     return [None if t is None else t.to(DEVICE) for t in inputs]
 
 
-def assert_as_right_as_the_formula(found, inputs, **options):
-    """The error against float64 is at most twice that of the formula at the same dtypes, and one rounding of
-    the result; the weight's gradient, a sum of n rows in fp32, errs by about sqrt(n) roundings of a term
-    besides, in an order of its own."""
+def assert_accurate_as_formula(found, inputs, **options):
+    """The error against float64 is at most twice the error of the formula at the same dtypes, plus one
+    rounding of the result. The weight's gradient, an fp32 sum of n rows, also errs by about sqrt(n) roundings
+    of a term, which depend on its order."""
     exact = run(*(None if t is None else t.double() for t in inputs), function=formula, **options)
     rounded = run(*inputs, function=formula, **options)
     assert len(found) == len(exact)
@@ -84,7 +84,7 @@ def test_every_width(width):
     inputs = draw(2, 3, width, dtype=DTYPES[i % 3], gated=i % 7 > 0, seed=width)
     options = {"activation": list(ACTIVATIONS)[i // 3 % 3], "eps": 1e-3 if i % 2 else 1e-6}
     pad = Padded(*LAYOUTS["dense"], device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs), **options), inputs, **options)
+    assert_accurate_as_formula(run(*map(pad, inputs), **options), inputs, **options)
     pad.assert_untouched()
 
 
@@ -94,10 +94,10 @@ def test_every_width(width):
 def test_every_activation_and_dtype(activation, dtype, width):
     inputs = draw(3, 7, 2, width, dtype=dtype, gated=activation is not None)
     options = {"activation": activation} if activation else {}
-    assert_as_right_as_the_formula(run(*on_device(inputs), **options), inputs, **options)
+    assert_accurate_as_formula(run(*on_device(inputs), **options), inputs, **options)
 
 
-# One row, around the rows of a block, and more than all blocks have at once.
+# One row, row counts around the rows of a block, and more rows than all blocks hold at once.
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
@@ -112,13 +112,13 @@ def test_every_activation_and_dtype(activation, dtype, width):
 def test_every_number_of_rows(rows, width, dtype):
     inputs = draw(rows, width, dtype=dtype, seed=rows)
     pad = Padded(1, (0, 1), 1, device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_formula(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
 def test_a_single_row_without_other_dimensions():
     inputs = draw(96, dtype=torch.bfloat16)
-    assert_as_right_as_the_formula(run(*on_device(inputs)), inputs)
+    assert_accurate_as_formula(run(*on_device(inputs)), inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,43 +127,47 @@ def test_a_single_row_without_other_dimensions():
 def test_every_layout(layout, dtype, width):
     inputs = draw(3, 5, width, dtype=dtype)
     pad = Padded(*LAYOUTS[layout], device=DEVICE)
-    assert_as_right_as_the_formula(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_formula(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
 @pytest.mark.parametrize("unaligned", range(4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_begin_anywhere(unaligned, dtype):
-    """Dense, but one tensor's memory begins beside a multiple of 16 bytes."""
+def test_unaligned_rows(unaligned, dtype):
+    """Contiguous tensors, one of which starts at an address that is not a multiple of 16 bytes."""
     inputs = draw(5, 128, dtype=dtype)
-    moved = on_device(inputs)
-    beside = torch.empty(moved[unaligned].numel() + 1, dtype=moved[unaligned].dtype, device=DEVICE)[1:]
-    moved[unaligned] = beside.view_as(moved[unaligned]).copy_(moved[unaligned])
-    assert_as_right_as_the_formula(run(*moved), inputs)
+    device_inputs = on_device(inputs)
+    unaligned_buffer = torch.empty(
+        device_inputs[unaligned].numel() + 1, dtype=device_inputs[unaligned].dtype, device=DEVICE
+    )[1:]
+    device_inputs[unaligned] = unaligned_buffer.view_as(device_inputs[unaligned]).copy_(
+        device_inputs[unaligned]
+    )
+    assert_accurate_as_formula(run(*device_inputs), inputs)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
 def test_weights_of_any_dtype(weight_dtype):
     inputs = draw(2, 33, 72, dtype=torch.bfloat16, weight_dtype=weight_dtype)
-    assert_as_right_as_the_formula(run(*on_device(inputs)), inputs)
+    assert_accurate_as_formula(run(*on_device(inputs)), inputs)
 
 
 def test_a_strided_weight():
     x, weight, gate, dy = inputs = draw(9, 40, dtype=torch.float32)
-    spread = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
-    assert_as_right_as_the_formula(run(*on_device([x, spread, gate, dy])), inputs)
+    strided_weight = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
+    assert_accurate_as_formula(run(*on_device([x, strided_weight, gate, dy])), inputs)
 
 
 def test_expanded_gradients():
     *inputs, _ = draw(2, 33, 24, dtype=torch.float32)
     one = torch.ones(())
     found = run(*on_device(inputs), one.to(DEVICE).expand(2, 33, 24))
-    assert_as_right_as_the_formula(found, [*inputs, one.expand(2, 33, 24)])
+    assert_accurate_as_formula(found, [*inputs, one.expand(2, 33, 24)])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_far_out(activation, dtype):
+def test_gates_of_any_size(activation, dtype):
     x, weight, _, dy = draw(2, 16, 8, dtype=dtype)
     far = torch.tensor([0.0, 1e-6, 8.0, 30.0, 87.0, 89.0, 127.0, 1e3])
     gate = torch.stack([far, -far]).repeat(16, 1).view(2, 16, 8).to(dtype)
@@ -171,11 +175,11 @@ def test_gates_far_out(activation, dtype):
     options = {"activation": activation}
     found = run(*on_device(inputs), **options)
     assert all(t.isfinite().all() for t in found)
-    assert_as_right_as_the_formula(found, inputs, **options)
+    assert_accurate_as_formula(found, inputs, **options)
 
 
-def test_a_row_of_zeros_and_one_that_is_not_finite():
-    """Neither reaches another row's y, dx or dgate."""
+def test_rows_of_zeros_and_infinities_do_not_affect_others():
+    """Neither row affects y, dx or dgate of another row."""
     x, weight, gate, dy = on_device(draw(40, 64, dtype=torch.bfloat16))
     want = run(x, weight, gate, dy)
     x = x.clone()
@@ -196,11 +200,11 @@ def test_a_hundred_runs_have_the_same_bits(width):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 64), (torch.float32, 8193)], ids=str)
-def test_what_has_no_kernel_takes_the_aten_form(dtype, width):
+def test_calls_without_a_kernel_use_aten(dtype, width):
     inputs = [t.to(dtype) for t in draw(2, 3, width, dtype=torch.float32)]
-    close = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for got, want in zip(run(*on_device(inputs)), run(*inputs), strict=True):
-        torch.testing.assert_close(got.cpu(), want, rtol=close, atol=close)
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.large

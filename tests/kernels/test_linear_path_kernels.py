@@ -1,4 +1,5 @@
-"""The kernels of linear_path, what an injected memory makes of q, k and v, against their parts in float64."""
+"""The kernels of linear_path, which compute an injected memory's rows and gates, against formulas in
+float64."""
 
 import copy
 
@@ -15,7 +16,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SUMS = [  # of x, and of its sum
+SUMS = [  # dtypes of x and of its sum
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float32),
@@ -30,7 +31,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def rows_of(q, k, v, n):
-    """The rows of q, k, v `[B, T, heads, D]` by the formulas (eq. 4, 22), in their dtype."""
+    """The rows of q, k, v `[B, T, heads, D]` by the formulas (eq. 4, 22), in the dtype of the inputs."""
 
     def unit(x):
         y = F.silu(x)
@@ -52,7 +53,7 @@ def gate_of(total):
 
 
 def assert_close(got, want, name=""):
-    """Off by two roundings of the result, and by some of fp32 of the largest."""
+    """Within two roundings of the result plus some fp32 roundings of the largest result."""
     assert got.shape == want.shape, name
     if want.numel():
         want, info = want.detach(), torch.finfo(got.dtype)
@@ -87,13 +88,13 @@ def check_rows(run, run_backward, sizes, D, n, dtype, scale=2.0):
         assert_close(got, dx, f"d{name}")
 
 
-def check_sum(run, sizes, D, of_x, of_total, from_end):
+def check_sum(run, sizes, D, x_dtype, total_dtype, from_end):
     """`run(x, from_end, dtype)`; sizes: B, T, heads."""
-    x = normal(*sizes, D, dtype=of_x)
+    x = normal(*sizes, D, dtype=x_dtype)
     wide = x.double()
     want = wide.flip(1).cumsum(1).flip(1) if from_end else wide.cumsum(1)
-    found = run(x, from_end, of_total)
-    assert found.dtype == of_total and found.is_contiguous()
+    found = run(x, from_end, total_dtype)
+    assert found.dtype == total_dtype and found.is_contiguous()
     assert_close(found, want)
 
 
@@ -120,21 +121,21 @@ def check_channel_gate(run, run_backward, sizes, D, n, dtype):
     assert_close(run_backward(dbeta, total, n), dtotal, "dtotal")
 
 
-def on_card(op):
-    """The operator on a card for tensors of the host."""
+def on_gpu(op):
+    """Runs the operator on the GPU for tensors on the CPU."""
 
     def run(*arguments):
-        to = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
-        found = getattr(torch.ops.girih, op)(*to)
+        device_arguments = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments)
+        found = getattr(torch.ops.girih, op)(*device_arguments)
         return found.cpu() if isinstance(found, torch.Tensor) else [x.cpu() for x in found]
 
     return run
 
 
-ROWS = on_card("virtual_rows"), on_card("virtual_rows_backward")
-SUM = on_card("running_sum")
-GATE = on_card("pooled_gate"), on_card("pooled_gate_backward")
-CHANNEL_GATE = on_card("channel_gate"), on_card("channel_gate_backward")
+ROWS = on_gpu("virtual_rows"), on_gpu("virtual_rows_backward")
+SUM = on_gpu("running_sum")
+GATE = on_gpu("pooled_gate"), on_gpu("pooled_gate_backward")
+CHANNEL_GATE = on_gpu("channel_gate"), on_gpu("channel_gate_backward")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,17 +192,17 @@ def test_gates_of_channels_of_any_sizes(sizes, n):
     check_channel_gate(*CHANNEL_GATE, sizes, 64, n, torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", ["transposed", "odd", "expanded"])
-def test_any_layout_is_read(how):
-    def laid_out(x):
-        if how == "transposed":
+@pytest.mark.parametrize("layout", ["transposed", "odd", "expanded"])
+def test_any_layout_is_accepted(layout):
+    def with_layout(x):
+        if layout == "transposed":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
-        if how == "odd":  # begins where no pack does
+        if layout == "odd":  # starts at an unaligned address
             return torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
         return x[:, :1].expand_as(x)
 
     ops, shapes = torch.ops.girih, [(2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 4, 40)]
-    grads = [laid_out(normal(*shape, seed=i).to(DEVICE)) for i, shape in enumerate(shapes)]
+    grads = [with_layout(normal(*shape, seed=i).to(DEVICE)) for i, shape in enumerate(shapes)]
     dense = [x.clone(memory_format=torch.contiguous_format) for x in grads]
     qkv, dense_qkv = qkv_of(grads[3], 2), [x.contiguous() for x in qkv_of(dense[3], 2)]
     rows = ops.virtual_rows(*qkv, 2), ops.virtual_rows(*dense_qkv, 2)
@@ -221,7 +222,7 @@ def test_any_layout_is_read(how):
     )
 
 
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     pad, ops = Padded(16, range(4), outer=1, device=DEVICE), torch.ops.girih
     shapes = [(2, 6, 4, 40), (2, 6, 2, 40), (2, 12, 1, 40), (2, 12, 1, 40), (2, 6, 1, 40), (2, 6, 1, 40)]
     x, dq, dk, dv, k, v = (pad(normal(*shape, seed=i)) for i, shape in enumerate(shapes))
@@ -239,15 +240,15 @@ def test_nothing_is_read_or_written_but_what_is_there():
 def test_equal_calls_have_the_same_bits():
     x, ops = normal(3, 500, 12, 64, dtype=torch.bfloat16).to(DEVICE), torch.ops.girih
 
-    def once():
+    def run_once():
         rows, total = ops.virtual_rows(*qkv_of(x, 4), 2), ops.running_sum(x, False, x.dtype)
         gates = ops.pooled_gate(x), ops.channel_gate(x, 2), ops.channel_gate_backward(x, x, 1)
         return *rows, total, *ops.virtual_rows_backward(*rows, *qkv_of(x, 4), 2), *gates
 
-    assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
+    assert all(a.equal(b) for a, b in zip(run_once(), run_once(), strict=True))
 
 
-def test_what_they_refuse():
+def test_invalid_arguments_are_refused():
     x, ops = normal(2, 6, 4, 40).to(DEVICE), torch.ops.girih
     for call, message in [
         (lambda: ops.virtual_rows(x[..., :12], x, x, 2), "q is Float"),
@@ -296,8 +297,9 @@ def test_functions_differentiate(dtype):
 
 @pytest.mark.parametrize("gate_per", ["head", "channel"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
-    """In bf16, outputs and gradients: off no further from float64 than by the parts."""
+def test_an_injected_layer_is_as_accurate_as_its_parts(n, gate_per, monkeypatch):
+    """In bf16, outputs and gradients err against float64 by at most 1.1 times the error of the separate
+    parts."""
     torch.manual_seed(0)
     path = liza.LinearPath(SIZES, Injection(n=n, gate_per=gate_per)).to(DEVICE)
     x = normal(2, 130, (4 + 2 * 2) * 64).to(DEVICE)
@@ -308,13 +310,13 @@ def test_an_injected_layer_is_as_right_as_its_parts(n, gate_per, monkeypatch):
         y = path(x.split([4 * 64, 2 * 64, 2 * 64], -1))[0]
         return y, torch.autograd.grad(y, x, normal(*y.shape, seed=1).to(y))[0]
 
-    seen = []
+    calls = []
     rows = liza.VirtualRows.apply
-    monkeypatch.setattr(liza.VirtualRows, "apply", lambda *a: (seen.append(a), rows(*a))[1])
+    monkeypatch.setattr(liza.VirtualRows, "apply", lambda *a: (calls.append(a), rows(*a))[1])
     found = gradients(path.bfloat16(), x.bfloat16())
-    assert len(seen) == 1
+    assert len(calls) == 1
     monkeypatch.setattr(liza, "has_kernel", lambda x: False)
     parts, want = gradients(path, x.bfloat16()), gradients(exact, x.bfloat16().double())
-    for ours, others, truth in zip(found, parts, want, strict=True):
-        error, allowed = (ours.double() - truth).norm(), (others.double() - truth).norm()
+    for result, reference, truth in zip(found, parts, want, strict=True):
+        error, allowed = (result.double() - truth).norm(), (reference.double() - truth).norm()
         assert error <= 1.1 * allowed + 1e-3 * truth.norm()

@@ -1,4 +1,5 @@
-"""The kernels of short_conv at their edges. All but the large case are small enough for compute-sanitizer."""
+"""Edge cases of the kernels of short_conv. All cases but the large one are small enough for
+compute-sanitizer."""
 
 import pytest
 import torch
@@ -7,10 +8,11 @@ from padding import Padded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Around turns of 2 and 4 tokens, runs of 8, blocks of 8 runs; none, one, fewer than W - 1.
+# Around iterations of 2 and 4 tokens, runs of 8 tokens and blocks of 8 runs; none, one, fewer than W - 1
+# tokens.
 LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 257, 511, 513]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# (elements of padding, order of the dimensions in memory from outer to inner): vector loads or not
+# (elements of padding, order of the dimensions in memory from outer to inner), with and without vector loads
 LAYOUTS = {
     "packs": (4, (0, 1, 2)),
     "odd": (1, (0, 1, 2)),
@@ -38,20 +40,20 @@ def draw(B, T, channels, W, *, dtype, weight_dtype=torch.float32, bias=True, seq
 
 
 def run(x, weight, bias, state, dy, dfinal, *, cu_seqlens=None, activation="silu"):
-    """y, the final state, then the gradients of all inputs."""
+    """y, the final state and the gradients of all inputs."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, state)]
-    given = [t for t in leaves if t is not None]
+    present = [t for t in leaves if t is not None]
     state = None if leaves[3] is None else ops.ShortConvState(leaves[3])
     y, (final,) = ops.short_conv(*leaves[:3], activation=activation, state=state, cu_seqlens=cu_seqlens)
     outputs = [(out, grad) for out, grad in ((y, dy), (final, dfinal)) if grad is not None]
-    grads = torch.autograd.grad([o for o, _ in outputs], given, [g for _, g in outputs])
+    grads = torch.autograd.grad([o for o, _ in outputs], present, [g for _, g in outputs])
     return [y.detach(), final.detach(), *grads]
 
 
-def assert_as_right_as_aten(found, inputs, **options):
-    """The error against float64 is at most twice the ATen form's at the same dtypes, and one rounding of the
-    result; a gradient that sums all n tokens in fp32 errs by about sqrt(n) roundings of a term besides, in an
-    order of its own."""
+def assert_accurate_as_aten(found, inputs, **options):
+    """The error against float64 is at most twice the ATen form's error at the same dtypes, plus one rounding
+    of the result. A gradient that is an fp32 sum over n tokens also errs by about sqrt(n) roundings of a
+    term, which depend on its order."""
     exact = run(*(None if t is None else t.double() for t in inputs), **options)
     aten = run(*inputs, **options)
     assert len(found) == len(exact)
@@ -75,7 +77,7 @@ def test_every_length_and_width(T, W):
     inputs = draw(2, T, 36, W, dtype=dtype, bias=W % 2 == 0, seed=T)
     pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), activation="silu" if T % 2 else None)
-    assert_as_right_as_aten(found, inputs, activation="silu" if T % 2 else None)
+    assert_accurate_as_aten(found, inputs, activation="silu" if T % 2 else None)
     pad.assert_untouched()
 
 
@@ -85,14 +87,14 @@ def test_every_length_and_width(T, W):
 def test_every_layout_and_dtype(layout, dtype, channels):
     inputs = draw(3, 37, channels, 4, dtype=dtype)
     pad = Padded(*LAYOUTS[layout])
-    assert_as_right_as_aten(run(*map(pad, inputs)), inputs)
+    assert_accurate_as_aten(run(*map(pad, inputs)), inputs)
     pad.assert_untouched()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_runs_of_many_turns(packed, dtype):
-    # Runs are as long as leave one wave of blocks: 8 tokens but for many of them.
+    # A run is as long as one wave of blocks requires: 8 tokens, except for many tokens.
     if packed:
         inputs = draw(1, 140_000, 4, 4, dtype=dtype, sequences=1001)
         cu_seqlens = (torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 140_000).sort()[0].long()
@@ -100,13 +102,13 @@ def test_runs_of_many_turns(packed, dtype):
     else:
         inputs, cu_seqlens = draw(2200, 61, 4, 4, dtype=dtype), None
     cuda = None if cu_seqlens is None else cu_seqlens.cuda()
-    assert_as_right_as_aten(run(*(t.cuda() for t in inputs), cu_seqlens=cuda), inputs, cu_seqlens=cu_seqlens)
+    assert_accurate_as_aten(run(*(t.cuda() for t in inputs), cu_seqlens=cuda), inputs, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float64, *DTYPES], ids=str)
 def test_weights_of_any_dtype(weight_dtype):
     inputs = draw(2, 33, 8, 3, dtype=torch.bfloat16, weight_dtype=weight_dtype)
-    assert_as_right_as_aten(run(*(t.cuda() for t in inputs)), inputs)
+    assert_accurate_as_aten(run(*(t.cuda() for t in inputs)), inputs)
 
 
 @pytest.mark.parametrize("absent", ["state", "dy", "dfinal"])
@@ -114,7 +116,7 @@ def test_weights_of_any_dtype(weight_dtype):
 def test_absent_parts_are_zero(absent, dtype):
     inputs = list(draw(2, 33, 8, 4, dtype=dtype))
     inputs[{"state": 3, "dy": 4, "dfinal": 5}[absent]] = None
-    assert_as_right_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
+    assert_accurate_as_aten(run(*(None if t is None else t.cuda() for t in inputs)), inputs)
 
 
 def test_expanded_gradients():
@@ -122,7 +124,7 @@ def test_expanded_gradients():
     ones, none = torch.ones(()), torch.zeros(())
     grads = [ones.expand(2, 33, 8), none.expand(2, 3, 8)]
     found = run(*(t.cuda() for t in inputs), *(ones.cuda().expand(2, 33, 8), none.cuda().expand(2, 3, 8)))
-    assert_as_right_as_aten(found, [*inputs, *grads])
+    assert_accurate_as_aten(found, [*inputs, *grads])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_packed_sequences(bounds, index, layout, dtype):
     cu_seqlens = torch.tensor(bounds, dtype=index)
     pad = Padded(*LAYOUTS[layout])
     found = run(*map(pad, inputs), cu_seqlens=cu_seqlens.cuda())
-    assert_as_right_as_aten(found, inputs, cu_seqlens=cu_seqlens)
+    assert_accurate_as_aten(found, inputs, cu_seqlens=cu_seqlens)
     pad.assert_untouched()
 
 
@@ -144,7 +146,7 @@ def test_packed_sequences(bounds, index, layout, dtype):
     "bounds", [[0, 99, -5, 20], [40, 30, 20, 10], [-7, -2, 1, 2**31 - 1], [7, 7, 7, 7]], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bounds_that_make_no_sense_reach_nothing_outside(bounds, dtype):
+def test_invalid_bounds_access_no_memory_outside(bounds, dtype):
     inputs = draw(1, 40, 8, 4, dtype=dtype, sequences=3)
     pad = Padded(*LAYOUTS["packs"])
     found = run(*map(pad, inputs), cu_seqlens=torch.tensor(bounds, device="cuda"))
@@ -168,7 +170,7 @@ def test_a_hundred_runs_have_the_same_bits(packed):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("W", [1, 2, 3, 4])
 @pytest.mark.parametrize("bias, activation", [(True, "silu"), (False, "silu"), (True, None), (False, None)])
-def test_a_step_is_a_forward_of_one_token(layout, dtype, W, bias, activation):
+def test_a_step_equals_a_forward_of_one_token(layout, dtype, W, bias, activation):
     pad = Padded(*LAYOUTS[layout])
     assert_step_is_the_forward(pad, draw(3, 1, 36, W, dtype=dtype, bias=bias), activation)
 

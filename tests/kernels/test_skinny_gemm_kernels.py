@@ -1,5 +1,5 @@
-"""The kernel of skinny_gemm, products of a decoding step, at its edges. All but the large case suit the
-sanitizer."""
+"""Edge cases of the kernel of skinny_gemm, the products of a decoding step. All cases but the large one suit
+compute-sanitizer."""
 
 import pytest
 import torch
@@ -16,63 +16,63 @@ KINDS = ["plain", "rms_norm", "silu_rms_norm", "silu_product"]
 
 
 def draw(rows, width, features, dtype, kind="plain", seed=0):
-    """x, the matrices and what goes with them, on the CPU; each matrix but the first has a gate."""
+    """x, the products and the row input, on the CPU; every matrix but the first has a gate."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape, to=dtype):
-        return torch.randn(shape, generator=generator).to(to)
+    def normal(*shape, to_dtype=dtype):
+        return torch.randn(shape, generator=generator).to(to_dtype)
 
     x = normal(*rows, width)
-    wanted = []
+    matrices = []
     for i, n in enumerate(features):
         gate = GATES[(i - 1) % 4] if i else "none"
         weight = normal(n, width) / width**0.5
-        bias = normal(n, to=torch.float32) if i % 2 else None
+        bias = normal(n, to_dtype=torch.float32) if i % 2 else None
         rate = torch.rand(n, generator=generator) if gate == "decay" else None
-        wanted.append(Product(weight.to(dtype), gate, bias, rate, (1.0, 2.0, 0.125)[i % 3]))
+        matrices.append(Product(weight.to(dtype), gate, bias, rate, (1.0, 2.0, 0.125)[i % 3]))
     other = None if kind == "plain" else normal(*(x.shape if kind == "silu_product" else (width,)))
-    return x, wanted, RowInput(kind, other, 1e-3)
+    return x, matrices, RowInput(kind, other, 1e-3)
 
 
-def moved(value, f):
+def map_tensors(value, f):
     if isinstance(value, torch.Tensor):
         return f(value)
     if isinstance(value, (tuple, list)):
-        parts = [moved(part, f) for part in value]
+        parts = [map_tensors(part, f) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
-def formula(x, wanted, given, residual, dtype):
-    """The same with the roundings that the kernel has, all of them of one number: u, then the result."""
+def formula(x, matrices, row_input, residual, dtype):
+    """The products with the roundings of the kernel: of the row input u, and of the result."""
 
     def rounded(t):
         return t.to(dtype).to(t.dtype)
 
-    if given.kind.startswith("silu"):
+    if row_input.kind.startswith("silu"):
         x = rounded(F.silu(x))
-    if given.kind.endswith("rms_norm"):
-        x = F.rms_norm(x, x.shape[-1:], given.other, given.eps)
-    elif given.kind == "silu_product":
-        x = x * given.other
+    if row_input.kind.endswith("rms_norm"):
+        x = F.rms_norm(x, x.shape[-1:], row_input.other, row_input.eps)
+    elif row_input.kind == "silu_product":
+        x = x * row_input.other
     x = rounded(x)
-    results = [apply_gate(F.linear(x, p.weight), *p[1:]) for p in wanted]
+    results = [apply_gate(F.linear(x, p.weight), *p[1:]) for p in matrices]
     return results if residual is None else [results[0] + residual]
 
 
 @torch.no_grad()
-def check(x, wanted, given=PLAIN, residual=None):
-    """Against float64 with the same u: sums in fp32 and one rounding of the result."""
-    there = moved((x, wanted, given, residual), lambda t: t.to(DEVICE))
-    assert has_skinny_gemm(*there[:3])
-    found = products(*there)
-    exact = formula(*moved((x, wanted, given, residual), torch.Tensor.double), x.dtype)
-    for got, want, product in zip(found, exact, wanted, strict=True):
+def check(x, matrices, row_input=PLAIN, residual=None):
+    """Compared with float64 for the same u: fp32 sums and one rounding of the result."""
+    device_arguments = map_tensors((x, matrices, row_input, residual), lambda t: t.to(DEVICE))
+    assert has_skinny_gemm(*device_arguments[:3])
+    found = products(*device_arguments)
+    exact = formula(*map_tensors((x, matrices, row_input, residual), torch.Tensor.double), x.dtype)
+    for got, want, product in zip(found, exact, matrices, strict=True):
         assert got.shape == want.shape
         assert got.dtype == (x.dtype if product.gate == "none" else torch.float32)
-        # u may be rounded to its other neighbour where fp32 is not sure which is nearer: half of an element's
-        # unit, of which sums have the root of the width.
-        flips = 0.0 if given.kind == "plain" else torch.finfo(x.dtype).eps
+        # fp32 may round an element of u to the other neighbour: an error of half a unit of the element, of
+        # which sums over the width accumulate the square root.
+        flips = 0.0 if row_input.kind == "plain" else torch.finfo(x.dtype).eps
         bound = torch.finfo(got.dtype).eps * want.abs() + (flips + 1e-5) * (1 + want.abs().max())
         assert ((got.cpu().double() - want).abs() <= bound).all(), (got.cpu().double() - want).abs().max()
     return found
@@ -102,27 +102,27 @@ def test_every_number_of_features(features, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 2816])
 def test_a_residual(width, kind):
-    x, wanted, given = draw((4, 1), width, (1032,), torch.bfloat16, kind)
-    check(x, wanted, given, torch.randn(4, 1, 1032, dtype=torch.bfloat16))
+    x, matrices, row_input = draw((4, 1), width, (1032,), torch.bfloat16, kind)
+    check(x, matrices, row_input, torch.randn(4, 1, 1032, dtype=torch.bfloat16))
 
 
-def test_the_widest_rows_of_all():
+def test_the_widest_rows():
     check(*draw((12,), 8192, (16,), torch.bfloat16, "rms_norm"))
 
 
 @torch.no_grad()
-def test_nothing_is_read_or_written_but_what_is_there():
+def test_no_access_outside_the_tensors():
     call = draw((3,), 264, (9, 17, 8, 8, 5), torch.bfloat16, "rms_norm")
     padded = Padded(8, (0, 1), 1)
-    plain = products(*moved(call, lambda t: t.to(DEVICE)))
-    for a, b in zip(plain, products(*moved(call, padded)), strict=True):
+    plain = products(*map_tensors(call, lambda t: t.to(DEVICE)))
+    for a, b in zip(plain, products(*map_tensors(call, padded)), strict=True):
         assert torch.equal(a, b)
     padded.assert_untouched()
 
 
 @torch.no_grad()
 def test_the_same_bits_in_every_run_and_in_a_graph():
-    call = moved(draw((2,), 1024, (3072, 16, 16), torch.bfloat16, "rms_norm"), lambda t: t.to(DEVICE))
+    call = map_tensors(draw((2,), 1024, (3072, 16, 16), torch.bfloat16, "rms_norm"), lambda t: t.to(DEVICE))
     first = products(*call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,8 +133,8 @@ def test_the_same_bits_in_every_run_and_in_a_graph():
             assert torch.equal(a, b) and torch.equal(a, c)
 
 
-def test_what_it_refuses():
-    x, wanted, _ = moved(draw((2,), 64, (8, 8), torch.bfloat16), lambda t: t.to(DEVICE))
+def test_invalid_arguments_are_refused():
+    x, matrices, _ = map_tensors(draw((2,), 64, (8, 8), torch.bfloat16), lambda t: t.to(DEVICE))
 
     def call(
         x=x,
@@ -146,7 +146,7 @@ def test_what_it_refuses():
         residual=None,
         rates=(None, None),
     ):
-        weights = [p.weight for p in wanted] if weights is None else weights
+        weights = [p.weight for p in matrices] if weights is None else weights
         return torch.ops.girih.few_rows(
             x,
             weights,
@@ -164,8 +164,8 @@ def test_what_it_refuses():
     for message, arguments in {
         "x is Float": {"x": x.float()},
         "x has shape": {"x": x.new_zeros(17, 64)},
-        "weights, 2 gates": {"weights": [wanted[0].weight]},
-        "a weight has shape": {"weights": [wanted[0].weight, wanted[1].weight[:, :32]]},
+        "weights, 2 gates": {"weights": [matrices[0].weight]},
+        "a weight has shape": {"weights": [matrices[0].weight, matrices[1].weight[:, :32]]},
         "a gate is 'tanh'": {"gates": ("none", "tanh")},
         "a bias is": {"biases": (None, x.new_zeros(8))},
         "expected a rate for": {"gates": ("none", "decay")},
@@ -191,7 +191,7 @@ def test_what_it_refuses():
     ids=lambda x: str(list(x.shape)),
 )
 @torch.no_grad()
-def test_the_rest_goes_to_pytorch(x):
+def test_other_calls_use_pytorch(x):
     x = x.to(DEVICE)
     weight = torch.randn(8, x.shape[-1], device=DEVICE).to(x.dtype)
     assert not has_skinny_gemm(x, [Product(weight)])

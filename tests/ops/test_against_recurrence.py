@@ -1,4 +1,4 @@
-"""Every operator computes its recurrence: outputs, states, gradients; any length, any option."""
+"""Every operator computes its recurrence: outputs, states and gradients, for any length and option."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ START_IDS = [f"{case}-{'resumed' if resumed else 'start'}" for case, resumed in 
 
 
 def lengths(case):
-    """Around the chunk that is part of the model, or the tiles of 16 and chunks of 64 of an exact form."""
+    """Lengths around one and two chunks of the model, else around the tiles of 16 and the chunks of 64
+    tokens."""
     edges = [case.chunk, 2 * case.chunk] if "chunk" in case.options else [16, 32, 64]
     return sorted({0, 1, *(T for C in edges for T in (C - 1, C, C + 1))})
 
@@ -40,8 +41,8 @@ def test_every_length(case, device):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_fp32_after_4096_tokens(case, device):
-    # Calm where the recurrence is not linear in its memory. Elsewhere Trellis with random targets is chaotic:
-    # rounding its inputs alone changes its outputs by their own size within 1000 tokens.
+    # `calm` where the recurrence is nonlinear in its memory. Otherwise Trellis with random targets is
+    # chaotic: rounding the inputs alone changes the outputs by 100% within 1000 tokens.
     resumed, calm = case.has_state, bool(case.memory)
     sizes = {"B": 1, "H": 1, "Q": 1, "D": 8, "V": 8, "M": 8}
     inputs = case.draw(4096, resumed=resumed, calm=calm, dtype=torch.float32, device=device, **sizes)
@@ -50,7 +51,7 @@ def test_fp32_after_4096_tokens(case, device):
 
 
 @pytest.mark.parametrize("case", [c for c in RECURRENT if c.memory], ids=str)
-def test_a_first_memory_may_differ_between_sequences(case, device):
+def test_first_memories_per_sequence(case, device):
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(5, dtype=dtype, device=device)
     inputs = type(inputs)(

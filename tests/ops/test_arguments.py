@@ -1,4 +1,4 @@
-"""Wrong arguments: one clear ValueError that names the argument, on every device and without one."""
+"""A wrong argument raises one ValueError that names the argument, on every device and on meta."""
 
 import re
 
@@ -8,32 +8,32 @@ from cases import CASES, PACKED, RECURRENT, SIZES, arguments, operator, start, s
 from comparison import assert_within
 from girih import ops
 
-NAMED = {str(case): case for case in CASES}
+CASES_BY_NAME = {str(case): case for case in CASES}
 
 
 def message(case, keywords):
-    """The words of the refusal."""
-    with pytest.raises(ValueError) as refused:
+    """The message of the ValueError."""
+    with pytest.raises(ValueError) as error:
         getattr(ops, case.op)(**keywords)
-    return str(refused.value)
+    return str(error.value)
 
 
-def to(x, device):
-    """Arguments on another device, states part by part."""
+def move_to(x, device):
+    """Moves an argument to another device; a state is moved tensor by tensor."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, tuple):
-        moved = [to(part, device) for part in x]
-        return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
+        parts = [move_to(part, device) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 
 
 def refuse(case, keywords, *words, device="cpu"):
-    text = message(case, {name: to(x, device) for name, x in keywords.items()})
+    text = message(case, {name: move_to(x, device) for name, x in keywords.items()})
     assert text.startswith(f"girih.{case.op}: ")
     for word in words:
         assert re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), f"{word!r} is not in: {text}"
-    on_meta = message(case, {name: to(x, "meta") for name, x in keywords.items()})
+    on_meta = message(case, {name: move_to(x, "meta") for name, x in keywords.items()})
     assert on_meta == text.replace(f"{device}:0", "meta").replace(device, "meta")
 
 
@@ -49,7 +49,7 @@ def test_tensors_of_a_wrong_shape_or_dtype(case, device):
         x = keywords[name]
         refuse(case, keywords | {name: x[..., None]}, name, str(list(x[..., None].shape)), device=device)
         refuse(case, keywords | {name: x.int()}, name, "Int", device=device)
-        if name != names[0] and case.over_time(name):
+        if name != names[0] and case.token_rows(name):
             short = x[:, 1:]
             refuse(case, keywords | {name: short}, name, str(short.shape[1]), device=device)
 
@@ -68,7 +68,7 @@ def test_states_of_a_wrong_shape_or_dtype(case, device):
             )
 
 
-REFUSED = [
+INVALID_OPTIONS = [
     ("gsa-s_g", {"s": None, "g": None}, ["s", "g", "None"]),
     ("gsa-g", {"feature": "tanh"}, ["feature", "tanh", "softmax", "none", "silu", "relu", "relu2"]),
     ("delta_product-n2", {"n": 0}, ["n", "0"]),
@@ -100,20 +100,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name, change, words", REFUSED, ids=[f"{r[0]}-{'-'.join(r[1])}" for r in REFUSED])
+@pytest.mark.parametrize(
+    "name, change, words", INVALID_OPTIONS, ids=[f"{r[0]}-{'-'.join(r[1])}" for r in INVALID_OPTIONS]
+)
 def test_options_out_of_range(name, change, words, device):
-    case = NAMED[name]
+    case = CASES_BY_NAME[name]
     refuse(case, draw(case) | change, *words, device=device)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "q" in c.data], ids=str)
-def test_query_heads_that_are_no_multiple(case, device):
+def test_query_heads_must_be_a_multiple_of_heads(case, device):
     refuse(case, draw(case, H=2, Q=3), "q", "3", "multiple", "2", device=device)
     refuse(case, draw(case, H=2, Q=0), "q", "0", "at least 1", device=device)
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_bounds_of_packed_sequences(case, device):
+def test_invalid_bounds_of_packed_sequences(case, device):
     name = case.packing
     bounds = torch.tensor([0, 4])
     refuse(case, draw(case, B=2) | {name: bounds}, name, "B", device=device)
@@ -134,29 +136,37 @@ def test_a_tensor_on_another_device(case):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_a_step_takes_one_token(case, device):
-    keywords = {name: to(x, device) for name, x in draw(case, T=2, resumed=True).items()}
+def test_a_step_requires_one_token(case, device):
+    keywords = {name: move_to(x, device) for name, x in draw(case, T=2, resumed=True).items()}
     with pytest.raises(ValueError, match="T = 1"):
         getattr(ops, f"{case.op}_step")(**keywords)
 
 
-def test_an_abc_state_needs_z_and_a_gated_one_has_none(device):
-    abc, gated = (draw(NAMED[name], resumed=True) for name in ("gsa-abc", "gsa-g"))
-    refuse(NAMED["gsa-abc"], abc | {"state": abc["state"]._replace(z=None)}, "state_z", "None", device=device)
+def test_z_is_required_for_abc_and_refused_for_gated_states(device):
+    abc, gated = (draw(CASES_BY_NAME[name], resumed=True) for name in ("gsa-abc", "gsa-g"))
+    refuse(
+        CASES_BY_NAME["gsa-abc"],
+        abc | {"state": abc["state"]._replace(z=None)},
+        "state_z",
+        "None",
+        device=device,
+    )
     z = torch.zeros(2, SIZES["H"], SIZES["M"])
-    refuse(NAMED["gsa-g"], gated | {"state": gated["state"]._replace(z=z)}, "state_z", "g", device=device)
+    refuse(
+        CASES_BY_NAME["gsa-g"], gated | {"state": gated["state"]._replace(z=z)}, "state_z", "g", device=device
+    )
 
 
 @pytest.mark.parametrize("name", ["delta_product-n2", "delta_product-n3_vector", "delta_product-plain"])
-def test_the_number_of_householder_steps_is_read_off_the_rows(name, device):
+def test_n_defaults_to_the_ratio_of_rows_to_tokens(name, device):
     for T in (0, 1, 5):
-        inputs = NAMED[name].draw(T, device=device)
+        inputs = CASES_BY_NAME[name].draw(T, device=device)
         assert_within(operator(inputs, n=None), operator(inputs), 0.0)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_start_is_the_start(case, device):
-    """`XState.start(...)` gives the tensors of a state that has seen nothing."""
+def test_start_equals_the_state_after_zero_tokens(case, device):
+    """`XState.start(...)` equals the state after zero tokens."""
     inputs = case.draw(6, dtype=torch.float32, device=device)
     state = {name: x for name, x in operator(inputs.part(0, 0)).items() if name != "o"}
     started = start(inputs)

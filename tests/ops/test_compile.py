@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): nothing breaks the graph, and what comes out is what eager gives."""
+"""torch.compile(fullgraph=True): no graph breaks, and the results equal eager mode."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ in_half_precision = True
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    # The caches on disk do not see that the library was rebuilt and would return an older graph.
+    # The on-disk caches do not notice a rebuilt library and would return an older graph.
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
 
 
-def compiled(inputs, **how):
-    """The operator as a compiled function of its floating tensors and integers."""
+def compile_operator(inputs, **how):
+    """The compiled operator as a function of inputs with the same options."""
 
     @torch.compile(fullgraph=True, **how)
     def call(floats, extra):
@@ -28,23 +28,23 @@ def compiled(inputs, **how):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_aot_eager_is_eager(case, device):
+def test_aot_eager_equals_eager(case, device):
     inputs = case.draw(7, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
-    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    outs, want = compile_operator(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_inductor_is_eager(case, device):
-    # From a start: a state in mid-chunk is made of more operators, whose kernels take the compiler long. In
-    # float64: the compiler rounds the first state in another order, and a gradient can make that ten times
-    # larger.
+def test_inductor_equals_eager(case, device):
+    # From a start: a state in mid-chunk is built by more operators, whose kernels take long to compile. In
+    # float64: the compiler rounds the first state in another order, and a gradient can amplify the difference
+    # ten times.
     dtype, tolerance = device.dtype or torch.float64, 1e-9
     if device.dtype:
         _, tolerance, _ = precision(case, device)
     inputs = case.draw(7, dtype=dtype, device=device).requiring_grad()
-    call = compiled(inputs, backend="inductor")
+    call = compile_operator(inputs, backend="inductor")
     want = operator(inputs)
     outs = call(inputs)
     assert_within(outs, want, tolerance)
@@ -62,7 +62,7 @@ def test_lengths_share_a_few_graphs(case, device):
             inputs = case.draw(
                 T, resumed=case.has_state, dtype=float_of(device), device=device
             ).requiring_grad()
-            call = call or compiled(inputs, backend="aot_eager", dynamic=True)
+            call = call or compile_operator(inputs, backend="aot_eager", dynamic=True)
             assert_within(call(inputs), operator(inputs), 1e-6)
 
 
@@ -71,7 +71,7 @@ def test_packed_sequences(case, device):
     inputs = case.draw(
         0, lengths=[5, 0, 3], resumed=True, dtype=float_of(device), device=device
     ).requiring_grad()
-    outs, want = compiled(inputs, backend="aot_eager")(inputs), operator(inputs)
+    outs, want = compile_operator(inputs, backend="aot_eager")(inputs), operator(inputs)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, inputs), gradients(want, inputs), 1e-6)
 
@@ -91,7 +91,7 @@ def test_steps(case, device):
 
 
 class Program(torch.nn.Module):
-    """The operator behind a parameter, which asks for gradients or does not."""
+    """The operator on inputs multiplied by a parameter, which does or does not require gradients."""
 
     def __init__(self, inputs, trained):
         super().__init__()
@@ -101,26 +101,28 @@ class Program(torch.nn.Module):
         return operator(self.inputs.with_floats({name: x * self.one for name, x in floats.items()}))
 
 
-def exported(case, inputs, trained=False):
-    """For any number of tokens from 2 on."""
+def export_program(case, inputs, trained=False):
+    """Exports for any number of tokens from 2 on."""
     tokens = torch.export.Dim("tokens", min=2)
     dynamic = {
-        name: {1: rows * tokens} if (rows := name in inputs.data and case.over_time(name)) else None
+        name: {1: rows * tokens} if (rows := name in inputs.data and case.token_rows(name)) else None
         for name in inputs.floats
     }
     return torch.export.export(Program(inputs, trained), (inputs.floats,), dynamic_shapes=(dynamic,)).module()
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_an_exported_program_takes_any_length(case, device):
+def test_exported_programs_accept_any_length(case, device):
     inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device)
-    program = exported(case, inputs)
+    program = export_program(case, inputs)
     for T in (9, 33):
         other = case.draw(T, resumed=case.has_state, dtype=float_of(device), device=device)
         assert_within(program(other.floats), operator(other), 1e-6)
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_what_forward_keeps_holds_a_program_to_no_length(case, device):
-    """In 16 bits, of which it keeps most; a bound would be refused here."""
-    exported(case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True)
+def test_saved_tensors_do_not_bound_the_exported_length(case, device):
+    """16-bit inputs save the most tensors; a bound on the length would make the export fail."""
+    export_program(
+        case, case.draw(9, resumed=case.has_state, dtype=torch.bfloat16, device=device), trained=True
+    )

@@ -1,4 +1,4 @@
-"""What a caller may rely on, whatever the operator."""
+"""Guarantees of every operator: determinism, unchanged inputs, gradients, checkpointing."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ in_half_precision = True
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_bits_twice(case, device):
+def test_repeated_calls_have_the_same_bits(case, device):
     inputs = case.draw(33, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     first, second = operator(inputs), operator(inputs)
     assert_within(first, second, 0.0)
@@ -17,27 +17,27 @@ def test_the_same_bits_twice(case, device):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_inputs_are_never_written(case, device):
+def test_inputs_are_not_modified(case, device):
     dtype, _, _ = precision(case, device)
     inputs = case.draw(7, resumed=case.has_state, dtype=dtype, device=device).requiring_grad()
-    kept = {name: x.detach().clone() for name, x in inputs.floats.items()}
+    copies = {name: x.detach().clone() for name, x in inputs.floats.items()}
     outs = operator(inputs)
     grads = cotangents(outs)
-    kept_grads = {name: x.clone() for name, x in grads.items()}
+    grad_copies = {name: x.clone() for name, x in grads.items()}
     gradients(outs, inputs, grads)
-    assert_within(inputs.floats, kept, 0.0)
-    assert_within(grads, kept_grads, 0.0)
+    assert_within(inputs.floats, copies, 0.0)
+    assert_within(grads, grad_copies, 0.0)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_gradients_of_no_token_are_new_tensors(case, device):
-    """What passes through unchanged, from the final state to the first one, is a copy."""
+def test_gradients_of_zero_tokens_are_new_tensors(case, device):
+    """A gradient that passes unchanged from the final state to the first state is a copy."""
     dtype, _, _ = precision(case, device)
     inputs = case.draw(0, resumed=True, dtype=dtype, device=device).requiring_grad()
     outs = operator(inputs)
     grads = cotangents(outs)
-    given = {x.data_ptr() for x in grads.values() if x.numel()}
-    assert not any(x.data_ptr() in given for x in gradients(outs, inputs, grads).values())
+    pointers = {x.data_ptr() for x in grads.values() if x.numel()}
+    assert not any(x.data_ptr() in pointers for x in gradients(outs, inputs, grads).values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -53,7 +53,7 @@ def test_without_gradients_the_result_is_the_same(case, device):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_gradient_can_be_asked_of_one_output_by_one_input(case, device):
+def test_gradients_of_single_outputs_by_single_inputs(case, device):
     dtype, _, tolerance = precision(case, device)
     inputs = case.draw(7, resumed=case.has_state, dtype=dtype, device=device).requiring_grad()
     for output, grad in cotangents(operator(inputs)).items():
@@ -79,7 +79,7 @@ def test_a_second_derivative_is_refused(case, device):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_checkpointing_recomputes_the_same(case, device):
+def test_checkpointing_gives_the_same_bits(case, device):
     inputs = case.draw(9, resumed=case.has_state, dtype=float_of(device), device=device).requiring_grad()
     names = list(inputs.floats)
 

@@ -1,4 +1,4 @@
-"""Cost grows with the number of tokens and no faster: in bytes allocated, which no busy machine disturbs."""
+"""Cost is linear in the number of tokens, measured in allocated bytes (independent of the machine's load)."""
 
 import itertools
 from dataclasses import replace
@@ -10,10 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 
-def allocated(inputs):
-    """Bytes allocated by one forward and backward: in all, and at most at once."""
+def allocated_bytes(inputs):
+    """Bytes allocated by one forward and backward: the total and the peak."""
     inputs = inputs.requiring_grad()
-    gradients(operator(inputs), inputs)  # what is made once and kept does not count
+    gradients(operator(inputs), inputs)  # excludes allocations that are cached after the first call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as measured:
         gradients(operator(inputs), inputs)
     events = [e for e in measured.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -23,45 +23,47 @@ def allocated(inputs):
 
 
 def work(case, T):
-    """What the cost is proportional to: tokens, or the pairs that cat_attention's rows see."""
+    """The quantity that the cost is proportional to: tokens, or the visible pairs of cat_attention."""
     return T * (T / case.chunk + case.chunk) if case.op == "cat_attention" else T
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
-def test_twice_the_tokens_cost_twice_as_much(case):
-    # A short chunk of a defining form is many small operators, and the profiler takes long over each.
+def test_cost_is_linear_in_tokens(case):
+    # A chunk-defining form with short chunks runs many small operators, and the profiler is slow for each.
     if case.chunk > 1:
         case = replace(case, options=case.options | {"chunk": 8})
     T = 16 * case.chunk if case.memory else 256
-    short, long = (allocated(case.draw(tokens, B=1, calm=True, dtype=torch.float32)) for tokens in (T, 2 * T))
+    short, long = (
+        allocated_bytes(case.draw(tokens, B=1, calm=True, dtype=torch.float32)) for tokens in (T, 2 * T)
+    )
     growth = work(case, 2 * T) / work(case, T)
     assert long[0] <= 1.1 * growth * short[0]
     assert long[1] <= 1.1 * growth * short[1]
 
 
-def states_held(case, T):
-    """How many states are there at once: what of the peak grows with the square of the width."""
+def count_peak_states(case, T):
+    """Number of states held at the peak: the part of the peak that is quadratic in the width."""
     peaks = []
     for width in (32, 64, 96):
         sizes = {"B": 1, "H": 1, "Q": 1, "D": width, "V": width, "M": width}
-        peaks.append(allocated(case.draw(T, calm=True, dtype=torch.float32, **sizes))[1])
+        peaks.append(allocated_bytes(case.draw(T, calm=True, dtype=torch.float32, **sizes))[1])
     return (peaks[0] - 2 * peaks[1] + peaks[2]) / (2 * 32 * 32) / 4
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.has_state and c.op != "short_conv"], ids=str)
-def test_a_chunk_holds_a_few_states_and_a_token_none(case):
-    """The states that every chunk starts from, their gradients, and passing copies of both: 6 where there are
-    two memories. A state for every fourth token would be 8 more in the shortest chunk here, of 32 tokens."""
+def test_states_are_held_per_chunk_not_per_token(case):
+    """Per chunk the first state, its gradient and temporary copies of both are held: 6 with two memories. One
+    state per four tokens would add 8 in the shortest chunk tested, 32 tokens."""
     if case.chunk > 1:
         case = replace(case, options=case.options | {"chunk": 32})
     tokens = case.chunk if case.chunk > 1 else 64 // case.rows_per_token
     T = 4 * tokens
-    more = states_held(case, 2 * T) - states_held(case, T)
+    more = count_peak_states(case, 2 * T) - count_peak_states(case, T)
     assert 0 < more <= 7 * T / tokens
 
 
 class Saved:
-    """A tensor that autograd holds; `most` is how many elements were held at once."""
+    """A tensor that autograd saved; `most` is the maximum number of elements saved at once."""
 
     held = most = 0
 
@@ -74,9 +76,9 @@ class Saved:
         Saved.held -= self.tensor.numel()
 
 
-def states_saved(case, T):
-    """How many states a backward pass holds at once: what of it grows with the square of the width."""
-    most = []
+def count_saved_states(case, T):
+    """Number of states that a backward pass holds at its peak: the part that is quadratic in the width."""
+    peaks = []
     for width in (16, 32, 48):
         sizes = {"B": 1, "H": 1, "Q": 1, "D": width, "V": width, "M": width}
         inputs = case.draw(T, calm=True, dtype=torch.float32, **sizes).requiring_grad()
@@ -84,14 +86,14 @@ def states_saved(case, T):
         Saved.most = Saved.held
         with saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             gradients(outs, inputs)
-        most.append(Saved.most)
-    return (most[0] - 2 * most[1] + most[2]) / (2 * 16 * 16)
+        peaks.append(Saved.most)
+    return (peaks[0] - 2 * peaks[1] + peaks[2]) / (2 * 16 * 16)
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c.memory], ids=str)
-def test_short_chunks_are_computed_again_a_stretch_of_64_tokens_at_a_time(case):
-    """Between stretches the backward pass holds one state for each memory, not one for each chunk."""
+def test_short_chunks_are_recomputed_in_segments_of_64_tokens(case):
+    """Between segments of 64 tokens the backward pass holds one state per memory, not one per chunk."""
     case = replace(case, options=case.options | {"chunk": 8})
-    stretches = 2
-    more = states_saved(case, 128 + 64 * stretches) - states_saved(case, 128)
-    assert more == len(case.memory) * stretches
+    segments = 2
+    more = count_saved_states(case, 128 + 64 * segments) - count_saved_states(case, 128)
+    assert more == len(case.memory) * segments

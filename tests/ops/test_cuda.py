@@ -1,4 +1,4 @@
-"""What a CUDA device adds: no operator waits for the device, and every call can be captured in a graph."""
+"""CUDA only: no operator synchronises with the device, and every call can be captured in a graph."""
 
 from dataclasses import replace
 
@@ -29,10 +29,10 @@ def waits_are_errors():
     [(case, False) for case in CASES] + [(case, True) for case in PACKED],
     ids=[f"{case}-batch" for case in CASES] + [f"{case}-packed" for case in PACKED],
 )
-def test_nothing_waits_for_the_device(case, packed, waits_are_errors):
+def test_calls_do_not_synchronise(case, packed, waits_are_errors):
     lengths = [4 * case.chunk, 0, 2 * case.chunk] if packed else None
     inputs = case.draw(9, lengths=lengths, resumed=case.has_state, dtype=torch.float32, device="cuda")
-    # The bounds and cotangents are made beforehand: to bring them to the device is a copy that waits.
+    # Bounds and cotangents are created beforehand, because their copy to the device synchronises.
     bounds = inputs.cu()
     inputs = replace(inputs.requiring_grad(), lengths=None)
     grads = cotangents(operator(inputs, **bounds))
@@ -66,40 +66,40 @@ def test_a_step_in_a_graph(case):
     tokens = case.draw(6, resumed=True, dtype=torch.float32, device="cuda")
     eager, captured = (clone(operator(tokens.part(0, 0))) for _ in range(2))
     eager.pop("o"), captured.pop("o")
-    token = tokens.part(0, 1, captured).on_tokens(lambda x, rows: x.clone())
-    kept = clone(captured)
+    token = tokens.part(0, 1, captured).map_tokens(lambda x, rows: x.clone())
+    initial = clone(captured)
     graph, o = capture(lambda: step(token))
-    for name, x in kept.items():
+    for name, x in initial.items():
         captured[name].copy_(x)
     for t in range(6):
-        now = tokens.part(t, t + 1, eager)
+        eager_token = tokens.part(t, t + 1, eager)
         for name, x in token.data.items():
-            x.copy_(now.data[name])
+            x.copy_(eager_token.data[name])
         graph.replay()
-        assert_within(o, step(now), 1e-6)
+        assert_within(o, step(eager_token), 1e-6)
         assert_within(captured, eager, 1e-6)
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 @torch.no_grad()
-def test_a_launch_that_was_refused_is_reported_once(case):
-    """Whatever is launched into a capture that has failed is refused."""
+def test_a_failed_launch_is_reported_once(case):
+    """Every launch into an invalidated capture fails."""
     inputs = case.draw(64, resumed=case.has_state, calm=True, dtype=torch.float32, device="cuda")
     want = operator(inputs)
 
-    def refused():
-        with pytest.raises(RuntimeError):  # none waits for a stream that is captured
+    def launch_into_failed_capture():
+        with pytest.raises(RuntimeError):  # a capturing stream cannot be synchronised
             torch.cuda.current_stream().synchronize()
         with pytest.raises(RuntimeError):
             operator(inputs)
 
     with pytest.raises(RuntimeError):
-        record(refused, torch.cuda.current_stream())
+        record(launch_into_failed_capture, torch.cuda.current_stream())
     assert_within(operator(inputs), want, 1e-6)
 
 
 @pytest.fixture
-def tf32_by_choice():
+def set_allow_tf32():
     before = torch.backends.cuda.matmul.allow_tf32
 
     def allow(choice):
@@ -110,8 +110,8 @@ def tf32_by_choice():
 
 
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if case.has_state], ids=str)
-def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
-    """From a thread that is in no backward pass, whatever the program allows its own products."""
+def test_direct_backward_calls_ignore_allow_tf32(case, set_allow_tf32):
+    """Called from a thread outside any backward pass, under either setting of allow_tf32."""
     sizes = {"D": 32, "V": 32, "M": 32}
     inputs = case.draw(64, resumed=True, calm=True, dtype=torch.float32, device="cuda", **sizes)
     op, args, options = registered_call(operator, inputs)
@@ -121,7 +121,7 @@ def test_a_backward_called_by_itself_is_fp32_too(case, tf32_by_choice):
     backward = getattr(torch.ops.girih, f"{case.op}_backward")
     found = []
     for choice in (False, True):
-        tf32_by_choice(choice)
+        set_allow_tf32(choice)
         found.append(backward(*grads, *args, *saved, **options))
     for exact, other in zip(*found, strict=True):
         assert exact is other is None or exact.equal(other)

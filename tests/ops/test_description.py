@@ -1,4 +1,4 @@
-"""`describe()` is the one description: functions, checks and tests agree with it."""
+"""`describe()` agrees with the functions, their checks and the tests."""
 
 import doctest
 import importlib
@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES, ONE_EACH, RECURRENT, STATES, arguments, operator, path_of
 from girih import ops
-from test_arguments import NAMED, draw, message
+from test_arguments import CASES_BY_NAME, draw, message
 from test_dispatch import registered_call
 
 DESCRIPTION = ops.describe()
@@ -19,8 +19,8 @@ OPTIONS = [(name, option) for name, op in DESCRIPTION.items() for option in op["
 RANGED = [(name, option) for name, option in OPTIONS if option["type"].rstrip("?") in ("int", "float")]
 
 
-def case_with(op, option):
-    """A case of the operator that gives the option, or one of those that may leave it out."""
+def find_case(op, option):
+    """A case of the operator that sets the option, else the operator's first case."""
     cases = [case for case in CASES if case.op == op]
     return next((case for case in cases if option in case.options), cases[0])
 
@@ -37,8 +37,9 @@ def test_examples_in_docstrings_run(module):
 
 
 @pytest.mark.parametrize("name", DESCRIPTION)
-def test_functions_take_what_the_description_says(name):
-    """Tensors in its order, then its options by keyword with its defaults, a state and packing."""
+def test_signatures_match_the_description(name):
+    """Tensors in the described order, then options by keyword with their defaults, `state` and the
+    packing."""
     op = DESCRIPTION[name]
     data = [t for t in op["tensors"] if not t["state"]]
     stateful = len(data) < len(op["tensors"])
@@ -56,24 +57,24 @@ def test_functions_take_what_the_description_says(name):
             default = keywords[option["name"]]
             if "default" in option:
                 assert default == option["default"] and type(default) is type(option["default"])
-            else:  # to be given; n alone is read off the rows
+            else:  # required, except n, which follows from the number of rows
                 assert default is (None if option["name"] == "n" else inspect._empty)
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_states_are_the_description(name):
+def test_state_fields_match_the_description(name):
     fields = [t["name"].removeprefix("state_") for t in DESCRIPTION[name]["tensors"] if t["state"]]
     assert list(getattr(ops, STATES[name][0])._fields) == fields == STATES[name][1]
 
 
-def test_every_operator_and_every_word_has_a_case():
+def test_cases_cover_every_operator_and_option_value():
     assert {case.op for case in CASES} == {case.op for case in ONE_EACH} == set(DESCRIPTION)
     for name, option in OPTIONS:
         used = {case.options.get(option["name"], option.get("default")) for case in CASES if case.op == name}
         assert set(option.get("words", ())) <= used, f"{name}: {option['name']}"
 
 
-def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
+def test_one_each_covers_the_tensor_cores():
     def on_tensor_cores(cases):
         halves = [case.draw(20, dtype=torch.bfloat16, gate_dtype=torch.float32) for case in cases]
         return {inputs.case.op for inputs in halves if path_of(inputs) == "tensor cores"}
@@ -82,15 +83,15 @@ def test_one_case_of_each_operator_takes_the_tensor_cores_that_it_has():
 
 
 @pytest.mark.parametrize("name, option", [o for o in OPTIONS if "words" in o[1]], ids=str)
-def test_a_word_that_is_none_is_refused_with_all_that_are(name, option):
-    text = message(case := case_with(name, option["name"]), draw(case) | {option["name"]: "sine"})
+def test_unknown_option_values_are_refused_with_the_allowed_values(name, option):
+    text = message(case := find_case(name, option["name"]), draw(case) | {option["name"]: "sine"})
     assert f"{option['name']} is 'sine' but should be one of {', '.join(option['words'])}" in text
 
 
 @pytest.mark.parametrize("name, option", RANGED, ids=ids(RANGED))
-def test_a_number_out_of_range_is_refused_with_its_bounds(name, option):
-    """Neither nan nor infinite, and from the least to the most."""
-    case, number = case_with(name, option["name"]), option["name"]
+def test_numbers_out_of_range_are_refused_with_their_bounds(name, option):
+    """Values below the least, above the most, nan and infinities."""
+    case, number = find_case(name, option["name"]), option["name"]
     wrong = [option[end] + step for end, step in (("least", -1), ("most", 1)) if end in option]
     if option["type"].startswith("int"):
         wrong = [int(x) for x in wrong]
@@ -115,13 +116,13 @@ def test_a_required_tensor_that_is_none_is_named(name):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_another_thing_for_a_state_is_named(case):
+def test_a_state_of_another_type_is_refused(case):
     for wrong in (torch.zeros(2, 2), (None, None), object()):
         text = message(case, draw(case) | {"state": wrong})
         assert text.startswith(f"girih.{case.op}: state is a ") and STATES[case.op][0] in text
 
 
-# What a call takes on a GPU: the case, sizes beside its own, and the path.
+# Expected path on a GPU: case, sizes, dtype, path.
 PATHS = [
     ("gsa-g", {}, torch.bfloat16, "tensor cores"),
     ("gsa-g", {"M": 128, "D": 512}, torch.float16, "tensor cores"),
@@ -166,8 +167,8 @@ PATHS = [
 
 
 @pytest.mark.parametrize("name, sizes, dtype, path", PATHS, ids=str)
-def test_explain_tells_the_path(name, sizes, dtype, path):
-    case = NAMED[name]
+def test_explain_returns_the_path(name, sizes, dtype, path):
+    case = CASES_BY_NAME[name]
     inputs = case.draw(5, dtype=dtype, gate_dtype=torch.float32, **sizes)
     explanation = ops.explain(case.op, **arguments(inputs), device="cuda")
     assert explanation.path == path and explanation.why and str(explanation) == f"{path}: {explanation.why}"
@@ -177,16 +178,16 @@ def test_explain_tells_the_path(name, sizes, dtype, path):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_forward_keeps_is_sized_by_the_path(case):
-    """The description of a call on the meta device keeps something for backward where kernels need it."""
+def test_saved_tensors_depend_on_the_path(case):
+    """On the meta device, forward returns saved tensors exactly where the kernels need them."""
     inputs = case.draw(70, dtype=torch.bfloat16, gate_dtype=torch.float32).map(lambda x: x.to("meta"))
     _, args, kwargs = registered_call(operator, inputs)
     results = getattr(torch.ops.girih, f"{case.op}_forward")(*args, **kwargs, save=True)
     results = results if isinstance(results, tuple) else (results,)
     outputs = 1 + sum(t["state"] for t in DESCRIPTION[case.op]["tensors"])
-    kept = sum(x.numel() for x in results[outputs:])
+    saved = sum(x.numel() for x in results[outputs:])
     path = ops.explain(case.op, **arguments(inputs)).path
-    assert (kept > 0) == (
+    assert (saved > 0) == (
         path == "tensor cores"
         or case.op in ("cat_attention",)
         or (case.op in ("delta_product", "lattice", "trellis", "ttt") and path == "fp32")
@@ -194,7 +195,7 @@ def test_what_forward_keeps_is_sized_by_the_path(case):
 
 
 @pytest.mark.parametrize("name", ["gsa", "gla", "delta_product", "trellis", "ttt", "short_conv"])
-def test_explain_tells_the_path_of_a_step(name):
+def test_explain_returns_the_path_of_a_step(name):
     case = next(case for case in CASES if case.op == name and "between_chunks" not in case.options)
     inputs = case.draw(1, resumed=True, dtype=torch.bfloat16, gate_dtype=torch.float32)
     explanation = ops.explain(f"{name}_step", **arguments(inputs), device="cuda")
@@ -203,7 +204,7 @@ def test_explain_tells_the_path_of_a_step(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
+def test_explain_under_autocast_returns_the_path_of_the_cast_inputs(case, dtype):
     wide = case.draw(70, dtype=torch.float32)
     cast = case.draw(70, dtype=dtype, gate_dtype=torch.float32)
     with torch.autocast("cpu", dtype):
@@ -211,8 +212,8 @@ def test_explain_under_autocast_tells_the_path_of_the_cast_inputs(case, dtype):
     assert explanation == ops.explain(case.op, **arguments(cast), device="cuda")
 
 
-def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
-    wide = NAMED["gsa-g"].draw(70, dtype=torch.float32)
+def test_autocast_enables_the_tensor_cores():
+    wide = CASES_BY_NAME["gsa-g"].draw(70, dtype=torch.float32)
     paths = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -220,7 +221,7 @@ def test_autocast_is_what_brings_a_call_to_the_tensor_cores():
     assert paths == ["fp32", "tensor cores"]
 
 
-def test_explain_refuses_what_the_call_refuses():
+def test_explain_raises_the_errors_of_the_call():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"girih.gla: k has shape \[1, 3, 2, 8\]"):
         ops.explain("gla", q, q[:, 1:], q)
@@ -239,5 +240,5 @@ OPERATORS = [name for name in torch._C._dispatch_get_all_op_names() if name.star
     "name", [name for name in OPERATORS if name.endswith(("_forward", "_backward", "_step"))]
 )
 def test_every_build_serves_cuda_tensors(name):
-    """With kernels or, in a build without them, by PyTorch's own operators."""
+    """With kernels or, in a build without kernels, with PyTorch's own operators."""
     assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")

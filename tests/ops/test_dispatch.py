@@ -1,4 +1,4 @@
-"""What PyTorch asks of an operator: schema, fake tensors, autograd and AOT dispatch of the registered ops."""
+"""Schema, fake tensors, autograd and AOT dispatch of the registered operators (torch.library.opcheck)."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ in_half_precision = True
 
 
 class RegisteredCalls(TorchFunctionMode):
-    """Notes the calls of `torch.ops.girih`: the flat arguments that `girih.ops` makes of its own."""
+    """Records calls of `torch.ops.girih`: the flat arguments that `girih.ops` passes."""
 
     def __init__(self):
         super().__init__()
@@ -22,9 +22,9 @@ class RegisteredCalls(TorchFunctionMode):
 
 
 def registered_call(function, *args):
-    with RegisteredCalls() as noted:
+    with RegisteredCalls() as recorder:
         function(*args)
-    (call,) = noted.calls
+    (call,) = recorder.calls
     packet, args, kwargs = call
     leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
     return getattr(packet, "default", packet), tuple(leaves), kwargs

@@ -1,4 +1,4 @@
-"""Half-precision inputs beside fp32 gates: rounded once on the way in and once on the way out."""
+"""Half-precision inputs with fp32 gates: one rounding of the inputs and one of the outputs."""
 
 import pytest
 import torch
@@ -8,19 +8,19 @@ from comparison import assert_within
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def rounds_inside(inputs, device):
-    """Whether a kernel's products are half too: test_*_kernels.py measure what that costs."""
+def uses_half_products(inputs, device):
+    """Whether the kernel multiplies in half precision; test_*_kernels.py measure its error."""
     return path_of(inputs, device) == "tensor cores"
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_half_precision_loses_a_rounding(case, dtype, device):
+def test_half_precision_errs_by_one_rounding(case, dtype, device):
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=dtype, gate_dtype=torch.float32, device=device
     )
-    if rounds_inside(inputs, device):
-        pytest.skip("its products are half")
+    if uses_half_products(inputs, device):
+        pytest.skip("products are in half precision")
     inputs = inputs.requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
     outs, want = operator(inputs), recurrence(exact)
@@ -46,27 +46,27 @@ def test_half_precision_loses_a_rounding(case, dtype, device):
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gates_of_any_float_dtype(case, gate_dtype, device):
     inputs = case.draw(9, calm=True, dtype=torch.bfloat16, gate_dtype=gate_dtype, device=device)
-    if rounds_inside(inputs, device):
-        pytest.skip("its products are half")
+    if uses_half_products(inputs, device):
+        pytest.skip("products are in half precision")
     want = recurrence(inputs.map(torch.Tensor.double))
     assert_within(operator(inputs)["o"], want["o"], torch.finfo(torch.bfloat16).eps)
 
 
-def lowered(inputs, dtype):
-    """What autocast makes of fp32 inputs."""
-    kept = {name for name, (_, kind) in inputs.case.data.items() if kind in FP32_KINDS}
-    if inputs.case.op != "short_conv":  # whose state is rows of x
-        kept |= inputs.leaves.keys()
-    return inputs.with_floats({n: x if n in kept else x.to(dtype) for n, x in inputs.floats.items()})
+def autocast_inputs(inputs, dtype):
+    """Casts fp32 inputs as autocast does."""
+    unchanged = {name for name, (_, kind) in inputs.case.data.items() if kind in FP32_KINDS}
+    if inputs.case.op != "short_conv":  # its state is rows of x
+        unchanged |= inputs.leaves.keys()
+    return inputs.with_floats({n: x if n in unchanged else x.to(dtype) for n, x in inputs.floats.items()})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backward", ["inside", "outside"])
-def test_autocast_lowers_data_and_keeps_gates_and_states(case, backward, device):
+def test_autocast_casts_data_but_not_gates_and_states(case, backward, device):
     inputs = case.draw(
         9, calm=True, resumed=case.has_state, dtype=torch.float32, device=device
     ).requiring_grad()
-    want = operator(lowered(inputs, torch.bfloat16))
+    want = operator(autocast_inputs(inputs, torch.bfloat16))
     want_grads = gradients(want, inputs)
     with torch.autocast(device, dtype=torch.bfloat16):
         outs = operator(inputs)

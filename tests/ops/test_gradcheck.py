@@ -1,4 +1,4 @@
-"""Numerical differentiation in float64, of outputs and states, by every floating input and initial state."""
+"""Numerical differentiation in float64 of outputs and states by every floating input and initial state."""
 
 import pytest
 from cases import CASES, ONE_EACH, RECURRENT, operator
@@ -28,5 +28,5 @@ def test_every_entry(case):
     "case, resumed", MATRIX, ids=[f"{c}-{'resumed' if r else 'start'}" for c, r in MATRIX]
 )
 def test_a_random_direction(case, resumed, calm):
-    """Wild: gates down to -20, and targets and values of any length."""
+    """`wild`: gates down to -20, targets and values of any length."""
     check(case.draw(6, resumed=resumed, calm=calm), fast_mode=True)

@@ -1,4 +1,4 @@
-"""Tokens, gates and integers at the ends of what is allowed."""
+"""Edge cases of tokens, gates and integer arguments."""
 
 import math
 from dataclasses import replace
@@ -22,16 +22,17 @@ from comparison import assert_within
 from draws import STRUCTURES
 from girih import ops
 
-# ---- gates that shut -----------------------------------------------------------------------------------
+# ---- gates that close ----------------------------------------------------------------------------------
 
 GATED = [case for case in RECURRENT if "g" in case.data]
 
 
 @pytest.mark.parametrize("shut", [-1e8, -math.inf], ids=str)
 @pytest.mark.parametrize("case", GATED, ids=str)
-def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
-    """What follows it decays by its own gates: a difference of two sums through it would have lost them."""
-    # Wide enough that no key is nearly parallel to a column, which costs lattice digits by itself.
+def test_a_closed_gate_in_mid_chunk_loses_no_precision(case, shut, device):
+    """Later tokens decay by their own gates. A difference of two gate sums across the closed gate loses
+    precision."""
+    # Wide enough that no key is nearly parallel to a column, which loses precision in lattice.
     inputs = case.draw(13, calm=True, dtype=torch.float32, device=device, D=8, V=8, M=8)
     inputs.data["g"][:, 6] = shut
     inputs = inputs.requiring_grad()
@@ -41,9 +42,9 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
     grads = cotangents(outs)
     found = gradients(outs, inputs, grads)
     assert all(x.isfinite().all() for x in found.values())
-    # Of an infinite gate the recurrence has no gradient: 0 times infinity.
-    wanted = gradients(want, exact, {name: x.double() for name, x in grads.items()})
-    finite = {name: x for name, x in wanted.items() if x.isfinite().all()}
+    # The recurrence has no gradient for an infinite gate: 0 times infinity.
+    want_grads = gradients(want, exact, {name: x.double() for name, x in grads.items()})
+    finite = {name: x for name, x in want_grads.items() if x.isfinite().all()}
     assert_within({name: found[name] for name in finite}, finite, 1e-3)
 
 
@@ -52,8 +53,8 @@ def test_a_gate_that_shuts_in_mid_chunk_costs_no_digits(case, shut, device):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("l2norm_qk", [False, True])
-def test_a_key_that_repeats_at_beta_2_keeps_three_digits_over_2000_tokens(l2norm_qk, n):
-    """Every step reflects the memory along one key, and no later step corrects an error."""
+def test_repeated_keys_at_beta_2_keep_three_digits(l2norm_qk, n):
+    """Every step reflects the memory along the same key, and no later step corrects an error."""
     case = next(c for c in CASES if str(c) == f"delta_product-{'l2' if l2norm_qk else 'plain'}")
     case = replace(case, options=case.options | {"n": n}, sizes={"n": n})
     inputs = case.draw(2000, B=1, H=1, Q=1, D=16, V=16, resumed=True, dtype=torch.float32)
@@ -71,33 +72,33 @@ CHUNKS_OF_ONE = [case for case in CASES if case.op in ("trellis", "ttt") and cas
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", [[0], [1], [40], [131], [70, 0, 61]], ids=str)
 @pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
-def test_in_chunks_of_one_token_first_memories_do_not_count(case, lengths, dtype, device):
+def test_first_memories_have_no_effect_at_chunk_1(case, lengths, dtype, device):
     packed = lengths if len(lengths) > 1 else None
     tied = case.draw(sum(lengths), lengths=packed, resumed=True, dtype=dtype, device=device).requiring_grad()
     free = with_any_first_memories(tied)
     outs, want = operator(free), operator(tied)
     assert all(torch.equal(outs[name], x) for name, x in want.items())
     grads = cotangents(want)
-    found, wanted = gradients(outs, free, grads), gradients(want, tied, grads)
-    assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    found, want_grads = gradients(outs, free, grads), gradients(want, tied, grads)
+    assert all(torch.equal(found[name], x) for name, x in want_grads.items())
     assert not any(x.any() for name, x in found.items() if name.startswith("state_first_"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CHUNKS_OF_ONE, ids=str)
 @torch.no_grad()
-def test_a_step_of_a_chunk_of_one_token_reads_the_memories(case, dtype, device):
+def test_a_step_at_chunk_1_ignores_first_memories(case, dtype, device):
     free = with_any_first_memories(case.draw(1, resumed=True, dtype=dtype, device=device))
-    begun = {f"first_{x}": free.given[x] for x in "kv" if x in free.given}
-    tied = replace(free, given={name: x.clone() for name, x in (free.given | begun).items()})
+    firsts = {f"first_{x}": free.state_fields[x] for x in "kv" if x in free.state_fields}
+    tied = replace(free, state_fields={name: x.clone() for name, x in (free.state_fields | firsts).items()})
     assert torch.equal(step(free), step(tied))
-    assert all(torch.equal(free.given[name], x) for name, x in tied.given.items())
+    assert all(torch.equal(free.state_fields[name], x) for name, x in tied.state_fields.items())
 
 
-# ---- lattice: tokens that repeat -----------------------------------------------------------------------
+# ---- lattice: repeated tokens --------------------------------------------------------------------------
 
 
-def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
+def draw_structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
     generator = torch.Generator().manual_seed(0)
     T = 2 * chunk + chunk // 2
 
@@ -116,32 +117,34 @@ def structured(structure, objective, gate, chunk, dtype, D=32, M=32, size=1.0):
         "gamma": torch.rand(2, T, 1, generator=generator, dtype=torch.float64) / chunk,
         "g": gate * torch.rand(2, T, 1, generator=generator, dtype=torch.float64) * 2,
     }
-    steady = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {name: x.to(steady if name in ("gamma", "g") else dtype) for name, x in leaves.items()}
-    leaves["state"] = unit(draw(1, D, M), -2).to(steady)
+    full_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = {name: x.to(full_dtype if name in ("gamma", "g") else dtype) for name, x in leaves.items()}
+    leaves["state"] = unit(draw(1, D, M), -2).to(full_dtype)
     return {name: x.contiguous().requires_grad_() for name, x in leaves.items()}
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_lattice_reads_no_more_than_its_columns_hold(structure, objective, chunk):
-    """A read of unit columns cannot exceed sum |q|, whatever cancels; rounding may make it a few of them."""
+def test_lattice_reads_are_bounded(structure, objective, chunk):
+    """A read of unit columns cannot exceed sum |q| even after cancellation; rounding may reach a small
+    multiple."""
     for gate in (0.0, -0.5, -1.0, -2.5, -5.0, -20.0, -60.0):
         for dtype, widths in ((torch.float32, (32, 32)), (torch.bfloat16, (32, 16)), (torch.float32, (2, 4))):
             D, M = widths
-            leaves = structured(structure, objective, gate, chunk, dtype, D=D, M=M)
+            leaves = draw_structured(structure, objective, gate, chunk, dtype, D=D, M=M)
             o, after = ops.lattice(**leaves, chunk=chunk, objective=objective)
-            at = f"gates of mean {gate}, {dtype}, D = {D}"
-            most = (o.abs().amax(-1) / leaves["q"].abs().sum(-1)).max().item()
-            assert most <= 10, f"{at}: {most:.2g} sum |q|"
+            label = f"gates of mean {gate}, {dtype}, D = {D}"
+            ratio = (o.abs().amax(-1) / leaves["q"].abs().sum(-1)).max().item()
+            assert ratio <= 10, f"{label}: {ratio:.2g} sum |q|"
             torch.testing.assert_close(after.first.norm(dim=-2), torch.ones(2, 1, M))
             for name, x in zip(leaves, torch.autograd.grad(o.sum(), list(leaves.values())), strict=True):
-                assert x.isfinite().all(), f"{at}: the gradient of {name}"
+                assert x.isfinite().all(), f"{label}: the gradient of {name}"
 
 
-def test_a_column_that_cancels_stays_as_it_was():
-    """In one dimension there is no tangent: a step is 0 but for rounding, and shut gates take the rest."""
+def test_lattice_columns_of_one_entry_do_not_move():
+    """In one dimension the tangent space is empty: a step is 0 up to rounding, and closed gates clear the
+    column."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 1, 1, generator=generator).requires_grad_() for _ in range(3))
     gamma, first = torch.rand(1, 64, 1, generator=generator) / 4, torch.ones(1, 1, 1)
@@ -153,8 +156,8 @@ def test_a_column_that_cancels_stays_as_it_was():
             assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), (q, k, v), allow_unused=True))
 
 
-def test_a_token_that_cancels_a_column_leaves_it():
-    """gamma k h = s e^g at C = 1: nothing is left of the column but its place."""
+def test_a_lattice_column_that_becomes_zero_keeps_its_value():
+    """A column that becomes 0, here by shrinkage at C = 1, keeps its previous value."""
     first = torch.eye(2)[None, :, :1].contiguous()  # s = (1, 0)
     v = torch.tensor([-1.0, 0.0]).view(1, 1, 1, 2)
     k, gamma = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), 0.5)
@@ -166,8 +169,8 @@ def test_a_token_that_cancels_a_column_leaves_it():
 
 @pytest.mark.parametrize("objective", ["decode", "encode", "similarity"])
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chunk, device):
-    """It is the recurrence's, less what would only make the columns longer."""
+def test_gradients_of_lattice_first_memories_are_tangent(objective, chunk, device):
+    """The gradient of the recurrence without its component along the columns."""
     case = next(c for c in CASES if str(c) == "lattice-decode_c4_g")
     case = replace(case, options={"chunk": chunk, "objective": objective})
     dtype, _, tolerance = precision(case, device)
@@ -193,8 +196,8 @@ def test_the_gradient_of_a_first_memory_is_tangent_to_its_columns(objective, chu
 
 @pytest.mark.parametrize("lengths", [None, [24, 0, 480, 16]], ids=["whole", "packed"])
 def test_cat_attention_over_many_rows(lengths, device):
-    """Rows are taken 512 at a time, so a header's gradient comes from several blocks; of packed sequences the
-    rows behind the last are nobody's."""
+    """Rows are processed 512 at a time, so a header's gradient sums over several blocks. Rows after the last
+    packed sequence are 0."""
     case = next(c for c in CASES if str(c) == "cat_attention-c4")
     case = replace(case, options={"chunk": 8})
     T, device_of = 560, device
@@ -216,8 +219,8 @@ def test_cat_attention_over_many_rows(lengths, device):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "cat_attention"], ids=str)
-def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
-    """Their rows are 0, and so are their gradients."""
+def test_chunks_outside_all_sequences_give_zeros(case, device):
+    """Rows outside all sequences are 0, and so are their gradients."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     C = case.chunk
     inputs = case.draw(6 * C - 1, B=1, dtype=dtype, device=device).requiring_grad()
@@ -231,8 +234,8 @@ def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
     grads = cotangents(outs)
     found = gradients(outs, inputs, grads)
     assert not any(x[:, outside].any() for x in found.values())
-    wanted = gradients(want, inputs, {"o": grads["o"][:, ~outside]})
-    assert_within(found, wanted, grad_tolerance)
+    want_grads = gradients(want, inputs, {"o": grads["o"][:, ~outside]})
+    assert_within(found, want_grads, grad_tolerance)
 
 
 # ---- Meta --------------------------------------------------------------------------------------------------
@@ -240,8 +243,8 @@ def test_chunks_before_and_behind_all_sequences_are_nobodys(case, device):
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
-    """In bf16 too, where states stay in fp32."""
+def test_meta_results_have_the_dtypes_and_shapes_of_the_cpu(case, resumed):
+    """Includes bf16, where states are fp32."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         inputs = case.draw(5, resumed=resumed and case.has_state, dtype=dtype)
         on_meta = inputs.map(lambda x: x.to("meta"))
@@ -253,14 +256,14 @@ def test_meta_has_the_dtypes_and_shapes_of_the_cpu(case, resumed):
         }
 
 
-# ---- what integers hold ------------------------------------------------------------------------------------
+# ---- values of integer arguments ---------------------------------------------------------------------------
 
 BAD_BOUNDS = [[0, 99, 5, 6], [-1, 3, 4, 6], [0, 3, 2, 6], [0, 1, 2, 99]]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @pytest.mark.parametrize("bad", BAD_BOUNDS, ids=str)
-def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
+def test_the_cpu_refuses_invalid_bounds(case, bad):
     inputs = case.draw(0, lengths=[2 * case.chunk] * 3, resumed=case.has_state, dtype=torch.float32)
     for dtype in (torch.int32, torch.int64):
         with pytest.raises(ValueError, match=f"^girih.{case.op}: {case.packing} holds"):
@@ -268,8 +271,8 @@ def test_the_cpu_refuses_bounds_that_make_no_sense(case, bad):
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
-    """The last chunk of cat_attention need not be full."""
+def test_the_cpu_refuses_a_bound_beyond_the_end(case):
+    """The last chunk of cat_attention may be partial."""
     C = case.chunk if case.op == "cat_attention" else 1
     inputs = case.draw(3 * C - (C > 1), B=1, resumed=case.has_state, N=2, dtype=torch.float32)
     operator(inputs, **{case.packing: torch.tensor([0, 2, 3])})
@@ -278,7 +281,7 @@ def test_the_cpu_refuses_a_bound_just_behind_the_end(case):
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_the_cpu_refuses_rows_that_end_before_they_begin(case):
+def test_the_cpu_refuses_invalid_bounds_of_rows(case):
     inputs = case.draw(6, resumed=True, dtype=torch.float32)
     for bad in ([[0, 6], [4, 3]], [[0, 7], [0, 6]], [[-1, 6], [0, 6]]):
         with pytest.raises(ValueError, match="cu_seqlens holds"):
@@ -287,24 +290,24 @@ def test_the_cpu_refuses_rows_that_end_before_they_begin(case):
 
 
 @pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
-def test_the_cpu_refuses_a_position_outside_of_its_chunk(case):
+def test_the_cpu_refuses_a_position_outside_the_chunk(case):
     for T in (9, 1):
         inputs = case.draw(T, resumed=True, dtype=torch.float32)
         for bad in ([0, case.chunk], [-1, 0]):
             with pytest.raises(
                 ValueError, match=f"^girih.{case.op}: state_position holds {bad[bad[0] == 0]}"
             ):
-                operator(replace(inputs, given=inputs.state | {"position": torch.tensor(bad)}))
+                operator(replace(inputs, state_fields=inputs.state | {"position": torch.tensor(bad)}))
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_EACH if c in PACKED and c.has_state], ids=str)
-def test_tokens_before_and_behind_all_sequences_are_nobodys(case, device):
-    """The first bound may be later than 0 and the last earlier than T."""
+def test_tokens_outside_all_sequences_give_zeros(case, device):
+    """The first bound may be greater than 0 and the last bound less than T."""
     dtype, tolerance, _ = precision(case, device)
     inputs = case.draw(9, B=1, N=2, resumed=True, dtype=dtype, device=device)
     state = {name: x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x for name, x in inputs.state.items()}
-    outs = operator(replace(inputs, given=state), cu_seqlens=torch.tensor([2, 5, 7], device=device))
-    inner = replace(inputs.part(2, 7), given=state)
+    outs = operator(replace(inputs, state_fields=state), cu_seqlens=torch.tensor([2, 5, 7], device=device))
+    inner = replace(inputs.part(2, 7), state_fields=state)
     want = operator(inner, cu_seqlens=torch.tensor([0, 3, 5], device=device))
     want["o"] = torch.cat([outs["o"].new_zeros(1, 2, *want["o"].shape[2:]), want["o"]], 1)
     want["o"] = torch.cat([want["o"], outs["o"].new_zeros(1, 2, *want["o"].shape[2:])], 1)

@@ -1,4 +1,4 @@
-"""Packed sequences are a loop over sequences."""
+"""Packed sequences equal a loop over sequences."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ in_half_precision = True
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @given(data=st.data())
-def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
+def test_packed_sequences_equal_a_loop_over_sequences(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4), "lengths")
     if case.op == "cat_attention":
@@ -34,22 +34,24 @@ def test_packed_sequences_are_a_loop_over_sequences(case, device, data):
     assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
 
 
-def of_row(inputs, i, a, b):
-    """Tokens a to b of row i, from its state."""
+def row_tokens(inputs, i, a, b):
+    """Tokens a to b of row i, from the state of row i."""
     part = inputs.part(a, b, {name: x[i : i + 1] for name, x in inputs.state.items()})
-    over_time = inputs.case.over_time
-    return replace(part, data={name: x[i : i + 1] if over_time(name) else x for name, x in part.data.items()})
+    token_rows = inputs.case.token_rows
+    return replace(
+        part, data={name: x[i : i + 1] if token_rows(name) else x for name, x in part.data.items()}
+    )
 
 
 @pytest.mark.parametrize("bounds", [[[0, 9], [2, 7], [4, 4]], [[0, 1], [8, 9], [3, 9]]], ids=str)
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
-def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
-    """`cu_seqlens [B, 2]`: the other tokens do nothing, and their outputs are 0."""
+def test_one_sequence_per_row_within_bounds(case, bounds, device):
+    """`cu_seqlens [B, 2]`: tokens outside the bounds have no effect, and their outputs are 0."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     inputs = case.draw(9, B=3, resumed=True, dtype=dtype, device=device).requiring_grad()
     exact = inputs.map(lambda x: x.detach().double()).requiring_grad()
     outs = operator(inputs, cu_seqlens=torch.tensor(bounds, device=device))
-    rows = [recurrence(of_row(exact, i, a, b)) for i, (a, b) in enumerate(bounds)]
+    rows = [recurrence(row_tokens(exact, i, a, b)) for i, (a, b) in enumerate(bounds)]
     want = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "o"}
     padded = [F.pad(row["o"].flatten(2), (0, 0, a, 9 - b)) for row, (a, b) in zip(rows, bounds, strict=True)]
     want["o"] = torch.cat(padded).view_as(outs["o"])
@@ -59,20 +61,22 @@ def test_each_row_may_hold_one_sequence_within_bounds(case, bounds, device):
     assert_within(gradients(outs, inputs, grads), want_grads, grad_tolerance)
 
 
-def looked_at(device):
-    """Skips where integers are looked at and refused, which tests/ops/test_operator_edges.py holds."""
+def skip_cpu(device):
+    """Skips the CPU, which checks integers and raises an error (test_operator_edges.py)."""
     if device == "cpu":
-        pytest.skip("the CPU refuses them")
+        pytest.skip("the CPU raises an error")
 
 
 @pytest.mark.parametrize("T", [9, 1])
 @pytest.mark.parametrize("case", [case for case in RECURRENT if "position" in case.state], ids=str)
-def test_positions_outside_of_a_chunk_are_its_first_or_last(case, T, device):
-    looked_at(device)
+def test_positions_outside_a_chunk_are_clamped(case, T, device):
+    skip_cpu(device)
     dtype, _, _ = precision(case, device)
     inputs = case.draw(T, resumed=True, dtype=dtype, device=device)
     found, want = (
-        operator(replace(inputs, given=inputs.state | {"position": torch.tensor(position, device=device)}))
+        operator(
+            replace(inputs, state_fields=inputs.state | {"position": torch.tensor(position, device=device)})
+        )
         for position in ([-7, 3 * case.chunk + 1], [0, case.chunk - 1])
     )
     assert_within(found, want, 0.0)
@@ -86,9 +90,9 @@ def test_sequences_longer_than_a_chunk(case, device):
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_bounds_that_make_no_sense_read_nothing_outside(case, device):
-    """They cannot be checked without waiting for the device: they must not crash it either."""
-    looked_at(device)
+def test_invalid_bounds_read_no_memory_outside(case, device):
+    """Bounds on a device cannot be checked without a synchronisation, so they must be safe."""
+    skip_cpu(device)
     dtype, _, _ = precision(case, device)
     inputs = case.draw(0, lengths=[2 * case.chunk] * 3, resumed=case.has_state, dtype=dtype, device=device)
     (name, bounds), *_ = inputs.cu().items()

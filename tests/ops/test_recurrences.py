@@ -1,4 +1,4 @@
-"""The recurrences stand on their own: each agrees with another way to write the same thing."""
+"""Each reference recurrence agrees with an independent formula."""
 
 import pytest
 import recurrences as R
@@ -101,7 +101,7 @@ def test_trellis_without_a_nonlinearity_at_chunk_one_is_the_gated_delta_rule(dra
     )
     A1, A2 = draw(H, M, D), draw(H, M, V)
     _, (_, A, *_) = R.trellis(q, k, v, a, gamma, g, chunk=1, phi="identity", state=(A1, A2))
-    # z reads the undecayed memory: beta k = gamma e^{-g} k and beta v = gamma a.
+    # z reads the memory before the decay: beta k = gamma e^{-g} k and beta v = gamma a.
     _, (S, _) = R.delta_product(
         q, k, a * g.exp()[..., None], gamma * (-g).exp(), g, state=(A1[None].mT, None)
     )

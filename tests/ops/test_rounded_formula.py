@@ -1,4 +1,4 @@
-"""In float64 the rounded formula is the operator."""
+"""In float64 the rounded formula equals the operator."""
 
 import pytest
 import rounded_chunks
@@ -16,15 +16,15 @@ CHUNKS = [
 @pytest.mark.parametrize("lengths", [None, [70, 0, 63, 1]], ids=["batch", "packed"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", SCANS + CHUNKS, ids=str)
-def test_in_float64_it_is_the_operator(case, resumed, lengths):
+def test_formula_equals_operator_in_float64(case, resumed, lengths):
     inputs = case.draw(131, lengths=lengths, resumed=resumed).requiring_grad()
     keywords = {"g": None, **arguments(inputs)} if case.op != "gsa" else arguments(inputs)
     keywords = {"state": None, "cu_seqlens": None} | keywords
     if case.memory and not resumed:
         N = inputs.data["q"].shape[0] if lengths is None else len(lengths)
         first = [A.expand(N, *A.shape[-3:]) for A in inputs.leaves.values()]
-        starts = {"trellis": lambda: tuple(first), "ttt": lambda: first[0]}
-        keywords["state"] = starts.get(case.op, lambda: unit_columns(first[0]))()
+        first_memories = {"trellis": lambda: tuple(first), "ttt": lambda: first[0]}
+        keywords["state"] = first_memories.get(case.op, lambda: unit_columns(first[0]))()
     formula = getattr(rounded_formula if case in SCANS else rounded_chunks, case.op)
     found = outputs(case, formula(**keywords))
     want = operator(inputs)
@@ -37,7 +37,7 @@ def test_in_float64_it_is_the_operator(case, resumed, lengths):
 @pytest.mark.parametrize(
     "case", [case for case in CHUNKS if case.op != "lattice" and case.chunk == 1], ids=str
 )
-def test_in_chunks_of_one_token_it_takes_no_first_memories(case, T):
+def test_formula_ignores_first_memories_at_chunk_1(case, T):
     inputs = with_any_first_memories(case.draw(T, resumed=True).requiring_grad())
     found = outputs(case, getattr(rounded_chunks, case.op)(**arguments(inputs)))
     want = operator(inputs)

@@ -1,5 +1,5 @@
-"""DTensor operands, over two processes: cut along the batch or the heads, the result is the whole one's.
-Projections of layers are not cut.
+"""DTensor operands on two processes, sharded along the batch or the heads: the result equals the unsharded
+one. Layers refuse sharded projections.
 """
 
 import os
@@ -20,7 +20,7 @@ assert girih.ops.gla(q, k, v)[0].placements == (Shard(0),)
 
 
 @pytest.mark.parametrize("first", ["girih", "torch.distributed.tensor", "girih.ops._sharding"])
-def test_operators_are_known_to_dtensor_whichever_is_imported_first(first):
+def test_dtensor_support_does_not_depend_on_import_order(first):
     code = f"import torch, {first}\n"
     if first == "girih":
         code += "import sys; assert 'torch.distributed.tensor' not in sys.modules\n"
@@ -30,7 +30,7 @@ def test_operators_are_known_to_dtensor_whichever_is_imported_first(first):
 
 
 def test_the_example_of_shard_runs():
-    """In a process of its own, as it starts a process group."""
+    """Runs in a separate process, because it starts a process group."""
     program = "import doctest, torch; from girih import distributed as d\n"
     program += "result = doctest.testmod(d, extraglobs={'torch': torch})\n"
     program += "assert result.attempted > 3 and result.failed == 0"
@@ -40,7 +40,7 @@ def test_the_example_of_shard_runs():
 
 @pytest.mark.parametrize("program", ["sharded.py", "parallel.py"])
 def test_over_two_processes(program):
-    """Operands that are cut give the whole result; layers refuse projections that are."""
+    """Sharded operands give the whole result; layers refuse sharded projections."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command.append(str(SUPPORT / program))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""A state carries everything: a sequence may stop at any token, mid-chunk too, forward and backward."""
+"""A state carries everything: a sequence may be split at any token, also mid-chunk, forward and backward."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ def fields(outs):
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 @given(data=st.data())
-def test_two_parts_are_the_whole(case, device, data):
+def test_two_parts_equal_the_whole(case, device, data):
     dtype, tolerance, grad_tolerance = precision(case, device)
     T = data.draw(st.integers(0, 20) | st.sampled_from([63, 64, 65, 100]), "T")
     a = data.draw(st.integers(0, T), "a")
     resumed = data.draw(st.booleans(), "resumed")
     drawn = data.draw(sizes(case), "sizes")
     if case.op == "trellis" and dtype == torch.float32:
-        drawn["M"] = max(5, drawn["M"])  # a norm of fewer is steep: PyTorch's own fp32 loses a tenth
+        drawn["M"] = max(5, drawn["M"])  # a norm of fewer entries is ill-conditioned
     if case.op == "delta_product" and dtype in (torch.float16, torch.bfloat16) and drawn["D"] < 4:
-        # Keys of one channel are all parallel, of which 16 bits lose a few percent over a chunk.
+        # Keys of one channel are all parallel: 16 bits lose a few percent over a chunk.
         drawn |= {"D": 4, "V": 4} if drawn["D"] == drawn["V"] else {"D": 4}
     whole = case.draw(T, resumed=resumed, dtype=dtype, device=device, seed=T, **drawn).requiring_grad()
 

@@ -1,4 +1,4 @@
-"""What counts is the values, not how they lie in memory."""
+"""Results depend on values, not on strides."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ in_half_precision = True
 
 
 def lay_out(x, layout):
-    """The same values with other strides; `expanded` is one row of the batch for all."""
+    """The same values with other strides; `expanded` repeats the first row of the batch."""
     if layout == "expanded":
         return x[:1].detach().expand_as(x)
     if layout == "reversed":
@@ -35,10 +35,10 @@ def test_strides_do_not_matter(case, device, data):
     drawn = data.draw(sizes(case), "sizes")
     inputs = case.draw(9, resumed=case.has_state, dtype=dtype, device=device, **drawn)
     layouts = {name: data.draw(st.sampled_from(LAYOUTS), name) for name in inputs.floats}
-    laid_out = inputs.with_floats(
+    strided = inputs.with_floats(
         {n: lay_out(x, layouts[n]).requires_grad_() for n, x in inputs.floats.items()}
     )
-    plain = laid_out.map(lambda x: x.detach().contiguous()).requiring_grad()
-    outs, want = operator(laid_out), operator(plain)
+    plain = strided.map(lambda x: x.detach().contiguous()).requiring_grad()
+    outs, want = operator(strided), operator(plain)
     assert_within(outs, want, tolerance)
-    assert_within(gradients(outs, laid_out), gradients(want, plain), grad_tolerance)
+    assert_within(gradients(outs, strided), gradients(want, plain), grad_tolerance)

@@ -1,4 +1,4 @@
-"""torch.jit.trace: on other inputs of the same shapes a program computes what an eager call computes."""
+"""torch.jit.trace: a traced program equals an eager call on other inputs of the same shapes."""
 
 import io
 from dataclasses import replace
@@ -20,13 +20,15 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def traced(function, inputs):
-    """`function(inputs, cu)` as a traced function of its floating tensors, positions and bounds."""
+def trace(function, inputs):
+    """`function(inputs, cu)` traced as a function of the inputs' floating tensors, position and bounds."""
     names = list(inputs.floats)
 
     def call(floats, position, cu):
-        given = inputs.with_floats(dict(zip(names, floats, strict=True)))
-        result = function(replace(given, position=position if inputs.position is not None else None), cu)
+        traced_inputs = inputs.with_floats(dict(zip(names, floats, strict=True)))
+        result = function(
+            replace(traced_inputs, position=position if inputs.position is not None else None), cu
+        )
         call.names = list(result)
         return tuple(result.values())
 
@@ -38,7 +40,7 @@ def traced(function, inputs):
     return lambda inputs: dict(zip(call.names, program(*arguments(inputs)), strict=True))
 
 
-def whole(inputs, cu):
+def call_operator(inputs, cu):
     return operator(inputs, **({inputs.case.packing: cu} if inputs.lengths else {}))
 
 
@@ -50,7 +52,7 @@ def test_an_operator(case, resumed, device):
         for seed in (0, 1)
     )
     other = other.requiring_grad()
-    outs, want = traced(whole, first)(other), operator(other)
+    outs, want = trace(call_operator, first)(other), operator(other)
     assert_within(outs, want, 1e-6)
     assert_within(gradients(outs, other), gradients(want, other), 1e-6)
 
@@ -61,24 +63,24 @@ def test_packed_sequences(case, device):
         case.draw(0, lengths=lengths, resumed=True, dtype=float_of(device), device=device, seed=seed)
         for seed, lengths in enumerate(([5, 0, 3], [2, 4, 2]))
     )
-    assert_within(traced(whole, first)(other), operator(other), 1e-6)
+    assert_within(trace(call_operator, first)(other), operator(other), 1e-6)
 
 
 @pytest.mark.parametrize("case", RECURRENT, ids=str)
 def test_a_step(case, device):
-    def one(inputs, cu):
+    def step_copy(inputs, cu):
         fields = {name: x.clone() for name, x in dict(inputs.state).items()}
-        return {"o": step(replace(inputs, given=fields))} | fields
+        return {"o": step(replace(inputs, state_fields=fields))} | fields
 
     first, other = (
         case.draw(1, resumed=True, dtype=float_of(device), device=device, seed=seed) for seed in (0, 1)
     )
     with torch.no_grad():
-        assert_within(traced(one, first)(other), one(other, None), 1e-6)
+        assert_within(trace(step_copy, first)(other), step_copy(other, None), 1e-6)
 
 
 class Program(torch.nn.Module):
-    """A module with the parameters of another, which a function calls."""
+    """Holds a module's parameters and calls `call(module, *inputs)`."""
 
     def __init__(self, module, call):
         super().__init__()
@@ -89,7 +91,8 @@ class Program(torch.nn.Module):
 
 
 def check(program, inputs, others, tolerance=1e-7):
-    """Traced with inputs, saved and loaded: the outputs and gradients of an eager call with other inputs."""
+    """Traces with `inputs`, saves and loads; outputs and gradients on `others` equal an eager
+    call."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.trace(program, inputs, check_trace=False), file)
     file.seek(0)
@@ -108,7 +111,7 @@ def check(program, inputs, others, tolerance=1e-7):
         torch.testing.assert_close(*both, atol=tolerance, rtol=10 * tolerance)
 
 
-def drawn(*shape, seed):
+def normal(*shape, seed):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -116,7 +119,7 @@ def drawn(*shape, seed):
 def test_a_layer(name):
     torch.manual_seed(0)
     layer = LAYERS[name]().double()
-    x, other = (drawn(2, 11, HIDDEN, seed=seed) for seed in (0, 1))
+    x, other = (normal(2, 11, HIDDEN, seed=seed) for seed in (0, 1))
     valid = torch.ones(2, 11, dtype=torch.bool)
     padded = valid.clone()
     padded[1, :5] = False
@@ -126,16 +129,16 @@ def test_a_layer(name):
     packed = Program(layer, lambda layer, x, cu: layer(x, None, None, False, cu)[:1])
     check(packed, (x[:1], torch.tensor([0, 4, 11])), (other[:1], torch.tensor([0, 7, 11])))
 
-    def pieces(layer, x):
+    def two_calls(layer, x):
         first, state = layer(x[:, :10], None, None, True)
         return first, layer(x[:, 10:], None, state, True)[0]
 
     with torch.no_grad():
-        check(Program(layer, pieces), (x,), (other,))
+        check(Program(layer, two_calls), (x,), (other,))
 
 
 def check_model(model, **tolerance):
-    """Without a mask, and with one that masks nothing when the call is traced."""
+    """Without a mask, and with a mask that is all ones when traced."""
     model = model.double().eval()
     ids, others = (
         torch.randint(3, 30, (2, 20), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
@@ -163,12 +166,12 @@ def test_a_converted_model(way):
     check_model(converted("llama", way))
 
 
-# Qwen4's own indexer calls PyTorch in a form that its tracer does not take.
+# Qwen4's indexer uses PyTorch calls that torch.jit.trace does not support.
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen4_exp_text"}))
 def test_an_accelerated_model(family):
     model = model_of(family)
     with accelerate(model):
-        check_model(model, tolerance=1e-4)  # transformers computes parts in fp32
+        check_model(model, tolerance=1e-4)  # transformers computes some parts in fp32
 
 
 def test_the_loss():
@@ -176,4 +179,4 @@ def test_the_loss():
     labels, others = torch.arange(12), torch.arange(12) * 2
     others[3] = -100
     program = Program(weight, lambda m, x, labels: (linear_cross_entropy(x, m.weight, labels),))
-    check(program, (drawn(12, 8, seed=0), labels), (drawn(12, 8, seed=1), others))
+    check(program, (normal(12, 8, seed=0), labels), (normal(12, 8, seed=1), others))

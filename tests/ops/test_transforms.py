@@ -1,4 +1,4 @@
-"""torch.func and its kin: what works gives what a loop gives, what cannot says so."""
+"""torch.func and other transforms equal a loop, or raise an error that says so."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ WITHOUT_WEIGHTS = [case for case in CASES if not {"weight", "bias", "phi_weight"
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["start", "resumed"])
 @pytest.mark.parametrize("case", WITHOUT_WEIGHTS, ids=str)
-def test_vmap_is_a_loop(case, resumed, device):
-    """Outputs and gradients; with a position all draws stand at the same place of their chunk."""
+def test_vmap_equals_a_loop(case, resumed, device):
+    """Outputs and gradients. All draws share the position in the chunk."""
     dtype, tolerance, grad_tolerance = precision(case, device)
     resumed = resumed and case.has_state
     draws = [case.draw(9, resumed=resumed, dtype=dtype, device=device, seed=seed) for seed in range(3)]
@@ -38,11 +38,11 @@ def test_vmap_is_a_loop(case, resumed, device):
         materialize_grads=True,
         allow_unused=True,
     )
-    each = [
+    draw_grads = [
         gradients(w, x, {name: g[i] for name, g in grads.items()})
         for i, (w, x) in enumerate(zip(want, alone, strict=True))
     ]
-    want_grads = {name: torch.stack([e[name] for e in each]) for name in leaves}
+    want_grads = {name: torch.stack([e[name] for e in draw_grads]) for name in leaves}
     assert_within(dict(zip(leaves, found, strict=True)), want_grads, grad_tolerance)
 
 
@@ -85,7 +85,7 @@ def test_vmap_of_a_step_is_refused(case, device):
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
 def test_forward_mode_is_refused_by_name(case, device):
-    """Never a silent zero, whichever input has the tangent."""
+    """Never a silent zero, for a tangent of any input."""
     inputs = case.draw(5, resumed=case.has_state, dtype=float_of(device), device=device)
     for name, x in inputs.floats.items():
         with pytest.raises(NotImplementedError, match=f"girih.{case.op}: .* has a tangent"):
@@ -111,7 +111,7 @@ def test_reverse_mode_of_torch_func_is_refused(case, device):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
-    """The registered X_backward by itself; on the meta device it leaves out the same ones."""
+    """Calls the registered X_backward directly; the meta device omits the same gradients."""
     dtype, _, tolerance = precision(case, device)
     inputs = case.draw(7, resumed=case.has_state, dtype=dtype, device=device)
     op, args, options = registered_call(operator, inputs)
@@ -131,14 +131,14 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 
     def call(move):
         tensors = [move(x.detach()) if isinstance(x, torch.Tensor) else x for x in args]
-        given = [move(grads[str(i)]) if str(i) in grads else None for i in range(len(outs))]
+        output_grads = [move(grads[str(i)]) if str(i) in grads else None for i in range(len(outs))]
         results = getattr(torch.ops.girih, f"{case.op}_forward")(*tensors, **options, save=True)
         saved = list(results[len(outs) :]) if isinstance(results, tuple) else []
-        # An output that backward is given too is returned once.
+        # forward returns an output that is also a saved tensor only once.
         saved += [
-            results[0] for kept in description["saved"] if kept["name"] == description["output"]["name"]
+            results[0] for tensor in description["saved"] if tensor["name"] == description["output"]["name"]
         ]
-        found = getattr(torch.ops.girih, f"{case.op}_backward")(*given, *tensors, *saved, **options)
+        found = getattr(torch.ops.girih, f"{case.op}_backward")(*output_grads, *tensors, *saved, **options)
         return [x for x in found if x is not None]
 
     with torch.inference_mode():
@@ -149,7 +149,7 @@ def test_a_backward_called_in_inference_mode_gives_the_gradients(case, device):
 
 
 @pytest.mark.parametrize("case", ONE_EACH, ids=str)
-def test_the_graph_names_its_operator(case, device):
+def test_autograd_nodes_are_named_after_the_operator(case, device):
     inputs = case.draw(3, dtype=float_of(device), device=device).requiring_grad()
     assert operator(inputs)["o"].grad_fn.name() == f"girih::{case.op}_backward"
 

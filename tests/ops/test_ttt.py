@@ -1,4 +1,4 @@
-"""`ops.ttt` against TTT-Linear as Sun and others write it, its inner gradients by autograd in float64."""
+"""`ops.ttt` equals TTT-Linear of Sun et al., with inner gradients by autograd in float64."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ B, T, H, D = 2, 11, 2, 6
 
 
 def layer_norm(x, weight, bias, eps=1e-6):
-    """Over the last dimension, written out."""
+    """A layer norm over the last dimension."""
     centred = x - x.mean(-1, keepdim=True)
     return weight * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() + bias
 
 
 def ttt_linear(q, k, v, eta, W, weight, bias, batch):
-    """Token by token. W [D, D] learns to reconstruct v from k through a residual and a layer norm (eq. 4);
-    the gradients of a mini-batch are taken at its first W (eq. 6); token t reads W after its own step."""
+    """Token by token. W [D, D] learns to reconstruct v from k through a residual and a layer norm (eq. 4).
+    The gradients of a mini-batch are evaluated at its first W (eq. 6). Token t reads W after its own step."""
     outputs = []
     for t in range(q.shape[0]):
         if t % batch == 0:
@@ -29,7 +29,7 @@ def ttt_linear(q, k, v, eta, W, weight, bias, batch):
     return torch.stack(outputs), W
 
 
-def by_operator(q, k, v, eta, W, weight, bias, batch):
+def run_operator(q, k, v, eta, W, weight, bias, batch):
     norm = {} if weight is None else {"phi_weight": weight}
     w, b = (1.0, 0.0) if weight is None else (weight, bias)
     o, state = ops.ttt(q, k, v - k - b, eta, **norm, chunk=batch, f="layer_norm", state=W)
@@ -38,7 +38,7 @@ def by_operator(q, k, v, eta, W, weight, bias, batch):
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("norm", [True, False], ids=["weights", "no weights"])
-def test_it_is_ttt_linear(batch, norm):
+def test_ttt_equals_ttt_linear(batch, norm):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -66,17 +66,17 @@ def test_it_is_ttt_linear(batch, norm):
     if norm:
         leaves |= {"weight": weight, "bias": bias}
 
-    mine = by_operator(q, k, v, eta, W, weight if norm else None, bias, batch)
-    assert_within({"o": mine[0], "W": mine[1]}, {"o": o, "W": last}, 1e-12)
-    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in mine]
+    results = run_operator(q, k, v, eta, W, weight if norm else None, bias, batch)
+    assert_within({"o": results[0], "W": results[1]}, {"o": o, "W": last}, 1e-12)
+    cotangents = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     grads = [
         dict(zip(leaves, torch.autograd.grad(outs, list(leaves.values()), cotangents), strict=True))
-        for outs in (mine, (o, last))
+        for outs in (results, (o, last))
     ]
     assert_within(*grads, 1e-9)
 
 
-def test_the_inner_bias_is_a_one_behind_keys_and_queries():
+def test_the_inner_bias_by_ones_appended_to_keys_and_queries():
     """z = W k + b, with A = [W, b]."""
     generator = torch.Generator().manual_seed(0)
     q, k, a = (torch.randn(1, 7, 1, D, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -97,8 +97,8 @@ def test_the_inner_bias_is_a_one_behind_keys_and_queries():
     assert_within(state.k[0, 0], torch.cat([W, b[:, None]], 1), 1e-12)
 
 
-def test_it_is_the_first_pass_of_trellis():
-    """Trellis with values of zero and an identity for its second memory reads f(A q)."""
+def test_ttt_equals_the_first_pass_of_trellis():
+    """Trellis with zero values and an identity as its second memory reads f(A q)."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -109,6 +109,6 @@ def test_it_is_the_first_pass_of_trellis():
     options = {"chunk": 4, "phi": "l2_silu", "f": "softmax"}
     identity = torch.eye(5, dtype=torch.float64).expand(H, 5, 5)
     want, state = ops.trellis(q, k, torch.zeros_like(a), a, gamma, **options, state=(A, identity))
-    o, own = ops.ttt(q, k, a, gamma, **options, state=A)
+    o, ttt_state = ops.ttt(q, k, a, gamma, **options, state=A)
     assert_within(o, want, 1e-14)
-    assert_within(own.k, state.k, 1e-14)
+    assert_within(ttt_state.k, state.k, 1e-14)

@@ -1,11 +1,11 @@
-"""Every operator with its options as data, so that one test of a property serves them all.
+"""Every operator and its options as data, so that one test of a property covers all operators.
 
-A `Case` names an operator, its options, the letters of its tensors' shapes and what to fill them with.
-`Case.draw` fills them: `Inputs`, which the operator (`operator`) and its recurrence (`recurrence`) both take.
-What either returns comes back as a dict: `o` and the fields of the state that are there.
+A `Case` names an operator, its options, the shapes of its tensors as letters, and the kind of their values.
+`Case.draw` returns `Inputs`, which `operator` and `recurrence` both accept. Both return a dict: `o` and the
+fields of the state that are not None.
 
-Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, K key heads where `shared` memories
-have one, Q query heads, D, V, M widths, X channels, W width of the convolution and P = W - 1.
+Letters: B batch, N sequences, T tokens, R = T n rows, H memory heads, K key heads (fewer than H where
+memories share keys), Q query heads, D, V, M widths, X channels, W width of the convolution and P = W - 1.
 """
 
 import functools
@@ -20,12 +20,12 @@ from girih import ops
 
 SIZES = {"B": 2, "H": 2, "Q": 2, "D": 3, "V": 4, "M": 5, "X": 6, "W": 4, "n": 1}
 
-# Gates, step sizes, write weights and filters: what may stay in fp32 beside bf16 q, k, v and x.
+# Gates, step sizes, write weights and filters may stay in fp32 beside bf16 q, k, v and x.
 FP32_KINDS = {"gate", "beta", "step", "scale", "weight", "logit", "filter"}
 
 
 def fill(kind, shape, generator):
-    """Random numbers in the range that an argument of this kind is meant for."""
+    """Random values in the range that is valid for this kind of argument."""
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
     if kind == "gate":  # from -0.001 to -20
         return -((uniform * math.log(20 / 1e-3)).exp() * 1e-3)
@@ -33,7 +33,7 @@ def fill(kind, shape, generator):
         return uniform
     if kind == "beta":
         return 2 * uniform
-    if kind == "scale":  # w^2 multiplies a step: no step grows
+    if kind == "scale":  # w^2 scales a step: |w| <= 1 keeps steps small
         return 2 * uniform - 1
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     if kind == "logit":
@@ -41,9 +41,9 @@ def fill(kind, shape, generator):
     if kind not in ("unit", "repeated", "half repeated"):
         return normal
     unit = normal / normal.norm(dim=-1, keepdim=True)
-    if kind == "repeated":  # one direction in every row
+    if kind == "repeated":  # the same direction in every row
         unit = unit[:, :1].expand(shape)
-    if kind == "half repeated":  # in every other row
+    if kind == "half repeated":  # the same direction in every other row
         unit[:, 2::2] = unit[:, :1]
     return unit
 
@@ -54,7 +54,7 @@ class Case:
     label: str
     data: dict  # name: (letters, kind)
     state: dict = field(default_factory=dict)
-    memory: dict = field(default_factory=dict)  # the first memories, where there is no zero start
+    memory: dict = field(default_factory=dict)  # first memories of operators without a zero start
     options: dict = field(default_factory=dict)
     sizes: dict = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def chunk(self):
-        """The chunk that is part of the model; 1 where the chunk length cannot change the result."""
+        """The chunk that is part of the model; 1 where the chunk length does not change the result."""
         return self.options.get("chunk", 1)
 
     @property
@@ -76,13 +76,13 @@ class Case:
 
     @property
     def packing(self):
-        """The keyword that packs sequences into one row, None where there are no sequences."""
+        """The keyword that packs sequences into one row; None for operators without sequences."""
         if self.op == "cat_attention":
             return "cu_chunks"
         return "cu_seqlens" if self.has_state else None
 
-    def over_time(self, name):
-        """Rows a token; 0 for what is not a sequence."""
+    def token_rows(self, name):
+        """Rows per token of this tensor; 0 for a tensor without a time dimension."""
         letters = self.data[name][0]
         return self.rows_per_token if "R" in letters else int("T" in letters)
 
@@ -101,31 +101,32 @@ class Case:
     ):
         """Inputs of T tokens, or of packed sequences of these `lengths`.
 
-        From a start, or `resumed` in mid-chunk. `calm`: unit keys and values, gates above -0.1. So are those
-        of memories that are normalised as they grow, in half precision: where gates empty one or long keys
-        shake it, what rounding lost is all that is left. In fp32 of those that nothing keeps at length 1.
+        `resumed`: from a state in mid-chunk. `calm`: unit keys and values, gates above -0.1. Operators that
+        normalise their memory are always calm in half precision: where gates empty a memory or long keys
+        perturb it, only rounding errors are left. In fp32 those whose columns are not kept at length 1 are
+        calm too.
         """
         normalised = self.op in ("trellis", "ttt", "lattice")
         free = self.options.get("shrinkage") or not self.options.get("normalize", True)
-        calm = calm or (normalised and (dtype in LOST or (dtype == torch.float32 and bool(free))))
+        calm = calm or (normalised and (dtype in HALF_TOLERANCES or (dtype == torch.float32 and bool(free))))
         generator = torch.Generator().manual_seed(seed)
-        at = SIZES | self.sizes | sizes | {"T": T}
+        dims = SIZES | self.sizes | sizes | {"T": T}
         if lengths is not None:
-            at |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
+            dims |= {"B": 1, "N": len(lengths), "T": sum(lengths)}
         if normalised and dtype != torch.float64:
-            # A norm of few entries is steep. In fp32 the sizes that a test gives stay: they decide the path.
-            more, letters = (13, "DVM") if dtype in LOST else (3, set("DVM") - set(sizes))
-            at |= {letter: at[letter] + more for letter in letters}
-        at["K"] = max(1, at["H"] // at.get("shared", 1))
-        at |= {"R": at["T"] * self.rows_per_token, "P": at["W"] - 1, "N": at.get("N", at["B"])}
-        steady = torch.float64 if dtype == torch.float64 else torch.float32
+            # A norm of few entries is ill-conditioned. In fp32 a test's sizes stay: they select the path.
+            more, letters = (13, "DVM") if dtype in HALF_TOLERANCES else (3, set("DVM") - set(sizes))
+            dims |= {letter: dims[letter] + more for letter in letters}
+        dims["K"] = max(1, dims["H"] // dims.get("shared", 1))
+        dims |= {"R": dims["T"] * self.rows_per_token, "P": dims["W"] - 1, "N": dims.get("N", dims["B"])}
+        full_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
         def tensor(letters, kind, dtype):
             kind = "unit" if calm and kind == "normal" else kind
-            filled = fill(kind, [at[letter] for letter in letters], generator)
+            filled = fill(kind, [dims[letter] for letter in letters], generator)
             if calm and kind == "gate":
                 filled = filled / 200
-            if kind == "step":  # the sum of a chunk's steps stays below 1
+            if kind == "step":  # the steps of a chunk sum to less than 1
                 filled = filled / self.chunk
             return filled.to(device=device, dtype=dtype)
 
@@ -134,13 +135,13 @@ class Case:
             for name, (letters, kind) in self.data.items()
         }
         start = self.state if resumed else self.memory
-        state_dtype = dtype if self.op == "short_conv" else steady
+        state_dtype = dtype if self.op == "short_conv" else full_dtype
         leaves = {
             f"state_{name}": tensor(*spec, state_dtype) for name, spec in start.items() if name != "position"
         }
         position = None
         if resumed and "position" in self.state:
-            position = (torch.arange(at["N"], device=device) * 2 + 1 + seed) % self.chunk
+            position = (torch.arange(dims["N"], device=device) * 2 + 1 + seed) % self.chunk
         return Inputs(self, data, leaves, position, resumed, lengths)
 
 
@@ -148,17 +149,17 @@ class Case:
 class Inputs:
     case: Case
     data: dict
-    leaves: dict  # what the state is made of
+    leaves: dict  # tensors that the state is computed from
     position: torch.Tensor | None
     resumed: bool
     lengths: list | None = None
-    given: dict | None = None  # a state's fields, in place of what `leaves` give
+    state_fields: dict | None = None  # the fields of the state, instead of those computed from `leaves`
 
     @property
     def state(self):
         """None, first memories, or the fields of a state."""
-        if self.given is not None:
-            return self.given
+        if self.state_fields is not None:
+            return self.state_fields
         leaves = {name.removeprefix("state_"): x for name, x in self.leaves.items()}
         if not leaves:
             return None
@@ -170,7 +171,7 @@ class Inputs:
 
     @property
     def floats(self):
-        """Every floating input and every tensor that an initial state is made of, by name."""
+        """Every floating input and every tensor that the initial state is computed from, by name."""
         return self.data | self.leaves
 
     def with_floats(self, tensors):
@@ -185,14 +186,14 @@ class Inputs:
         return self.map(lambda x: x.detach().clone().requires_grad_())
 
     def part(self, a, b, state=None):
-        """Tokens a to b, from this state's fields if given."""
-        return self.on_tokens(lambda x, n: x[:, a * n : b * n], state)
+        """Tokens a to b, from a state with these fields if given."""
+        return self.map_tokens(lambda x, n: x[:, a * n : b * n], state)
 
-    def on_tokens(self, function, state=None):
-        """`function(x, rows a token)` on everything that has tokens."""
-        rows = {name: self.case.over_time(name) for name in self.data}
+    def map_tokens(self, function, state=None):
+        """Applies `function(x, rows per token)` to every tensor with a time dimension."""
+        rows = {name: self.case.token_rows(name) for name in self.data}
         data = {name: function(x, rows[name]) if rows[name] else x for name, x in self.data.items()}
-        return replace(self, data=data, given=self.given if state is None else state)
+        return replace(self, data=data, state_fields=self.state_fields if state is None else state)
 
     def sequence(self, i):
         """Sequence i of a packed batch, as a batch of one."""
@@ -200,11 +201,11 @@ class Inputs:
         alone = replace(self.part(lo, lo + self.lengths[i]), lengths=None)
         state = self.state
         if isinstance(state, dict):
-            alone = replace(alone, given={name: x[i : i + 1] for name, x in state.items()})
+            alone = replace(alone, state_fields={name: x[i : i + 1] for name, x in state.items()})
         return alone
 
     def cu(self, dtype=torch.int64):
-        """`cu_seqlens`, or `cu_chunks` of cat_attention, as a keyword."""
+        """`cu_seqlens`, or `cu_chunks` for cat_attention, as a keyword argument."""
         if self.lengths is None:
             return {}
         unit = self.case.chunk if self.case.op == "cat_attention" else 1
@@ -226,7 +227,7 @@ def first_memory(case, leaves):
 
 
 def mid_chunk(case, leaves, begins):
-    """Free tensors -> a state that can occur: where a chunk begins, nothing has happened in it yet."""
+    """Free tensors -> a valid state: at the start of a chunk, the state of the chunk is empty."""
     if case.op in ("trellis", "ttt"):
         begins, memories = begins[:, None, None, None], [x for x in "kv" if x in leaves]
         firsts = {f"first_{x}": torch.where(begins, leaves[x], leaves[f"first_{x}"]) for x in memories}
@@ -242,17 +243,17 @@ def mid_chunk(case, leaves, begins):
 
 
 def with_any_first_memories(inputs):
-    """Resumed inputs of trellis or ttt, with the first memories of the leaves even where a chunk begins."""
+    """Resumed inputs of trellis or ttt with independent first memories, also at the start of a chunk."""
     leaves = {name.removeprefix("state_"): x for name, x in inputs.leaves.items()}
-    return replace(inputs, given=leaves | {"position": inputs.position})
+    return replace(inputs, state_fields=leaves | {"position": inputs.position})
 
 
 def state_class(op):
-    """The operator's NamedTuple, which its function is annotated with."""
+    """The operator's NamedTuple: the annotation of its parameter `state`."""
     return inspect.signature(getattr(ops, f"{op}_step")).parameters["state"].annotation
 
 
-# The names of an operator's state and of its fields.
+# For each operator with a state: the name of the state and the names of its fields.
 STATES = {
     name: (
         state_class(name).__name__,
@@ -270,9 +271,9 @@ def state_of(case, fields):
 
 
 def start(inputs):
-    """`XState.start` for B sequences of this case; it names its sizes as the shapes do."""
+    """`XState.start` for B sequences of this case."""
     case = inputs.case
-    make = getattr(ops, STATES[case.op][0]).start
+    start_state = getattr(ops, STATES[case.op][0]).start
     sizes = SIZES | case.sizes
     known = {
         "batch": sizes["B"],
@@ -290,11 +291,13 @@ def start(inputs):
     if case.op == "lattice":
         known["first"] = inputs.state
     known["device"] = next(iter(inputs.data.values())).device
-    return make(**{name: known[name] for name in inspect.signature(make).parameters if name in known})
+    return start_state(
+        **{name: known[name] for name in inspect.signature(start_state).parameters if name in known}
+    )
 
 
 def outputs(case, result):
-    """What a call returns -> a dict by name."""
+    """The result of a call -> a dict by name."""
     if not case.has_state:
         return {"o": result}
     o, state = result
@@ -303,7 +306,7 @@ def outputs(case, result):
 
 
 def arguments(inputs):
-    """The keywords of a call."""
+    """The keyword arguments of a call."""
     case, state = inputs.case, inputs.state
     keywords = dict(inputs.data) | case.options | inputs.cu()
     if state is not None:
@@ -312,12 +315,12 @@ def arguments(inputs):
 
 
 def operator(inputs, **changed):
-    """The operator on these inputs; `changed` replaces arguments."""
+    """Calls the operator on these inputs; `changed` replaces arguments."""
     return outputs(inputs.case, getattr(ops, inputs.case.op)(**arguments(inputs) | changed))
 
 
 def step(inputs):
-    """One token through `X_step`: o; the tensors of the inputs' state are written."""
+    """One token through `X_step`: returns o and writes the tensors of the inputs' state."""
     return getattr(ops, f"{inputs.case.op}_step")(**arguments(inputs))
 
 
@@ -334,7 +337,7 @@ def recurrence(inputs):
 
 
 def cotangents(outs, seed=1):
-    """A random gradient for every floating output: none is left out, a state's neither."""
+    """A random gradient for every floating output, including the state."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -344,7 +347,7 @@ def cotangents(outs, seed=1):
 
 
 def gradients(outs, inputs, grads=None):
-    """d(sum of outputs * cotangents) / d(every floating input), zeros where an input does not matter."""
+    """d(sum of outputs * cotangents) / d(every floating input); zeros for an input without influence."""
     grads = cotangents(outs) if grads is None else grads
     reached = [name for name in grads if outs[name].requires_grad]
     floats = inputs.floats
@@ -371,13 +374,13 @@ def gsa(label, *optional, sizes=None, **options):
     return Case("gsa", label, QKV | {x: kinds[x] for x in optional}, state, {}, options, sizes or {})
 
 
-def keys_of(sizes):
-    """The letter of the heads of keys."""
+def key_heads_letter(sizes):
+    """The letter of the key heads."""
     return "K" if sizes and "shared" in sizes else "H"
 
 
 def gla(label, gate=None, sizes=None, **options):
-    data = QKV | {"k": (f"BT{keys_of(sizes)}D", "normal")} | ({"g": (gate, "gate")} if gate else {})
+    data = QKV | {"k": (f"BT{key_heads_letter(sizes)}D", "normal")} | ({"g": (gate, "gate")} if gate else {})
     return Case("gla", label, data, {"s": ("NHDV", "normal")}, {}, options, sizes or {})
 
 
@@ -385,7 +388,7 @@ def delta_product(label, *, g=False, vector=False, keys="unit", sizes=None, **op
     n = options.get("n") or 1
     data = {
         "q": ("BTQD", "unit"),
-        "k": (f"BR{keys_of(sizes)}D", "normal" if options.get("l2norm_qk") else keys),
+        "k": (f"BR{key_heads_letter(sizes)}D", "normal" if options.get("l2norm_qk") else keys),
         "v": ("BRHV", "normal"),
         "beta": ("BRHD" if vector else "BRH", "beta"),
     }
@@ -396,7 +399,7 @@ def delta_product(label, *, g=False, vector=False, keys="unit", sizes=None, **op
 
 
 def trellis(label, *, g=False, sizes=None, **options):
-    # Without a normalising phi the recurrence is stable on unit keys and values only.
+    # Without a normalising phi the recurrence is stable only for unit keys and values.
     kind = "unit" if options.get("phi") in ("identity", "silu") else "normal"
     data = {"q": ("BTQD", "normal"), "k": ("BTHD", kind), "v": ("BTHV", kind), "a": ("BTHM", "normal")}
     data |= {"gamma": ("BTH", "step")} | ({"g": ("BTH", "gate")} if g else {})
@@ -443,7 +446,7 @@ def cat_attention(label, sizes=None, **options):
 
 
 GROUPED = {"H": 2, "Q": 4}
-SHARED = {"H": 4, "shared": 2, "Q": 2}  # two memories have one head of keys, and of queries
+SHARED = {"H": 4, "shared": 2, "Q": 2}  # two memories share one head of keys and of queries
 
 CASES = [
     gsa("g", "g"),
@@ -520,8 +523,8 @@ CASES = [
     cat_attention("c4", chunk=4, sizes=GROUPED),
 ]
 
-# One of each operator, on its tensor cores where it has them: for tests that do not depend on the options, or
-# take seconds.
+# One case of each operator, on the tensor cores where the operator has such kernels: for tests that do not
+# depend on the options, or that take seconds.
 ONE_EACH = [
     next(case for case in CASES if str(case) == name)
     for name in (
@@ -538,7 +541,7 @@ ONE_EACH = [
     )
 ]
 
-# What a sequence of 4096 tokens goes through, whose recurrence takes seconds.
+# Cases for sequences of 4096 tokens, whose recurrence takes seconds.
 LONG = ONE_EACH + [
     case
     for case in CASES
@@ -559,35 +562,35 @@ PACKED = [case for case in CASES if case.packing]
 
 
 def path_of(inputs, device="cuda"):
-    """Which code the operator would take for these inputs on a device."""
+    """The path that the operator selects for these inputs on a device."""
     return ops.explain(inputs.case.op, **arguments(inputs), device=str(device)).path
 
 
 @functools.cache
 def has_kernels(op):
-    """Whether CUDA has kernels for it; they stop at fp32."""
+    """Whether the operator has CUDA kernels; these support at most fp32."""
     case = next(case for case in CASES if case.op == op)
     return path_of(case.draw(2, dtype=torch.float32)) != "aten"
 
 
 def float_of(device):
-    """The dtype of what is drawn on a device where a float of any width will do."""
+    """The dtype for draws on this device where any float dtype is valid."""
     return getattr(device, "dtype", None) or torch.float32
 
 
-# Of half precision, for properties that a mistake breaks at the first digit; how much is lost, and that it is
-# no more than twice what PyTorch loses, the tests of the kernels measure.
-LOST = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
+# Tolerances in half precision (outputs, gradients) for properties that a bug violates by far. The tests of
+# the kernels measure the error exactly: at most twice the error of PyTorch.
+HALF_TOLERANCES = {torch.bfloat16: (4e-2, 8e-2), torch.float16: (5e-3, 1e-2)}
 
 
 def precision(case, device):
-    """dtype, and the tolerances of outputs and gradients, that an operator is held to on a device.
+    """The dtype and the tolerances of outputs and gradients for an operator on a device.
 
-    What rounding moves across a kink is a jump of the gradient: relu is not held to one in half precision,
-    and shrinkage, by which a column goes to 0, is drawn in fp32."""
+    Rounding across a kink makes a gradient jump: gradients of relu are not checked in half precision, and
+    shrinkage, which moves columns to 0, is drawn in fp32."""
     if getattr(device, "dtype", None) and not case.options.get("shrinkage"):
-        lost, lost_of_gradients = LOST[device.dtype]
-        return device.dtype, lost, math.inf if case.options.get("feature") == "relu" else lost_of_gradients
+        tolerance, grad_tolerance = HALF_TOLERANCES[device.dtype]
+        return device.dtype, tolerance, math.inf if case.options.get("feature") == "relu" else grad_tolerance
     if device == "cuda" and has_kernels(case.op):
         return torch.float32, 1e-4, 1e-3
     return torch.float64, 1e-9, 1e-7

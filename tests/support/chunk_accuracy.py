@@ -1,8 +1,8 @@
 """kernel_accuracy.py for trellis, ttt and lattice, whose chunks are part of the model.
 
-Their updates bend what they write, and errors have a tail: the largest of all is chance, in the kernel and in
-the formula. The error is measured by its mean square, of a whole tensor and of the token or head where it is
-largest. Under GIRIH_SANITIZED calls are made, and not judged.
+Their updates are nonlinear, and errors have a long tail: the largest error is random, in the kernel and in
+the formula. The error is measured as a mean square, over a whole tensor and over the token or head where it
+is largest. Under GIRIH_SANITIZED the calls run, and the results are not checked.
 """
 
 import itertools
@@ -20,13 +20,13 @@ FORMULAS = {name: getattr(rounded_chunks, name) for name in ("trellis", "ttt", "
 SANITIZED = bool(os.environ.get("GIRIH_SANITIZED"))
 
 
-start_of_scans = kernel_accuracy.start_of
+initial_scan_state = kernel_accuracy.initial_state
 
 
-def start_of(inputs):
-    """The operator's state of these fields: the first memories, or anywhere in a chunk."""
+def initial_state(inputs):
+    """The operator's state with these fields: first memories, or a state at any position of a chunk."""
     if inputs.op not in FORMULAS:
-        return start_of_scans(inputs)
+        return initial_scan_state(inputs)
     first, chunk = next(iter(inputs.state.values())), inputs.options["chunk"]
     position = torch.arange(3, 3 + 5 * len(first), 5, device=first.device) % chunk
     if inputs.op == "trellis":
@@ -41,17 +41,17 @@ def start_of(inputs):
     return ops.LatticeState(**{"decay": None} | inputs.state, position=position.clamp(min=int(chunk > 1)))
 
 
-kernel_accuracy.start_of = start_of  # where run() and in_pieces() look for it
+kernel_accuracy.initial_state = initial_state  # used by run() and run_in_segments()
 
 
-# How many times the formula's error a gradient's may be, if not twice. The decay before a resumed chunk gets
-# what is left where the memory before the chunk and the gradient after it cancel: the kernels keep it
-# in 16 bits, the formula in 32.
-TIMES = {"dstate_decay": 10}
+# Allowed ratio of the kernel's error to the formula's error, 2 by default. The gradient of a resumed chunk's
+# decay is a small difference where the memory before the chunk and the gradient after it cancel: the kernels
+# keep both in 16 bits, the formula in 32.
+ERROR_RATIOS = {"dstate_decay": 10}
 
 
-def by_formula(inputs, **options):
-    """`run` by the formula in PyTorch, in each of its ways to round."""
+def run_formula(inputs, **options):
+    """`run` with the formula in PyTorch, for each of its placements of roundings."""
     ways = itertools.product([True, False], repeat=2)
     formula = FORMULAS[inputs.op]
     return [
@@ -64,19 +64,20 @@ def mean_square(x):
     return x.square().mean()
 
 
-def largest_of_a_slice(x):
-    """Of the token or, of a state, the head where it is largest. Some states are a number a head."""
+def largest_slice_mean_square(x):
+    """The mean square of the token or, for a state, the head where it is largest. Some states have one number
+    a head."""
     return x.square().movedim(1, 0).flatten(1).mean(1).max() if x.dim() > 2 else mean_square(x)
 
 
-def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_of_a_slice)):
-    """By name and measure, in parts of the size of the result: the error against float64, what the formula in
-    PyTorch at the same dtype errs (`rounded`, in each of its ways), and roundings that are allowed to both.
+def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_slice_mean_square)):
+    """For every name and measure, relative to the size of the result: the error against float64, the error of
+    the formula in PyTorch at the same dtype (the largest of `rounded`), and the allowed rounding.
 
-    These are one rounding of the result; fp32 sums of n terms err by about sqrt(n) roundings in an order of
-    their own, and where the terms, of size 1, all cancel, n roundings of 1 may be left."""
+    The allowed rounding is one rounding of the result. An fp32 sum of n terms errs by about sqrt(n)
+    roundings, which depend on its order; where terms of size 1 cancel, n roundings of 1 may be left."""
     assert all(found.keys() == exact.keys() == near.keys() for near in rounded)
-    left = torch.finfo(torch.float32).eps * terms
+    cancellation = torch.finfo(torch.float32).eps * terms
     errors = {}
     for name, want in exact.items():
         got = found[name]
@@ -89,38 +90,38 @@ def errors_of(found, exact, rounded, terms, measures=(mean_square, largest_of_a_
         rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps * terms**0.5)
         for measure in measures:
             error = measure(got.double() - want).sqrt().item()
-            of_formula = max(measure(near[name].double() - want).sqrt().item() for near in rounded)
+            formula_error = max(measure(near[name].double() - want).sqrt().item() for near in rounded)
             size = measure(want).sqrt().item()
-            all_three = torch.tensor([error, of_formula, rounding * size + left], dtype=torch.float64)
-            errors[name, measure.__name__] = all_three / (size or 1.0)
+            values = torch.tensor([error, formula_error, rounding * size + cancellation], dtype=torch.float64)
+            errors[name, measure.__name__] = values / (size or 1.0)
     return errors
 
 
-def assert_within_rule(errors):
-    """The error is at most twice the formula's and the allowed roundings."""
-    for (name, measure), (error, of_formula, rounding) in errors.items():
-        allowed = TIMES.get(name, 2) * of_formula + rounding
-        assert error <= allowed, f"{name}, {measure}: off by {error:.3g}, the formula by {of_formula:.3g}"
+def assert_errors_allowed(errors):
+    """The error is at most twice the formula's error plus the allowed rounding."""
+    for (name, measure), (error, formula_error, rounding) in errors.items():
+        allowed = ERROR_RATIOS.get(name, 2) * formula_error + rounding
+        assert error <= allowed, f"{name}, {measure}: off by {error:.3g}, the formula by {formula_error:.3g}"
 
 
-def assert_as_right(found, exact, rounded, terms, measures=(mean_square, largest_of_a_slice)):
-    assert_within_rule(errors_of(found, exact, rounded, terms, measures))
+def assert_accurate(found, exact, rounded, terms, measures=(mean_square, largest_slice_mean_square)):
+    assert_errors_allowed(errors_of(found, exact, rounded, terms, measures))
 
 
-def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None, redraw=None):
-    """`run` on these inputs, or what it gave on the same numbers in another layout.
+def assert_accurate_as_formula(inputs, cu_seqlens=None, found=None, redraw=None):
+    """Checks `run` on these inputs, or `found`, its result on the same values in another layout.
 
-    `redraw(seed)`: inputs of the same kind. A gradient that one token dominates errs by one rounding of that
-    token, in the kernel and in the formula, and the ratio of two single roundings is chance: 0.2 to 6 in 24
-    draws of ttt's dg under strong gates, with a median of 0.9. If the given draw exceeds the rule, the rule
-    holds for the root mean square over this draw and 7 more."""
+    `redraw(seed)` returns inputs of the same kind. A gradient that one token dominates errs by one rounding
+    of that token, in the kernel and in the formula, and the ratio of two single roundings is random: 0.2 to 6
+    in 24 draws of ttt's dg under strong gates, with a median of 0.9. If the first draw exceeds the bound, the
+    bound applies to the root mean square over this draw and 7 more."""
     inputs = inputs.map(lambda x: x.to(DEVICE))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(DEVICE)
 
     def errors(inputs, found=None):
         found = run(inputs, cu_seqlens=cu_seqlens) if found is None else found
         exact = run(inputs.map(torch.Tensor.double), cu_seqlens=cu_seqlens)
-        rounded = by_formula(inputs, cu_seqlens=cu_seqlens)
+        rounded = run_formula(inputs, cu_seqlens=cu_seqlens)
         _, T, _, D = inputs.data["q"].shape
         return errors_of(found, exact, rounded, T + D)
 
@@ -129,10 +130,10 @@ def assert_as_right_as_the_formula(inputs, cu_seqlens=None, found=None, redraw=N
         return
     first = errors(inputs, found)
     try:
-        assert_within_rule(first)
+        assert_errors_allowed(first)
     except AssertionError:
         if redraw is None:
             raise
         draws = [first] + [errors(redraw(seed).map(lambda x: x.to(DEVICE))) for seed in range(1, 8)]
         pooled = {key: torch.stack([x[key] for x in draws]).square().mean(0).sqrt() for key in first}
-        assert_within_rule(pooled)
+        assert_errors_allowed(pooled)

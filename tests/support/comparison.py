@@ -1,13 +1,13 @@
-"""How far two results are apart, by name."""
+"""Comparison of results by name."""
 
 import torch
 
 
 def assert_within(got, want, tolerance):
-    """Every tensor of `got` is within `tolerance` of its namesake in `want`.
+    """Every tensor of `got` is within `tolerance` of the tensor of the same name in `want`.
 
-    The tolerance is relative to that one's largest entry, absolute below 1. Two tensors, or two dicts of
-    tensors with the same names; integers and infinities have to be equal.
+    The tolerance is relative to the largest entry of the expected tensor, and absolute below 1. Accepts two
+    tensors or two dicts of tensors with the same names. Integers and infinities must be equal.
     """
     if isinstance(want, torch.Tensor):
         got, want = {"result": got}, {"result": want}

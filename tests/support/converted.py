@@ -1,4 +1,4 @@
-"""Small random models of transformers, and ways to convert them, that tests share."""
+"""Small random models of transformers, and conversions of them, shared by tests."""
 
 import girih
 import torch
@@ -31,7 +31,7 @@ FAMILIES = {
     "gpt_neox": {"without": ("head_dim", "num_key_value_heads")},
     "girih": {"mixer": "attention", "initializer_range": 0.2},
 }
-# Families of the papers' tables whose attention is made as one above: a short test each.
+# Families of the papers' tables whose attention is structured as one above: one short test each.
 MORE_FAMILIES = {
     "qwen2": {},
     "olmo": {},
@@ -58,7 +58,8 @@ IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 def base_model(family="llama", seed=0, **own):
-    """A model whose layers matter: at the size that weights start from, the residual stream hides them."""
+    """A model whose layers have a visible effect: with the default initialisation the residual stream
+    dominates."""
     torch.manual_seed(seed)
     options = COMMON | (FAMILIES | MORE_FAMILIES)[family] | own
     without = options.pop("without", ())
@@ -75,8 +76,8 @@ def base_model(family="llama", seed=0, **own):
     return model.eval()
 
 
-def fits(family, way):
-    """Whether a family's attention can have what a way asks of it: girih's own keeps all keys."""
+def supports(family, way):
+    """Whether the family's attention supports the conversion: girih's own attention keeps all keys."""
     return family != "girih" or "max_self_attn_length" not in WAYS[way]
 
 

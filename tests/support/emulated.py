@@ -1,4 +1,4 @@
-"""Kernels' sources compiled for the CPU (tests/emulated), and tensors handed to them."""
+"""Compiles kernel sources for the CPU (tests/emulated) and passes tensors to them."""
 
 import ctypes
 import fcntl
@@ -37,7 +37,7 @@ class Array(ctypes.Structure):
         return cls(x.data_ptr(), DTYPES[x.dtype], stride)
 
 
-# Bytes that a block may have, of sm_90, sm_80 and sm_86.
+# Maximum bytes of shared memory per block on sm_90, sm_80 and sm_86.
 SHARED, SHARED_80, SHARED_86 = 232448, 166912, 101376
 
 LIBC = ctypes.CDLL(None)
@@ -45,7 +45,7 @@ NUMBER, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def structure(*fields):
-    """The Call of an operator's file: (kind of a field, names) in its order."""
+    """A ctypes structure that matches the Call of an operator's file: (kind, names of fields) in order."""
     members = [(name, kind) for kind, names in fields for name in names.split()]
     return type("Call", (ctypes.Structure,), {"_fields_": members})
 
@@ -73,9 +73,9 @@ def compile_to(library, folder, operator):
     subprocess.run(["g++", "-shared", *parts.values(), "-o", library], check=True)
 
 
-def compiled(folder, operator, sizes=("chunks",)):
-    """The operator's kernels as a library, of sources whose names begin with its name; `sizes`: its functions
-    that give a number.
+def build_library(folder, operator, sizes=("chunks",)):
+    """The operator's kernels as a library, compiled from the sources whose names begin with the operator's
+    name. `sizes`: functions that return a number.
     """
     library = folder / f"{operator}.so"
     if not library.exists():
@@ -86,78 +86,80 @@ def compiled(folder, operator, sizes=("chunks",)):
     return loaded
 
 
-def compiled_once(factory, operator, **how):
-    """As compiled(), of a pytest factory of folders: by the first of the processes that share its root."""
+def load_kernels(factory, operator, **how):
+    """build_library() in a folder of a pytest tmp_path_factory, built once for all xdist workers."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"emulated_{operator}"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return compiled(folder, operator, **how)
+        return build_library(folder, operator, **how)
 
 
-def eights(n):
+def round_up_8(n):
     return (n + 7) // 8 * 8
 
 
-def unwritten(*shape, dtype=torch.float32):
-    """All NaN, or -1, and right behind it a wall: who comes to it ends the test."""
+def guarded_nan(*shape, dtype=torch.float32):
+    """A tensor filled with NaN (integers: -1) that ends at a protected page: any access beyond it ends the
+    test."""
     used = math.prod(shape) * dtype.itemsize
     room = -(-max(used, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, room + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     bits = torch.frombuffer(memory, dtype=torch.uint8)
     bits[:room] = 0xFF
     if LIBC.mprotect(ctypes.c_void_p(bits.data_ptr() + room), ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
-        raise MemoryError("no wall behind a tensor")
+        raise MemoryError("mprotect failed")
     begin = (room - used) // dtype.itemsize
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), begin, shape, strides)
 
 
-def walled(x):
-    """x before a wall, as unwritten()."""
-    return None if x is None else unwritten(*x.shape, dtype=x.dtype).copy_(x)
+def guarded_copy(x):
+    """A copy of x that ends at a protected page, as guarded_nan()."""
+    return None if x is None else guarded_nan(*x.shape, dtype=x.dtype).copy_(x)
 
 
-def surrounded(x):
-    """x with NaN on every side of it in memory."""
+def nan_padded_copy(x):
+    """A copy of x with NaN on every side in memory."""
     if x is None:
         return None
-    padded = unwritten(*[size + 2 for size in x.shape], dtype=x.dtype)
+    padded = guarded_nan(*[size + 2 for size in x.shape], dtype=x.dtype)
     return padded[tuple(slice(1, -1) for _ in x.shape)].copy_(x)
 
 
-def assert_surrounded(name, x):
-    """Nothing is written around it."""
+def assert_padding_unwritten(name, x):
+    """The NaN around x are unchanged."""
     around = x._base.clone()
     around[tuple(slice(1, -1) for _ in x.shape)] = torch.nan
-    assert around.isnan().all(), f"written around {name}"
+    assert around.isnan().all(), f"{name}: a write outside the tensor"
 
 
 def assert_near(name, got, want, most):
-    # Where terms of size 1 cancel, their roundings are left.
+    # Terms of size 1 may cancel, which leaves their roundings.
     error = (got.double() - want).norm() / want.norm().clamp_min(0.1 * max(want.numel(), 1) ** 0.5)
     assert error <= most, f"{name}: off by {error:.2g}"
 
 
-def rows(*shape, of=None, dtype=torch.bfloat16):
-    """[..., width] in packs of 8, NaN between the rows: `of` and zeros, or to be written."""
-    padded = unwritten(*shape[:-1], eights(shape[-1]) + 8, dtype=dtype)
-    view = padded[..., : eights(shape[-1])]
-    if of is not None:
-        view.zero_()[..., : shape[-1]] = of
+def padded_rows(*shape, values=None, dtype=torch.bfloat16):
+    """[..., width rounded up to 8] with NaN between the rows: a copy of `values` padded with zeros, or all
+    NaN."""
+    padded = guarded_nan(*shape[:-1], round_up_8(shape[-1]) + 8, dtype=dtype)
+    view = padded[..., : round_up_8(shape[-1])]
+    if values is not None:
+        view.zero_()[..., : shape[-1]] = values
     return view
 
 
-def assert_kept(name, x, tokens):
-    """Of rows(), or unwritten(), the columns and these tokens are written and no more."""
+def assert_rest_unwritten(name, x, tokens):
+    """In a tensor of padded_rows() or guarded_nan(), only the columns of these tokens are written."""
     rest = (x if x._base is None else x._base).clone()
     rest[:, tokens, ..., : x.shape[-1]] = torch.nan
-    assert rest.isnan().all(), f"{name} is written beyond its rows"
+    assert rest.isnan().all(), f"{name} has a write outside its rows"
 
 
 def assert_close(got, want, most=0.02):
-    """In 16 bits, with errors that add up over the chunks of a short sequence."""
+    """Relative error in the Frobenius norm; 16-bit errors accumulate over the chunks of a short sequence."""
     assert got.keys() == want.keys()
     for name, expected in want.items():
         error = (got[name].double() - expected).norm() / expected.norm().clamp_min(1e-9)

@@ -1,10 +1,10 @@
-"""Calls of gsa and gla on the emulator (tests/emulated/gated.h): tensors, gates, and what is compared."""
+"""Calls of gsa and gla on the emulator (tests/emulated/gated.h): tensors, gates and comparisons."""
 
 import ctypes
 
 import kernel_accuracy
 import torch
-from emulated import NUMBER, POINTER, Array, eights, unwritten, walled
+from emulated import NUMBER, POINTER, Array, guarded_copy, guarded_nan, round_up_8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FEATURES = ["softmax", "none", "silu", "relu", "relu2"]
@@ -22,8 +22,9 @@ GATED = (
 
 
 def gates(pattern, shape, generator):
-    """Log gates, of kernel_accuracy.py, or down to -20 from token to token, most of them weak, or of every 16
-    tokens one of 2, which the others cancel: at another token in every slot.
+    """Log gates. "strong": down to -20, different for every token, most of them weak. "leaping": one of every
+    16 tokens has +2, which the others cancel, at another token for every slot. Else as
+    kernel_accuracy.gates().
     """
     if pattern == "strong":
         return -20 * torch.rand(shape, generator=generator) ** 4
@@ -35,28 +36,28 @@ def gates(pattern, shape, generator):
 
 
 class Layout:
-    """The tokens of sequences: rows of a batch, packed in one row, or a part of every row."""
+    """Where the tokens of sequences are: rows of a batch, packed in one row, or a range of every row."""
 
-    def __init__(self, lengths, how):
+    def __init__(self, lengths, packing):
         self.lengths, self.N = lengths, len(lengths)
-        self.packed, self.cu_seqlens = how == "packed", None
+        self.packed, self.cu_seqlens = packing == "packed", None
         if self.packed:
             self.B, self.T = 1, sum(lengths) + 5
             self.starts = [2 + sum(lengths[:i]) for i in range(self.N)]
-            self.cu_seqlens = walled(torch.tensor([*self.starts, 2 + sum(lengths)]))
-        elif how == "rows":
+            self.cu_seqlens = guarded_copy(torch.tensor([*self.starts, 2 + sum(lengths)]))
+        elif packing == "rows":
             self.B, self.T = self.N, max(lengths) + 3
             self.starts = [n % 3 for n in range(self.N)]
             ends = [[s, s + n] for s, n in zip(self.starts, lengths, strict=True)]
-            self.cu_seqlens = walled(torch.tensor(ends))
+            self.cu_seqlens = guarded_copy(torch.tensor(ends))
         else:
             self.B, self.T, self.starts = self.N, lengths[0], [0] * self.N
         self.owned = torch.zeros(self.B, self.T, dtype=torch.bool)
         for n in range(self.N):
-            self.owned[self.part(n)] = True
+            self.owned[self.index(n)] = True
 
-    def part(self, n):
-        """Of a tensor [B, T, ...] the tokens of sequence n, [1, its length, ...]."""
+    def index(self, n):
+        """The index of the tokens of sequence n in a tensor [B, T, ...]; the result is [1, length, ...]."""
         row = 0 if self.packed else n
         return slice(row, row + 1), slice(self.starts[n], self.starts[n] + self.lengths[n])
 
@@ -65,43 +66,45 @@ class Layout:
         call.cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.data_ptr()
         call.rows = self.cu_seqlens is not None and not self.packed
 
-    def assert_kept(self, name, x):
-        """Of rows() to be written: what no sequence owns, and what lies between rows, is as it was."""
-        left = x._base.clone()
-        left[self.owned] = left[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
-        assert left.isnan().all(), f"{name} is written beyond its rows"
+    def assert_rest_unwritten(self, name, x):
+        """In an output of padded_rows(), tokens of no sequence and the gaps between rows are not written."""
+        rest = x._base.clone()
+        rest[self.owned] = rest[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
+        assert rest.isnan().all(), f"{name} has a write outside its rows"
 
 
-def state(N, H, width, M, of=None):
-    """A memory as kernels have it, [N, heads, width, M]: `of` and zeros, or to be written."""
-    padded = unwritten(N, H, eights(width), eights(M))
-    if of is not None:
-        padded.zero_()[:, :, :width, :M] = of
+def state(N, H, width, M, values=None):
+    """A memory in the layout of the kernels, [N, heads, width, M]: a copy of `values` padded with zeros, or
+    all NaN."""
+    padded = guarded_nan(N, H, round_up_8(width), round_up_8(M))
+    if values is not None:
+        padded.zero_()[:, :, :width, :M] = values
     return padded
 
 
-def gapped(x, dtype=FP32, turned=False):
-    """x as it may lie for a step: NaN between its rows, or, turned, its columns."""
-    if turned:
-        return gapped(x.mT, dtype).mT
-    padded = unwritten(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
+def with_gaps(x, dtype=FP32, transposed=False):
+    """x in a layout that a step accepts: NaN between its rows or, if transposed, between its columns."""
+    if transposed:
+        return with_gaps(x.mT, dtype).mT
+    padded = guarded_nan(*x.shape[:-1], x.shape[-1] + 4, dtype=dtype)
     padded[..., : x.shape[-1]] = x
     return padded[..., : x.shape[-1]]
 
 
-def assert_gaps_kept(x):
-    """Of gapped(), written all over."""
+def assert_gaps_unwritten(x):
+    """A tensor of with_gaps() is written completely, and its gaps are not written."""
     base = x._base
-    assert base.isnan().sum() == base.numel() - x.numel(), "a step writes beyond its rows"
+    assert base.isnan().sum() == base.numel() - x.numel(), "a step writes outside its rows"
 
 
-# Of all of a tensor, and of a row.
+# Allowed relative errors of a whole tensor and of a row.
 ALLOWED = {BF16: (0.008, 0.015), FP16: (0.001, 0.002), FP32: (1e-5, 2e-5)}
 
 
 def assert_close_by_rows(got, want, dtype, kinks=False):
-    """All of a tensor, and each of its rows, as it is or as all are on the average. The gates' gradients are
-    sums that cancel. Behind kinks, a few numbers have the gradient of the other side.
+    """Relative errors of every tensor and of its rows; the error of a row is relative to its norm plus the
+    mean norm of the rows. The gradients of gates are sums that cancel and have twice the tolerance. With
+    kinks, a few entries have the gradient of the other side.
     """
     assert got.keys() == want.keys()
     for name, expected in want.items():

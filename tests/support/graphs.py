@@ -4,7 +4,7 @@ import torch
 
 
 def capture(call):
-    """A graph of one call, after a first one outside of it, and what the call returned."""
+    """Warms up with one eager call, then captures a second call: the graph and the result of the call."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -8,8 +8,8 @@ from kernel_accuracy import DEVICE, run
 
 
 def assert_same_at_the_end(inputs, T, gibibytes):
-    """The tokens give what they give alone where so many zeros come before them that there are T, and zeros
-    get nothing. Of tensors that large the call needs so many GiB, or the test is skipped."""
+    """The last tokens give the same results when zeros precede them, for T tokens in total, and the zeros get
+    zero outputs and gradients. Skips without `gibibytes` GiB of free memory."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
         pytest.skip(f"needs {gibibytes} GiB of free device memory")
@@ -23,9 +23,9 @@ def assert_same_at_the_end(inputs, T, gibibytes):
     data = {name: long(x) for name, x in inputs.data.items()}
     want = run(inputs)
     found = run(replace(inputs, data=data, grads=inputs.grads | {"o": long(inputs.grads["o"])}))
-    of_tokens = {"o"} | {f"d{name}" for name in inputs.data}
+    token_results = {"o"} | {f"d{name}" for name in inputs.data}
     for name, x in want.items():
-        got = found[name][:, -tail:] if name in of_tokens else found[name]
+        got = found[name][:, -tail:] if name in token_results else found[name]
         torch.testing.assert_close(got, x, rtol=2e-2, atol=2e-2 * x.abs().max().item())
-        if name in of_tokens:
+        if name in token_results:
             assert not found[name][:, :-tail].any()

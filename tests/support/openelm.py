@@ -1,9 +1,9 @@
-"""A model of OpenELM's shape (Mehta et al. 2024), whose code is its own: transformers has none.
+"""A model with the structure of OpenELM (Mehta et al. 2024), whose code is not part of transformers.
 
-Its attention is called with `past_key_value` and returns three values. One projection gives q, k and v, of
-which each layer has its own number of heads; q and k may have norms; rotary positions are applied inside, to
-the keys that the cache holds without them. The model makes one mask over all positions, of which attention
-takes the rows of its tokens by `cache_position`; for sdpa the rows of padding see all keys.
+Its attention is called with `past_key_value` and returns three values. One projection computes q, k and v;
+the numbers of heads differ between layers; q and k may have norms. Rotary positions are applied inside the
+attention, to keys that the cache holds unrotated. The model creates one mask over all positions, and
+attention selects the rows of its tokens by `cache_position`; for sdpa the rows of padding see all keys.
 """
 
 from typing import ClassVar
@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-ROOM = 64  # positions of the mask
+MASK_LENGTH = 64  # positions of the mask
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # until 5.24
 
 
@@ -48,19 +48,19 @@ class ElmConfig(PretrainedConfig):
 
 
 class ElmRotary(nn.Module):
-    """The last queries stand at the last keys' positions."""
+    """The last query has the position of the last key."""
 
     def forward(self, q, k):
         angle = torch.arange(k.shape[2], dtype=torch.float64, device=k.device)[:, None]
         angle = angle / 10000 ** (torch.arange(0, k.shape[3], 2, device=k.device) / k.shape[3])
         cos, sin = angle.cos().to(k.dtype).repeat(1, 2), angle.sin().to(k.dtype).repeat(1, 2)
 
-        def turned(x):
+        def rotate(x):
             n = x.shape[2]
             a, b = x.chunk(2, -1)
             return x * cos[-n:] + torch.cat((-b, a), -1) * sin[-n:]
 
-        return turned(q), turned(k)
+        return rotate(q), rotate(k)
 
 
 class ElmCausalAttention(nn.Module):
@@ -165,8 +165,8 @@ class ElmModel(ElmPreTrainedModel):
 
     def mask_over_all(self, attention_mask, x):
         least = torch.finfo(x.dtype).min
-        mask = torch.full((ROOM, ROOM), least, dtype=x.dtype, device=x.device).triu(1)
-        mask = mask.expand(x.shape[0], 1, ROOM, ROOM).clone()
+        mask = torch.full((MASK_LENGTH, MASK_LENGTH), least, dtype=x.dtype, device=x.device).triu(1)
+        mask = mask.expand(x.shape[0], 1, MASK_LENGTH, MASK_LENGTH).clone()
         if attention_mask is not None:
             n = attention_mask.shape[1]
             mask[..., :n].masked_fill_(attention_mask[:, None, None] == 0, least)

@@ -1,13 +1,13 @@
-"""Inputs with NaN around them: a kernel that reads or writes there is found out."""
+"""Inputs surrounded by NaN, to detect reads and writes outside the tensors."""
 
 import torch
 
 
 class Padded:
-    """Views into larger buffers full of NaN.
+    """Creates views into larger buffers full of NaN.
 
-    padding: elements around every dimension, or around the `outer` outermost alone; with 1 the view is dense.
-    order: of the dimensions in memory, from outer to inner.
+    padding: elements around every dimension, or only around the `outer` outermost; with 1 the view is
+    contiguous. order: of the dimensions in memory, from outermost to innermost.
     """
 
     def __init__(self, padding, order, outer=None, device="cuda"):
@@ -19,17 +19,17 @@ class Padded:
             return None
         order = [d for d in self.order if d < values.dim()]
         outer = len(order) if self.outer is None else self.outer
-        around = [self.padding if i < outer else 0 for i in range(len(order))]
-        sizes = [values.shape[d] + 2 * n for d, n in zip(order, around, strict=True)]
+        margins = [self.padding if i < outer else 0 for i in range(len(order))]
+        sizes = [values.shape[d] + 2 * n for d, n in zip(order, margins, strict=True)]
         buffer = torch.full(sizes, torch.nan, dtype=values.dtype, device=self.device)
-        inside = tuple(slice(n, n + values.shape[d]) for d, n in zip(order, around, strict=True))
+        inside = tuple(slice(n, n + values.shape[d]) for d, n in zip(order, margins, strict=True))
         view = buffer[inside].permute([order.index(d) for d in range(values.dim())])
         view.copy_(values)
         self.views.append((buffer, inside, view, values.to(self.device)))
         return view
 
     def assert_untouched(self, written=()):
-        """The padding still is NaN, and every view that is not in `written` holds what it held."""
+        """The padding is still NaN, and every view that is not in `written` is unchanged."""
         for buffer, inside, view, values in self.views:
             outside = torch.ones_like(buffer, dtype=torch.bool)
             outside[inside] = False

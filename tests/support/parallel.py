@@ -1,4 +1,4 @@
-"""Every layer's projections, cut over two processes one at a time (test_sharding.py): refused by name."""
+"""Every layer refuses a projection sharded over two processes, and names it (started by test_sharding.py)."""
 
 import os
 import sys
@@ -46,6 +46,6 @@ for make in layers():
         assert refusal(make(), name, output_layouts=Replicate()) == (2, 9, 32), name
 dist.barrier()
 dist.destroy_process_group()
-# All has been asserted: as in sharded.py.
+# All assertions are done. The reason for os._exit is in sharded.py.
 sys.stdout.flush()
 os._exit(0)

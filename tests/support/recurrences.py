@@ -1,9 +1,9 @@
-"""What the operators compute, token by token, in plain torch: slow and obvious, no chunk algebra.
+"""The reference recurrences, token by token, in plain torch: slow and obvious, without chunk algebra.
 
-Names, argument order, shapes and options are those of `girih.ops`. Each function returns `(o, state)`, the
-state's fields in order and None where absent (`cat_attention` returns o). A packed batch is a loop over its
-sequences, made by the caller. Query head i reads memory head i // (HQ / H); memories may share heads of keys
-and queries. Autograd goes through all of it.
+Names, argument order, shapes and options are the same as in `girih.ops`. Each function returns `(o, state)`
+with the fields of the state in order, None where absent (`cat_attention` returns o). The caller loops over
+packed sequences. Query head i reads memory head i // (HQ / H); memories may share heads of keys and queries.
+All functions are differentiable by autograd.
 """
 
 import math
@@ -14,25 +14,25 @@ import torch.nn.functional as F
 EPS = 1e-6
 
 
-def by_memory_head(q, heads):
+def group_queries(q, heads):
     """[B, T, HQ, D] -> [B, T, H, HQ / H, D]."""
     return q.unflatten(2, (heads, q.shape[2] // heads))
 
 
-def for_each_head(x, heads):
-    """x [B, T, shared, D], of which a head serves heads / shared others -> [B, T, heads, D]."""
+def repeat_heads(x, heads):
+    """Repeats heads: x [B, T, shared, D] -> [B, T, heads, D]."""
     return x if x.shape[2] >= heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def join(rows, like):
-    """Rows [B, H, G, V], one a token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is for T = 0."""
+    """One row [B, H, G, V] per token -> [B, T, H * G, V]; `like` [B, 0, H, G, V] is the result for T = 0."""
     if rows:
         return torch.stack(rows, 1).flatten(2, 3)
     return like.flatten(2, 3)
 
 
-def per_sequence(flag):
-    """A flag [N], against states [N, H, ., .]."""
+def broadcast_flag(flag):
+    """Broadcasts a flag [N] against states [N, H, ., .]."""
     return flag[:, None, None, None]
 
 
@@ -50,7 +50,7 @@ features = {
 def abc_gate(z, s):
     """z_t = logaddexp(z_{t-1}, s_t), the gate z_{t-1} - z_t, the weight e^{s_t - z_t}.
 
-    z = -inf is a start without tokens: its gate is 0. s = -inf is a masked token.
+    z = -inf is a start without tokens, with gate 0. s = -inf is a masked token.
     """
     nothing = (z == -math.inf) & (s == -math.inf)
     z_new = torch.logaddexp(z.masked_fill(nothing, 0.0), s).masked_fill(nothing, -math.inf)
@@ -63,7 +63,7 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
     V, M = v.shape[-1], (g if s is None else s).shape[-1]
     scale = D**-0.5 if scale is None else scale
     Hk, Hv, z = state or (k.new_zeros(B, H, D, M), k.new_zeros(B, H, M, V), k.new_full((B, H, M), -math.inf))
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
         if g is None:
             z, g_t, s_t = abc_gate(z, s[:, t])
@@ -80,9 +80,9 @@ def gsa(q, k, v, s=None, g=None, *, scale=None, feature="softmax", state=None):
 
 
 def gla(q, k, v, g=None, *, scale=None, state=None):
-    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate a head or a key channel."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; a gate per head or per key channel."""
     H, V = v.shape[2:]
-    q, k = for_each_head(q, H), for_each_head(k, H)
+    q, k = repeat_heads(q, H), repeat_heads(k, H)
     B, T, H, D = k.shape
     scale = D**-0.5 if scale is None else scale
     S = state[0] if state else k.new_zeros(B, H, D, V)
@@ -90,7 +90,7 @@ def gla(q, k, v, g=None, *, scale=None, state=None):
         g = k.new_zeros(B, T, H)
     if g.dim() == 3:
         g = g[..., None].expand(B, T, H, D)
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
         S = g[:, t, :, :, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]
         rows.append(scale * torch.einsum("bhdv,bhqd->bhqv", S, q[:, t]))
@@ -110,7 +110,7 @@ def delta_product(
     q, k, v, beta, g=None, *, n=1, scale=None, l2norm_qk=False, chunk=None, between_chunks=None, state=None
 ):
     H, V = v.shape[2:]
-    q, k = for_each_head(q, H), for_each_head(k, H)
+    q, k = repeat_heads(q, H), repeat_heads(k, H)
     B, T, D = k.shape[0], q.shape[1], k.shape[3]
     scale = D**-0.5 if scale is None else scale
     S, position = state or (k.new_zeros(B, H, D, V), None)
@@ -121,7 +121,7 @@ def delta_product(
     if beta.dim() == 3:
         beta = beta[..., None]
     b, w = beta * k, beta * v
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
         if g is not None:
             S = g[:, t, :, None, None].exp() * S
@@ -131,7 +131,7 @@ def delta_product(
         rows.append(scale * torch.einsum("bhdv,bhqd->bhqv", S, q[:, t]))
         if between_chunks:
             position = (position + 1) % chunk
-            S = torch.where(per_sequence(position == 0), between[between_chunks](S), S)
+            S = torch.where(broadcast_flag(position == 0), between[between_chunks](S), S)
     return join(rows, q.new_zeros(B, 0, *q.shape[2:4], V)), (S, position)
 
 
@@ -181,7 +181,7 @@ phis = {
 
 
 def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", state):
-    """`state`: its five fields, or the first memories `(A1 [(N,) H, M, D], A2 [(N,) H, M, V])`."""
+    """`state`: five fields, or the first memories `(A1 [(N,) H, M, D], A2 [(N,) H, M, V])`."""
     B, T, H = gamma.shape
     if len(state) == 2:
         A1, A2 = (A.expand(B, *A.shape[-3:]) for A in state)
@@ -189,29 +189,29 @@ def trellis(q, k, v, a, gamma, g=None, *, chunk, phi="ln_silu", f="ln_silu", sta
     else:
         first1, A1, first2, A2, position = state
     forward, vjp = phis[phi]
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
-        begins = per_sequence(position == 0)
+        begins = broadcast_flag(position == 0)
         first1, first2 = torch.where(begins, A1, first1), torch.where(begins, A2, first2)
         decay = 1.0 if g is None else g[:, t, :, None, None].exp()
         step = gamma[:, t, :, None, None]
 
-        def updated(A, first, x, decay=decay, step=step, t=t):
+        def update(A, first, x, decay=decay, step=step, t=t):
             z = torch.einsum("bhmx,bhx->bhm", first, x)
             u = vjp(z, forward(z) - a[:, t])
             return decay * A - step * u[..., :, None] * x[..., None, :]
 
-        A1, A2 = updated(A1, first1, k[:, t]), updated(A2, first2, v[:, t])
+        A1, A2 = update(A1, first1, k[:, t]), update(A2, first2, v[:, t])
         r = phis[f][0](torch.einsum("bhmd,bhqd->bhqm", A1, q[:, t]))
         rows.append(torch.einsum("bhmv,bhqm->bhqv", A2, r))
         position = (position + 1) % chunk
-    begins = per_sequence(position == 0)
+    begins = broadcast_flag(position == 0)
     first1, first2 = torch.where(begins, A1, first1), torch.where(begins, A2, first2)
     return join(rows, q.new_zeros(B, 0, *q.shape[2:4], v.shape[-1])), (first1, A1, first2, A2, position)
 
 
 def ttt(q, k, a, gamma, g=None, phi_weight=None, *, chunk, phi="layer_norm", f="identity", state):
-    """Section 3b. `state`: its three fields, or the first memory `A [(N,) H, M, D]`."""
+    """Section 3b. `state`: three fields, or the first memory `A [(N,) H, M, D]`."""
     B, T, H = gamma.shape
     if isinstance(state, torch.Tensor):
         A = state.expand(B, *state.shape[-3:])
@@ -220,16 +220,16 @@ def ttt(q, k, a, gamma, g=None, phi_weight=None, *, chunk, phi="layer_norm", f="
         first, A, position = state
     w = a.new_ones(a.shape[2:]) if phi_weight is None else phi_weight
     forward, vjp = phis[phi]
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
-        first = torch.where(per_sequence(position == 0), A, first)
+        first = torch.where(broadcast_flag(position == 0), A, first)
         z = torch.einsum("bhmd,bhd->bhm", first, k[:, t])
         u = vjp(z, w * (w * forward(z) - a[:, t]))
         decay = 1.0 if g is None else g[:, t, :, None, None].exp()
         A = decay * A - gamma[:, t, :, None, None] * u[..., :, None] * k[:, t, :, None, :]
         rows.append(phis[f][0](torch.einsum("bhmd,bhqd->bhqm", A, q[:, t])))
         position = (position + 1) % chunk
-    first = torch.where(per_sequence(position == 0), A, first)
+    first = torch.where(broadcast_flag(position == 0), A, first)
     return join(rows, q.new_zeros(B, 0, *q.shape[2:4], a.shape[-1])), (first, A, position)
 
 
@@ -241,9 +241,10 @@ def unit_columns(X):
 
 
 def lattice(q, k, v, gamma, g=None, *, chunk, objective="decode", normalize=True, shrinkage=0.0, state):
-    """The tangent-space form: X_t = e^{g_t} X_{t-1} + d_t, every d_t [D, M] written out, read as X / |X|.
+    """The tangent-space form: X_t = e^{g_t} X_{t-1} + d_t with explicit d_t [D, M]; the read columns are X /
+    |X|.
 
-    `state`: its four fields, or the first memory `S [(N,) H, D, M]`.
+    `state`: four fields, or the first memory `S [(N,) H, D, M]`.
     """
     B, T, H = gamma.shape
     D = v.shape[-1]
@@ -255,33 +256,33 @@ def lattice(q, k, v, gamma, g=None, *, chunk, objective="decode", normalize=True
         S, step, L, position = state
         L = k.new_zeros(B, H) if L is None else L
         X = L[..., None, None].exp() * S + step
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
         k_t, v_t, gamma_t = k[:, t], v[:, t], gamma[:, t, :, None]
         g_t = k.new_zeros(B, H) if g is None else g[:, t]
         length = S.square().sum(-2).sqrt()
-        at = S if normalize else S / length[..., None, :]
+        columns = S if normalize else S / length[..., None, :]
         if objective == "decode":
-            h, c = torch.einsum("bhdm,bhm->bhd", at, k_t) - v_t, k_t
+            h, c = torch.einsum("bhdm,bhm->bhd", columns, k_t) - v_t, k_t
         elif objective == "encode":
-            h, c = v_t, torch.einsum("bhdm,bhd->bhm", at, v_t) - k_t
+            h, c = v_t, torch.einsum("bhdm,bhd->bhm", columns, v_t) - k_t
         else:
             h, c = -v_t, k_t
-        along = torch.einsum("bhdm,bhd->bhm", at, h)
-        square = at.square().sum(-2)
-        tangent = h[..., :, None] - at * (along / square)[..., None, :]
+        projection = torch.einsum("bhdm,bhd->bhm", columns, h)
+        square = columns.square().sum(-2)
+        tangent = h[..., :, None] - columns * (projection / square)[..., None, :]
         d = -(gamma_t * c)[..., None, :] * tangent
         if not normalize:
             d = d / length[..., None, :]
         X, L = g_t[..., None, None].exp() * X + d, L + g_t
         if shrinkage:
             X = X.sign() * (X.abs() - shrinkage * gamma_t[..., None]).clamp(min=0)
-            gone = (X == 0).all(-2, keepdim=True)
-            X = torch.where(gone, S, X)
+            is_zero = (X == 0).all(-2, keepdim=True)
+            X = torch.where(is_zero, S, X)
         read = unit_columns(X) if normalize else X
         rows.append(torch.einsum("bhdm,bhqm->bhqd", read, q[:, t]))
         position = (position + 1) % chunk
-        ends = per_sequence(position == 0)
+        ends = broadcast_flag(position == 0)
         S = torch.where(ends, read, S)
         X, L = torch.where(ends, S, X), L.masked_fill(ends[..., 0, 0], 0.0)
     o = join(rows, q.new_zeros(B, 0, *q.shape[2:4], D))
@@ -319,13 +320,13 @@ def gated_rms_norm(x, weight, gate=None, *, activation="silu", eps=1e-6):
 
 
 def cat_attention(q, k, v, *, chunk, scale=None):
-    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and its own chunk's rows up to itself."""
+    """Row t of chunk c reads the headers (rows 0) of chunks 0..c and the rows of chunk c up to t."""
     B, T, H, D = k.shape
     scale = D**-0.5 if scale is None else scale
-    q, rows = by_memory_head(q, H), []
+    q, rows = group_queries(q, H), []
     for t in range(T):
         first = t // chunk * chunk
-        seen = [*range(0, first, chunk), *range(first, t + 1)]
-        p = (scale * torch.einsum("bshd,bhqd->bhqs", k[:, seen], q[:, t])).softmax(-1)
-        rows.append(torch.einsum("bshv,bhqs->bhqv", v[:, seen], p))
+        visible = [*range(0, first, chunk), *range(first, t + 1)]
+        p = (scale * torch.einsum("bshd,bhqd->bhqs", k[:, visible], q[:, t])).softmax(-1)
+        rows.append(torch.einsum("bshv,bhqs->bhqv", v[:, visible], p))
     return join(rows, q.new_zeros(B, 0, *q.shape[2:4], v.shape[-1]))

@@ -1,6 +1,6 @@
-"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the measure
-of a kernel's accuracy. As rounded_formula.py; `in_scores` and `in_updates` say which factor of a product has
-the weights, and with that where roundings fall.
+"""trellis, ttt and lattice, whose chunks are part of the model, in PyTorch at the inputs' dtype: the
+reference for a kernel's accuracy, as rounded_formula.py. `in_scores` and `in_updates` select the factor of a
+product that is multiplied by the weights, which determines where roundings happen.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from girih.ops import LatticeState, TrellisState, TTTState
 from recurrences import phis
-from rounded_formula import per_sequence, wide
+from rounded_formula import map_sequences, wide
 
 
 def trellis(
@@ -28,28 +28,28 @@ def trellis(
     in_scores=True,
     in_updates=True,
 ):
-    """Chunks are cut where each sequence is in its own: sequence by sequence."""
+    """Every sequence has its own chunk boundaries, so sequences are computed one by one."""
     options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
     if len(state) == 2:
         A1, A2 = state
         state = TrellisState(A1, A1, A2, A2, torch.zeros(len(A1), dtype=torch.int64, device=q.device))
-    if chunk == 1:  # begins with its token, and its first memory is the memory
+    if chunk == 1:  # every token starts a chunk, so the first memory is the memory
         state = state._replace(first_k=state.k, first_v=state.v)
     if cu_seqlens is not None:
-        return per_sequence(trellis, q, k, v, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+        return map_sequences(trellis, q, k, v, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
     T = q.shape[1]
     outs, states = [], []
     for i, position in enumerate(state.position.tolist()):
         memories = [x[i : i + 1] for x in state[:4]]
         ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
-        of_sequence = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
+        sequence_outs = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
         for lo, hi in pairwise(ends):
             part = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, v, a, gamma, g)]
             o, memories = trellis_chunk(
                 *part, phi, f, *memories, (position + hi) % chunk == 0, in_scores, in_updates
             )
-            of_sequence.append(o)
-        outs.append(torch.cat(of_sequence, 1))
+            sequence_outs.append(o)
+        outs.append(torch.cat(sequence_outs, 1))
         states.append([*memories, ((state.position[i] + T) % chunk)[None]])
     first_k, memory_k, first_v, memory_v, position = (torch.cat(x) for x in zip(*states, strict=True))
     return torch.cat(outs), TrellisState(first_k, memory_k, first_v, memory_v, position)
@@ -71,29 +71,31 @@ def ttt(
     in_scores=True,
     in_updates=True,
 ):
-    """Trellis' memory of keys, whose read is the output."""
+    """The key memory of trellis; its read is the output."""
     options = {"chunk": chunk, "phi": phi, "f": f, "in_scores": in_scores, "in_updates": in_updates}
     if not isinstance(state, tuple):
         state = TTTState(state, state, torch.zeros(len(state), dtype=torch.int64, device=q.device))
     if chunk == 1:
         state = state._replace(first_k=state.k)
     if cu_seqlens is not None:
-        of_all = partial(ttt, phi_weight=phi_weight)
-        return per_sequence(of_all, q, k, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+        ttt_with_weight = partial(ttt, phi_weight=phi_weight)
+        return map_sequences(
+            ttt_with_weight, q, k, a, gamma, g, state=state, cu_seqlens=cu_seqlens, **options
+        )
     T = q.shape[1]
     outs, states = [], []
     for i, position in enumerate(state.position.tolist()):
         memories = [x[i : i + 1] for x in state[:2]]
         ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
-        of_sequence = [q.new_zeros(1, 0, q.shape[2], a.shape[-1])]
+        sequence_outs = [q.new_zeros(1, 0, q.shape[2], a.shape[-1])]
         for lo, hi in pairwise(ends):
             q_, k_, a_, gamma_, g_ = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, a, gamma, g)]
             o, memories = trellis_chunk(
                 *(q_, k_, None, a_, gamma_, g_, phi, f, *memories, None, None),
                 *((position + hi) % chunk == 0, in_scores, in_updates, phi_weight),
             )
-            of_sequence.append(o)
-        outs.append(torch.cat(of_sequence, 1))
+            sequence_outs.append(o)
+        outs.append(torch.cat(sequence_outs, 1))
         states.append([*memories, ((state.position[i] + T) % chunk)[None]])
     first_k, memory_k, position = (torch.cat(x) for x in zip(*states, strict=True))
     return torch.cat(outs), TTTState(first_k, memory_k, position)
@@ -117,8 +119,8 @@ def trellis_chunk(
     in_updates,
     phi_weight=None,
 ):
-    """Tokens of one chunk: o, and the memories after them; those of the chunk's start, if it goes on. Without
-    v the memory of keys alone, whose read is o."""
+    """The tokens of one chunk: o, and the memories after the chunk. First memories are unchanged if the chunk
+    is not complete. Without v only the key memory is updated, and its read is o."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(memory_k.dtype)
     g = torch.zeros_like(gamma) if g is None else g.to(memory_k.dtype)
@@ -135,7 +137,7 @@ def trellis_chunk(
         w = 1.0 if phi_weight is None else phi_weight.to(z.dtype)
         return vjp(z, w * (w * image(z) - wide(a)))
 
-    def scored(x, y, values):
+    def apply_scores(x, y, values):
         scores = (wide(torch.einsum("bthx,bihx->bhti", x, y)) * weights).to(dtype)
         weighed = values if in_scores else values * gamma[..., None]
         return wide(torch.einsum("bhti,bihm->bthm", scores, weighed.to(dtype)))
@@ -146,15 +148,15 @@ def trellis_chunk(
     for j in range(q.shape[2] // H):
         own = q[:, :, j :: q.shape[2] // H]
         y = from_start * wide(torch.einsum("bthd,bhmd->bthm", own, memory_k.to(dtype)))
-        r = phis[f][0](y - scored(own, k, u_k)).to(dtype)
+        r = phis[f][0](y - apply_scores(own, k, u_k)).to(dtype)
         if v is None:
             reads.append(r)
             continue
         o = from_start * wide(torch.einsum("bthm,bhmv->bthv", r, memory_v.to(dtype)))
-        reads.append(o - scored(r, u_v.to(dtype), v))
+        reads.append(o - apply_scores(r, u_v.to(dtype), v))
     after = []
-    written = [(u_k, k, memory_k)] + ([] if v is None else [(u_v, v, memory_v)])
-    for u, x, memory in written:
+    updates = [(u_k, k, memory_k)] + ([] if v is None else [(u_v, v, memory_v)])
+    for u, x, memory in updates:
         rows, columns = (u * to_end, x) if in_updates else (u, x * to_end)
         step = wide(torch.einsum("bthm,bthx->bhmx", rows.to(dtype), columns.to(dtype)))
         after.append(memory * L[:, -1].exp()[..., None, None] - step)
@@ -177,43 +179,44 @@ def lattice(
     in_scores=True,
     in_updates=True,
 ):
-    """Of unit columns. Chunks are cut where each sequence is in its own: sequence by sequence."""
+    """With unit columns. Every sequence has its own chunk boundaries, so sequences are computed one by
+    one."""
     options = {"chunk": chunk, "objective": objective, "in_scores": in_scores, "in_updates": in_updates}
     if not isinstance(state, tuple):
         zeros = torch.zeros_like(state)
         position = torch.zeros(len(state), dtype=torch.int64, device=q.device)
         state = LatticeState(state, zeros, None if g is None else zeros[..., 0, 0], position)
     if cu_seqlens is not None:
-        return per_sequence(lattice, q, k, v, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
+        return map_sequences(lattice, q, k, v, gamma, g, state=state, cu_seqlens=cu_seqlens, **options)
     T = q.shape[1]
     outs, states = [], []
     state = state._replace(first=on_sphere(state.first))
     for i, position in enumerate(state.position.tolist()):
         S, step, decay = (None if x is None else x[i : i + 1] for x in state[:3])
         ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
-        of_sequence = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
+        sequence_outs = [q.new_zeros(1, 0, q.shape[2], v.shape[-1])]
         for lo, hi in pairwise(ends):
             part = [None if x is None else x[i : i + 1, lo:hi] for x in (q, k, v, gamma, g)]
             complete = (position + hi) % chunk == 0
             o, S, step, decay = lattice_chunk(
                 *part, objective, S, step, decay, complete, in_scores, in_updates
             )
-            of_sequence.append(o)
-        outs.append(torch.cat(of_sequence, 1))
+            sequence_outs.append(o)
+        outs.append(torch.cat(sequence_outs, 1))
         states.append([S, step, decay, ((state.position[i] + T) % chunk)[None]])
     S, step, decay, position = (None if x[0] is None else torch.cat(x) for x in zip(*states, strict=True))
     return torch.cat(outs), LatticeState(S, step, decay, position)
 
 
 def on_sphere(S):
-    """S itself, its columns' gradient projected to their tangent spaces."""
+    """Returns S; the gradient of the columns is projected to their tangent spaces."""
     s = S.detach()
     d = S - s
     return s + (d - s * (s * d).sum(-2, keepdim=True))
 
 
 def lattice_chunk(q, k, v, gamma, g, objective, S, step, decay, complete, in_scores, in_updates):
-    """Tokens of one chunk: o, and S, Delta and L after them."""
+    """The tokens of one chunk: o, then S, Delta and L after the chunk."""
     dtype, H = q.dtype, k.shape[2]
     gamma = gamma.to(S.dtype)
     gated = g is not None
@@ -239,21 +242,21 @@ def lattice_chunk(q, k, v, gamma, g, objective, S, step, decay, complete, in_sco
     W = -gamma[..., None] * c
     a = product("bthd,bhdm->bthm", h, S)
 
-    def summed(weights, x):
+    def weighted_sum(weights, x):
         return torch.einsum("bhtj,bjhm->bthm", weights, x)
 
     Wa = W * a
-    sigma = summed(E, Wa)
+    sigma = weighted_sum(E, Wa)
     G = product("bthd,bjhd->bhtj", h, h) * torch.ones_like(E).tril(-1)
     if in_scores:
         N = product("bhtj,bjhm->bthm", G * E, W)
     else:
-        N = summed(wide(G.to(dtype)) * E, wide(W.to(dtype)))
+        N = weighted_sum(wide(G.to(dtype)) * E, wide(W.to(dtype)))
     N = N + from_start * product("bthd,bhdm->bthm", h, step)
     own = W.square() * wide(h.to(dtype)).square().sum(-1, keepdim=True)
     delta = from_start.square() * step.square().sum(-2)[:, None]
-    r = summed(E.square(), own.detach()) + delta.detach()
-    n = summed(E.square(), own - Wa.square() + 2 * W * (N - a * (sigma - Wa))) + delta
+    r = weighted_sum(E.square(), own.detach()) + delta.detach()
+    n = weighted_sum(E.square(), own - Wa.square() + 2 * W * (N - a * (sigma - Wa))) + delta
     kappa, eps = (256, 2.0**-53) if dtype == torch.float64 else (4, torch.finfo(dtype).eps / 2)
     floor = r * (kappa * eps) ** 2
     n = torch.where(n < floor, floor, n)

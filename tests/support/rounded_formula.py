@@ -1,7 +1,9 @@
-"""gsa, gla and delta_product in chunks, in PyTorch at the inputs' dtype: the measure of a kernel's accuracy.
+"""gsa, gla and delta_product in chunks, in PyTorch at the inputs' dtype: the reference for a kernel's
+accuracy.
 
-Products take and give the inputs' dtype (PyTorch adds up in fp32); gates, decays, softmax and states are fp32
-(fp64 for fp64). Signatures are those of `girih.ops`; `cu_seqlens` is read on the host.
+Operands and results of products have the inputs' dtype (PyTorch accumulates in fp32); gates, decays, softmax
+and states are fp32 (fp64 for fp64). Signatures are the same as in `girih.ops`; `cu_seqlens` is read on the
+host.
 """
 
 from functools import partial
@@ -11,9 +13,9 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from girih.ops import DeltaProductState, GLAState, GSAState
-from recurrences import for_each_head
+from recurrences import repeat_heads
 
-CHUNKS = 64, 48  # tokens; one chunking's largest error is chance, its mean is not
+CHUNKS = 64, 48  # tokens; two lengths, because the largest error of one chunk length is random
 
 FEATURES = {
     "softmax": lambda x: x.softmax(-1),
@@ -25,12 +27,13 @@ FEATURES = {
 
 
 def wide(x):
-    """In fp32, fp64 stays."""
+    """At least fp32: fp64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Decay:
-    """Of a chunk's gates g [B, C, H, M]: e^sums from the start to every token, to the end, in between."""
+    """Decays of a chunk with gates g [B, C, H, M]: e^sum from the start to a token, to the end, and between
+    tokens."""
 
     def __init__(self, g):
         C = g.shape[1]
@@ -44,7 +47,8 @@ class Decay:
 
 
 def read_slots(q, k, w, decay, S):
-    """S_t = S_{t-1} Diag(e^{g_t}) + k_t w_t^T: S_t^T q_t in fp32 [B, C, H, M], and S after the chunk."""
+    """S_t = S_{t-1} Diag(e^{g_t}) + k_t w_t^T: returns S_t^T q_t in fp32 [B, C, H, M], and S after the
+    chunk."""
     dtype = q.dtype
     near = (w[:, None] * decay.between).to(dtype)  # [B, t, i, H, M]
     scores = torch.einsum("bthd,bihd->bhti", q, k)
@@ -55,7 +59,8 @@ def read_slots(q, k, w, decay, S):
 
 
 def read_values(p, w, v, decay, S):
-    """S_t = Diag(e^{g_t}) S_{t-1} + w_t v_t^T: S_t^T p_t [B, C, H, V], and S after the chunk. p is fp32."""
+    """S_t = Diag(e^{g_t}) S_{t-1} + w_t v_t^T: returns S_t^T p_t [B, C, H, V], and S after the chunk. p is
+    fp32."""
     dtype = v.dtype
     near = (w[:, None] * decay.between).to(dtype)
     scores = torch.einsum("bthm,btihm->bhti", p.to(dtype), near)
@@ -66,7 +71,7 @@ def read_values(p, w, v, decay, S):
 
 
 def abc_gates(s, z):
-    """ABC's logits -> write weights, gates, z after the last token (None: no token before)."""
+    """ABC's logits -> write weights, gates, z after the last token. z is None without earlier tokens."""
     running = s.logcumsumexp(1)
     if z is not None:
         running = torch.logaddexp(z[:, None], running)
@@ -74,13 +79,15 @@ def abc_gates(s, z):
     return (s - running).exp(), before - running, running[:, -1]
 
 
-def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
-    """`operator` on every sequence of a packed batch; tokens of no sequence give 0. rows_of: of each of
-    `data` a token, 1 if not given."""
+def map_sequences(operator, q, *data, state, cu_seqlens, rows_of=None, **options):
+    """Calls `operator` on every sequence of a packed batch; tokens outside all sequences give 0. `rows_of`:
+    rows per token of each tensor of `data`, 1 by default."""
     bounds = cu_seqlens.tolist()
-    of_data, outs, states, last = rows_of or [1] * len(data), [], [], 0
+    rows_per_tensor, outs, states, last = rows_of or [1] * len(data), [], [], 0
     for i, (lo, hi) in enumerate(pairwise(bounds)):
-        alone = [None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, of_data, strict=True)]
+        alone = [
+            None if x is None else x[:, lo * n : hi * n] for x, n in zip(data, rows_per_tensor, strict=True)
+        ]
         own = None if state is None else type(state)(*(None if x is None else x[i : i + 1] for x in state))
         o, after = operator(q[:, lo:hi], *alone, state=own, **options)
         outs += [o.new_zeros(1, lo - last, *o.shape[2:]), o]
@@ -92,7 +99,7 @@ def per_sequence(operator, q, *data, state, cu_seqlens, rows_of=None, **options)
 
 
 def in_chunks(chunk):
-    """gsa and gla in chunks of so many tokens, delta_product of so many rows."""
+    """gsa and gla with chunks of this many tokens, delta_product with chunks of this many rows."""
     return SimpleNamespace(
         gsa=partial(gsa, chunk=chunk),
         gla=partial(gla, chunk=chunk),
@@ -105,7 +112,7 @@ def gsa(
 ):
     if cu_seqlens is not None:
         options = {"scale": scale, "feature": feature, "chunk": chunk}
-        return per_sequence(gsa, q, k, v, s, g, state=state, cu_seqlens=cu_seqlens, **options)
+        return map_sequences(gsa, q, k, v, s, g, state=state, cu_seqlens=cu_seqlens, **options)
     B, T, H, D = k.shape
     V, M = v.shape[-1], (g if s is None else s).shape[-1]
     scale = D**-0.5 if scale is None else scale
@@ -126,7 +133,7 @@ def gsa(
     for a in range(0, T, chunk):
         part = slice(a, a + chunk)
         decay = Decay(g[:, part])
-        # a query head's group reads the same memory: the chunk's rows of all of them, state from the first
+        # The heads of a query group read the same memory, so all give the same state after the chunk.
         reads = []
         for j in range(groups):
             own_q = q[:, part, j::groups]
@@ -140,9 +147,9 @@ def gsa(
 
 def gla(q, k, v, g=None, *, scale=None, state=None, cu_seqlens=None, chunk=CHUNKS[0]):
     if cu_seqlens is not None:
-        return per_sequence(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
+        return map_sequences(gla, q, k, v, g, state=state, cu_seqlens=cu_seqlens, scale=scale, chunk=chunk)
     H, V = v.shape[2:]
-    q, k = for_each_head(q, H), for_each_head(k, H)
+    q, k = repeat_heads(q, H), repeat_heads(k, H)
     B, T, _, D = k.shape
     scale = D**-0.5 if scale is None else scale
     zeros = wide(q.new_zeros(()))
@@ -187,13 +194,13 @@ def delta_product(
     cu_seqlens=None,
     rows=CHUNKS[0],
 ):
-    """`rows`: of a chunk of the formula; the operator's `chunk` is that of `between_chunks`."""
+    """`rows`: chunk length of the formula in rows; `chunk` is the operator's option for `between_chunks`."""
     options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "rows": rows}
     if cu_seqlens is not None:
         options |= {"chunk": chunk, "between_chunks": between_chunks}
-        of_data = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
-        return per_sequence(delta_product, q, k, v, beta, g, **of_data, **options)
-    q, k = for_each_head(q, v.shape[2]), for_each_head(k, v.shape[2])
+        sequence_options = {"state": state, "cu_seqlens": cu_seqlens, "rows_of": [n, n, n, 1]}
+        return map_sequences(delta_product, q, k, v, beta, g, **sequence_options, **options)
+    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     if between_chunks:
         options |= {"chunk": chunk, "phi": BETWEEN[between_chunks], "state": state}
         return delta_by_chunks(q, k, v, beta, g, **options)
@@ -219,7 +226,7 @@ def delta_product(
         factor_here = factor[:, steps, :, None]
         per_row = torch.arange(K.shape[1], device=q.device) // n  # a row's token
         L = g[:, tokens].cumsum(1)
-        # sums of g over tokens i < t <= j, of gates alone: differences of L have lost their digits
+        # Sums of g over tokens i < t <= j are computed from g: differences of L lose precision.
         later = torch.arange(L.shape[1], device=q.device) > per_row[:, None]
         to_token = torch.where(later[..., None], g[:, None, tokens], 0.0).cumsum(2)  # [B, row, token, H]
         to_row = to_token[:, :, per_row].transpose(1, 2)  # [B, r, r', H]: from row r' to row r
@@ -238,8 +245,8 @@ def delta_product(
         Z = (W - factor_here * read).to(dtype)
         U = torch.einsum("bhri,bihv->brhv", inverse.to(dtype), Z)
         # O = scale (e^L Q S + (Q K^T e^{L_t - L_r}) U)
-        seen = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
-        decay = to_token.transpose(1, 2).masked_fill(~seen[..., None], -torch.inf).exp()  # [B, t, r, H]
+        visible = torch.arange(L.shape[1], device=q.device)[:, None] >= per_row
+        decay = to_token.transpose(1, 2).masked_fill(~visible[..., None], -torch.inf).exp()  # [B, t, r, H]
         reads = []
         for j in range(groups):
             own_q = q[:, tokens, j::groups]
@@ -249,13 +256,13 @@ def delta_product(
         outs.append(torch.stack(reads, 3).flatten(2, 3).to(dtype))
         # S <- e^{L_C} S + (K e^{L_C - L})^T U
         to_end = to_token[:, :, -1].exp()[..., None]
-        kept = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
-        S = S * L[:, -1].exp()[..., None, None] + wide(kept)
+        update = torch.einsum("brhd,brhv->bhdv", K, (wide(U) * to_end).to(dtype))
+        S = S * L[:, -1].exp()[..., None, None] + wide(update)
     return torch.cat(outs, 1), DeltaProductState(S, None)
 
 
 def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
-    """`phi` is applied to S when a sequence's chunk is complete."""
+    """Applies `phi` to S at the end of each chunk of a sequence."""
     (B, T), (H, D), V = q.shape[:2], k.shape[2:], v.shape[-1]
     if state is None:
         zeros = wide(q.new_zeros(()))
@@ -264,7 +271,7 @@ def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
         )
     outs, last = [], []
     for i, position in enumerate(state.position.tolist()):
-        S, of_sequence = state.s[i : i + 1], [q.new_zeros(1, 0, q.shape[2], V)]
+        S, sequence_outs = state.s[i : i + 1], [q.new_zeros(1, 0, q.shape[2], V)]
         ends = [0, *range(chunk - position, T, chunk), T] if T else [0]
         for lo, hi in pairwise(ends):
             part = [
@@ -272,9 +279,9 @@ def delta_by_chunks(q, k, v, beta, g, *, n, chunk, phi, state, **options):
                 for x, r in ((q, 1), (k, n), (v, n), (beta, n), (g, 1))
             ]
             o, (S, _) = delta_product(*part, n=n, state=DeltaProductState(S, None), **options)
-            of_sequence.append(o)
+            sequence_outs.append(o)
             if (position + hi) % chunk == 0:
                 S = phi(S)
-        outs.append(torch.cat(of_sequence, 1))
+        outs.append(torch.cat(sequence_outs, 1))
         last.append(S)
     return torch.cat(outs), DeltaProductState(torch.cat(last), (state.position + T) % chunk)

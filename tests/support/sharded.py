@@ -1,4 +1,5 @@
-"""Every case with operands cut along the batch and the heads, run by two processes (test_sharding.py)."""
+"""Every case with operands sharded along the batch and the heads, in two processes (started by
+test_sharding.py)."""
 
 import dataclasses
 import os
@@ -15,7 +16,7 @@ HEADS = {"H", "HQ", "HK", "channels"}
 
 
 def dimension(case, name, letters):
-    """Where the tensor has one of these letters."""
+    """The first dimension of the tensor that has one of these letters, or None."""
     shape = case.data[name][0] if name in case.data else case.state[name.removeprefix("state_")][0]
     own = {"Q": "HQ", "K": "HK", "X": "channels"}
     return next((d for d, letter in enumerate(shape) if own.get(letter, letter) in letters), None)
@@ -55,7 +56,7 @@ for case in CASES:
         assert_within(whole, want_grads, 1e-7)
 dist.barrier()
 dist.destroy_process_group()
-# All has been asserted. On its way out a loaded machine's process may meet threads of torch's store that have
-# not ended, and abort.
+# All assertions are done. A normal exit may abort on a loaded machine, because threads of torch's store may
+# still be running.
 sys.stdout.flush()
 os._exit(0)

@@ -1,4 +1,4 @@
-"""Small girih models that tests share, as options of GirihConfig."""
+"""Small girih models shared by tests, as options of GirihConfig."""
 
 import torch
 from girih.models import GirihConfig
@@ -15,7 +15,7 @@ ADAPTIVE_CAT = CAT | {"chunks": [4, 8]}
 
 
 def config_of(**fields):
-    """A configuration of fields that tests share between mixers: options that none of its mixers reads go."""
+    """A configuration with shared fields; options that no mixer of the configuration reads are dropped."""
     own = {name: x for name, x in fields.items() if name in OWN_FIELDS}
     unread = torch.ops.girih.unread_options(text_of(own))
     return GirihConfig(**{name: x for name, x in fields.items() if name not in unread})

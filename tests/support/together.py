@@ -1,4 +1,4 @@
-"""Models trained by two processes, by DDP and by FSDP2, in fp64 and in bf16: run by test_together.py."""
+"""Models trained by two processes with DDP and FSDP2, in fp64 and in bf16 (started by test_together.py)."""
 
 import functools
 import itertools
@@ -33,14 +33,14 @@ MAKE |= {f"converted: {way}": functools.partial(converted, "llama", way) for way
 
 
 def lora(make):
-    """Adapters in fp32 on a model in bf16, whose output weights start from other numbers than zero."""
+    """LoRA adapters in fp32 on a model in bf16; the output weights of the adapters are not zero."""
     torch.manual_seed(0)
     options = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     return peft.get_peft_model(make().bfloat16(), options)
 
 
 def qwen3_next():
-    """Of transformers itself, with its time scales in fp32."""
+    """A model of transformers with its time scales in fp32."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2}
     linear = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -50,7 +50,7 @@ def qwen3_next():
 
 
 def gradients(model):
-    """By the names that the model has alone, whole."""
+    """Full gradients by the parameter names of the unwrapped model."""
     found = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -62,7 +62,7 @@ def gradients(model):
 
 
 def step(model, ids):
-    """The loss and the gradients of it."""
+    """The loss and its gradients."""
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -84,7 +84,7 @@ def share(model, way, mesh):
 
 
 def batches():
-    """Of two steps: the second is from what the first has made."""
+    """Batches of two steps; the second step starts from the updated weights."""
     for number in range(2):
         yield torch.randint(32, (4, 13), generator=torch.Generator().manual_seed(number))
 
@@ -105,7 +105,7 @@ for (name, make), way in itertools.product(MAKE.items(), ("ddp", "fsdp", "shard"
         want_loss, want = step(alone, ids)
         loss, found = step(together, ids[2 * rank : 2 * rank + 2])
         dist.all_reduce(loss)
-        # transformers takes the loss in fp32.
+        # transformers computes the loss in fp32.
         torch.testing.assert_close(loss / 2, want_loss, atol=1e-6, rtol=0)
         assert found.keys() == want.keys()
         for parameter, grad in want.items():
@@ -120,11 +120,11 @@ for (name, make), mixed in itertools.product(LOW.items(), (False, True)):
     if name == "qwen3_next":
         for layer in (m for m in alone.modules() if hasattr(m, "A_log")):
             layer.A_log.data, layer.dt_bias.data = layer.A_log.data.float(), layer.dt_bias.data.float()
-    alone = alone.float() if mixed else alone  # under mixed precision the weights themselves are fp32
+    alone = alone.float() if mixed else alone  # under mixed precision the weights are fp32
     together = share(alone, "shard, mixed precision" if mixed else "shard", mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, together)]
     for ids in batches():
-        # Each process computes one half of the batch; gradients are averaged over the two.
+        # Each process computes one half of the batch, and gradients are averaged over the processes.
         low = deepcopy(alone).bfloat16() if mixed else alone
         losses, halves = zip(*(step(low, half) for half in ids.chunk(2)), strict=True)
         loss, found = step(together, ids[2 * rank : 2 * rank + 2])
@@ -148,7 +148,7 @@ for (name, make), mixed in itertools.product(LOW.items(), (False, True)):
     after = [p.full_tensor() for p in together.parameters() if p.requires_grad]
     assert all(a.isfinite().all() and not a.equal(b) for a, b in zip(after, before, strict=True)), name
 
-# accelerate, which has FSDP on GPUs alone: on this CPU its state is set by hand.
+# accelerate supports FSDP only on GPUs, so its state is set manually on this CPU.
 accelerator = Accelerator(cpu=True)
 accelerator.state.distributed_type = DistributedType.FSDP
 accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -172,5 +172,5 @@ for parameter, p in together.named_parameters():
     assert_close_by_norm(p.full_tensor().float(), want, 2**-8, f"accelerate: {parameter}")
 dist.barrier()
 dist.destroy_process_group()
-# PyTorch's own threads, gloo's among them, now and then end the process with an error when it winds up.
+# Threads of PyTorch, gloo's among them, sometimes end the process with an error during a normal exit.
 os._exit(0)

@@ -1,10 +1,11 @@
-"""Short trainings of every mixer with every word of its options: do gradients stay bounded and does it learn?
+"""Short trainings of every mixer with every option value: are gradients bounded, does the loss fall?
 
     python tests/support/training_runs.py [--width 192] [--layers 3] [--rates 1e-3,3e-3,9e-3] [--only trellis]
 
-prints a table, a row for each mixer and options: the largest norm of the gradient after the warm-up, before
-it is clipped, and bits a byte of the first and the last tenth of the steps. As the comparison trains: AdamW
-with betas 0.9 and 0.95, weight decay 0.1, clipped to 1, warm-up over a twentieth of the steps, then a cosine.
+prints a table with a row for each mixer and options: the largest gradient norm after the warm-up, before
+clipping, and bits per byte over the first and the last tenth of the steps. The recipe is the recipe of the
+comparison: AdamW with betas 0.9 and 0.95, weight decay 0.1, gradients clipped to 1, warm-up over a twentieth
+of the steps, then a cosine.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import decay_parameter_names
 
 STEPS, WARM_UP = 60, 3
-LARGEST = 50.0  # norm of a gradient
+LARGEST = 50.0  # bound of the gradient norm
 
-WORDS = {  # of every mixer, the options that change its rule
+WORDS = {  # for every mixer, the options that change its update rule
     "gsa": [{"feature": w} for w in ("softmax", "none", "silu", "relu", "relu2")]
     + [{"data_dependent_decay": False}, {"conv_size": 4}],
     "abc": [{}, {"conv_size": 4}],
@@ -65,7 +66,7 @@ RUNS += [
 RUNS += [("lattice", {"chunk": 1, "normalize": False}), ("lattice", {"chunk": 1, "shrinkage": 0.01})]
 RUNS += [("cat", {"chunk": chunk}) for chunk in (4, 16, 64)]
 
-# Without GIRIH_FULL tests train each word once, with one chunk after the other, and the defaults with all.
+# Without GIRIH_FULL tests train each option value with one chunk length, and the defaults with all lengths.
 DEFAULTS = ({"phi": "ln_silu"}, {"objective": "decode"}, {})
 SOME = [(mixer, options) for mixer, options in RUNS if mixer not in CHUNKED or "chunk" not in options]
 SOME += [
@@ -78,8 +79,8 @@ SOME += [
 
 @dataclass(frozen=True)
 class Result:
-    largest: float  # norm of the gradient after the warm-up
-    first: float  # bits a byte
+    largest: float  # largest gradient norm after the warm-up
+    first: float  # bits per byte
     last: float
 
 
@@ -89,8 +90,8 @@ def text() -> torch.Tensor:
 
 
 def train(mixer, options, rate, *, width=32, layers=2, tokens=None, batch=8, seed=0) -> Result:
-    """As the module says. Two heads; 16 slots of mixers with slots; `tokens` bytes a row, by default two
-    chunks and at least 32."""
+    """Trains as described in the module's docstring. Two heads; 16 slots for mixers with slots; `tokens`
+    bytes per row, by default two chunks and at least 32."""
     tokens = tokens or max(32, 2 * options.get("chunk", 16))
     slots = {"num_slots": 16} if mixer in ("gsa", "abc", "trellis", "lattice") else {}
     config = GirihConfig(
@@ -112,9 +113,9 @@ def train(mixer, options, rate, *, width=32, layers=2, tokens=None, batch=8, see
     norms, bits = [], []
     for step in range(STEPS):
         done = max(0.0, (step - WARM_UP) / (STEPS - WARM_UP))
-        by = (step + 1) / WARM_UP if step < WARM_UP else (1 + math.cos(math.pi * done)) / 2
+        factor = (step + 1) / WARM_UP if step < WARM_UP else (1 + math.cos(math.pi * done)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = rate * by
+            group["lr"] = rate * factor
         starts = torch.randint(len(data) - tokens, (batch,), generator=draw)
         ids = torch.stack([data[start : start + tokens] for start in starts.tolist()]).long().to(device)
         loss = model(ids, labels=ids, use_cache=False).loss
@@ -123,9 +124,9 @@ def train(mixer, options, rate, *, width=32, layers=2, tokens=None, batch=8, see
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         bits.append(loss.item() / math.log(2))
         optimizer.step()
-    some = STEPS // 10
+    tenth = STEPS // 10
     largest = max(norms[WARM_UP:], key=lambda norm: math.inf if math.isnan(norm) else norm)
-    return Result(largest, sum(bits[:some]) / some, sum(bits[-some:]) / some)
+    return Result(largest, sum(bits[:tenth]) / tenth, sum(bits[-tenth:]) / tenth)
 
 
 def main() -> int:
@@ -134,23 +135,25 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rates", default="1e-3,3e-3,9e-3")
-    parser.add_argument("--only", help="mixers with commas")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, that share a GPU")
-    asked = parser.parse_args()
-    rates = [float(rate) for rate in asked.rates.split(",")]
+    parser.add_argument("--only", help="mixers separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes, which share a GPU")
+    arguments = parser.parse_args()
+    rates = [float(rate) for rate in arguments.rates.split(",")]
     print("| mixer | options | " + " | ".join(f"lr {rate:g}: norm, bits" for rate in rates) + " |")
     print("|---|---|" + "---|" * len(rates))
-    runs = [run for run in RUNS if not asked.only or run[0] in asked.only.split(",")]
-    sizes = {"width": asked.width, "layers": asked.layers, "tokens": asked.tokens}
+    runs = [run for run in RUNS if not arguments.only or run[0] in arguments.only.split(",")]
+    sizes = {"width": arguments.width, "layers": arguments.layers, "tokens": arguments.tokens}
     worst = 0.0
-    with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         cells = [[pool.submit(train, *run, rate, **sizes) for rate in rates] for run in runs]
-        for (mixer, options), of_rates in zip(runs, cells, strict=True):
-            found = [cell.result() for cell in of_rates]
+        for (mixer, options), row_cells in zip(runs, cells, strict=True):
+            found = [cell.result() for cell in row_cells]
             worst = max([worst, *(result.largest for result in found)])
-            shown = " ".join(f"{n}={x if isinstance(x, str) else json.dumps(x)}" for n, x in options.items())
+            option_text = " ".join(
+                f"{n}={x if isinstance(x, str) else json.dumps(x)}" for n, x in options.items()
+            )
             row = (f"{result.largest:.3g}, {result.first:.2f} to {result.last:.2f}" for result in found)
-            print(f"| {mixer} | {shown} | {' | '.join(row)} |", flush=True)
+            print(f"| {mixer} | {option_text} | {' | '.join(row)} |", flush=True)
     print(f"\nlargest norm of all: {worst:.3g}")
     return int(not worst <= LARGEST)
 
