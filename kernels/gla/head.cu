@@ -51,25 +51,32 @@ int64_t head_read_workspace(const HeadRead& p) {
 cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
   HeadReadParams params{};
   params.read = problem;
-  params.segmentation.tokens = segment_tokens(problem.shape);
-  if (params.segmentation.tokens == 0) return run(params, stream);
+  params.segmentation.segment_tokens = segment_tokens(problem.shape);
+  if (params.segmentation.segment_tokens == 0) return run(params, stream);
 
   const HeadShape& shape = problem.shape;
   const int64_t heads = count_state_heads(problem), values = shape.values, keys = shape.keys;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + params.segmentation.count(shape.tokens) * heads * values * keys;
+  float* const decay = states + params.segmentation.count_segments(shape.tokens) * heads * values * keys;
 
   // 1. Scan every segment from zero.
   HeadReadParams local_scan = params;
-  local_scan.segmentation.decay = decay;
+  local_scan.segmentation.gate_sums = decay;
   local_scan.read.initial = {};
   local_scan.read.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
   if (const cudaError_t error = run(local_scan, stream); error != cudaSuccess) return error;
 
   // 2. Compute the state before each segment.
-  const SegmentJoin join{
-      shape.tokens, params.segmentation.tokens, static_cast<int>(heads), shape.keys, problem.reverse, states,
-      decay,        {shape.values, 0},          {problem.initial, {}},   {}};
+  const SegmentJoin join{shape.tokens,
+                         params.segmentation.segment_tokens,
+                         static_cast<int>(heads),
+                         shape.keys,
+                         problem.reverse,
+                         states,
+                         decay,
+                         {shape.values, 0},
+                         {problem.initial, {}},
+                         {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.

@@ -92,7 +92,7 @@ struct HeadBlock {
         shared(shared),
         ring(*reinterpret_cast<HeadReadRings*>(shared)),
         warp(warp_index()),
-        is_local_scan(params.segmentation.decay != nullptr) {}
+        is_local_scan(params.segmentation.gate_sums != nullptr) {}
 
   // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool start();
@@ -135,7 +135,8 @@ __device__ inline bool HeadBlock<T, D, Reverse>::start() {
   query_head = static_cast<int>(block_index % scanned_heads) * (shape.query_heads / scanned_heads);
   segment_index = block_index / scanned_heads;
   head = query_head / group_size, state_head = Reverse ? query_head : head;
-  if (!range.init(shape.tokens, params.segmentation.tokens, segment_index, is_local_scan)) return false;
+  if (!range.init(shape.tokens, params.segmentation.segment_tokens, segment_index, is_local_scan))
+    return false;
   // Query heads with the same memory head compute the same state; the first stores it.
   has_stores = !is_local_scan && p.states != nullptr && (Reverse || query_head % group_size == 0);
   return true;

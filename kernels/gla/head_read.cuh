@@ -12,7 +12,8 @@
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
 //   run_loaders()       loaders: copy chunks of q, k, v to rings of stages, and sum the gates
-//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in a
+//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in
+//   a
 //                       ring of states, then compute S <- e^{L_C} S + (w v)^T k
 //   run_output_warps()  output warps: warpgroups that compute o; they process chunks round-robin
 //   run_store_warps()   store warps: store S to global memory, once for each pair of chunks
@@ -59,8 +60,9 @@ template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream) {
   const HeadShape& shape = params.read.shape;
   const int scanned_heads =
-      params.segmentation.decay != nullptr ? count_state_heads(params.read) : shape.query_heads;
-  const int64_t blocks = params.segmentation.count(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
+      params.segmentation.gate_sums != nullptr ? count_state_heads(params.read) : shape.query_heads;
+  const int64_t blocks =
+      params.segmentation.count_segments(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,

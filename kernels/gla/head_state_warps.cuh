@@ -19,7 +19,8 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
                                  col + first_value + lane_row(), shape.values, first_key + lane_col(),
                                  shape.keys, first, by_value, by_key, f);
   };
-  const int64_t initial_index = params.segmentation.tokens == 0 ? range.sequence.index : segment_index;
+  const int64_t initial_index =
+      params.segmentation.segment_tokens == 0 ? range.sequence.index : segment_index;
   Accumulator<kN> state;
   fill(state, 0.f);
   if (p.initial.data != nullptr) {
@@ -80,7 +81,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
 
   if (is_local_scan && warp == kFirstStateWarp) {
     for (int key = lane(); key < shape.keys; key += 32) {
-      params.segmentation.decay[(segment_index * scanned_heads + state_head) * shape.keys + key] =
+      params.segmentation.gate_sums[(segment_index * scanned_heads + state_head) * shape.keys + key] =
           total / kLog2E;
     }
   }

@@ -77,7 +77,7 @@ __device__ inline void add_score_product(Accumulator<N>& sums, const AFragment<2
   }
 }
 
-// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in a
+// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in an
 // Accumulator<2>.
 template <class A, class F>
 __device__ inline void for_each_in_block(A& a, int block, const F& f) {
