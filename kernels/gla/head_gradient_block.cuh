@@ -63,7 +63,7 @@ struct HeadGradientBlock {
   Wide x, y, h;
   BlockTile<T, D> z, own, partner_z;
   // Values of the lane's two rows.
-  float2 read = {0.f, 0.f};                    // the row's terms of dg
+  float2 gate_terms = {0.f, 0.f};              // the row's terms of dg
   float state_dot = 0.f, through_state = 0.f;  // the thread's part of <S, G>; of own . (gradient through H)
   Accumulator<8> near;                         // x y^T
   AFragment<4> cross_scores{}, scores;         // x y'^T and near, weighted and rounded
