@@ -47,8 +47,8 @@ __device__ inline auto column_at(const Array<4>& x, const TokenRange& range, con
   return at<float>(x, range.sequence.batch, range.start, slot.head) + slot.m * x.stride[3];
 }
 
-// Calls f(job, number, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
-// sequences.
+// Calls f(job, index, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
+// sequences, and index is the number of the chunk or sequence.
 template <class Problem, class F>
 __device__ inline void for_each_slot(const Problem& p, int64_t count, const F& f) {
   const int64_t jobs = count * p.heads * p.M, grid_threads = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -79,8 +79,8 @@ __device__ inline void for_each_logit(const AbcGates& p, const TokenRange& range
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ AbcGates p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
-    const TokenRange range = token_range_at(p.tokens, number, kChunk);
+  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+    const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
     Normaliser* const part = static_cast<Normaliser*>(p.workspace) + job;
     if constexpr (Write) {
       Normaliser before = *part;
@@ -117,8 +117,8 @@ __device__ inline void replace_parts(void* parts, const SequenceLayout& tokens, 
   const int64_t count = divide_up(sequence.end - sequence.start, kChunk);
   const int64_t first = first_token_range(tokens, sequence, kChunk);
   const auto at = [&](int64_t i) {
-    const int64_t number = first + (Reverse ? count - 1 - i : i);
-    return static_cast<Part*>(parts) + (number * heads + slot.head) * M + slot.m;
+    const int64_t chunk = first + (Reverse ? count - 1 - i : i);
+    return static_cast<Part*>(parts) + (chunk * heads + slot.head) * M + slot.m;
   };
   for (int64_t i = 0; i < count; i += kPrefetch) {
     Part part[kPrefetch];
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ A
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ AbcGradient p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
-    const TokenRange range = token_range_at(p.tokens, number, kChunk);
+  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+    const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
     GradientMap* const part = static_cast<GradientMap*>(p.workspace) + job;
     const float *const s = column_at(p.s, range, slot), *const g = column_at(p.g, range, slot),
                        *const ds = column_at(p.ds, range, slot), *const dg = column_at(p.dg, range, slot);

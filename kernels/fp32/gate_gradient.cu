@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
   const bool exists = m < p.M;
 
   SignedSum before, after;
-  const bool first_chunk = range.index == 0, last_chunk = range.start + range.length == range.sequence.end;
+  const bool is_first_chunk = range.index == 0,
+             is_last_chunk = range.start + range.length == range.sequence.end;
   const int64_t rows = p.width[0] + p.width[1];
   for (int memory = 0, first_row = 0; exists && memory < 2; first_row = p.width[memory++]) {
     if (p.width[memory] == 0) continue;
@@ -72,11 +73,11 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
       }
     };
     add(before, state_column(p.states, chunk_number),
-        first_chunk ? column_of(p.initial_gradient[memory], range.sequence.index, head, m)
-                    : state_column(p.gradients, chunk_number - 1));
+        is_first_chunk ? column_of(p.initial_gradient[memory], range.sequence.index, head, m)
+                       : state_column(p.gradients, chunk_number - 1));
     add(after,
-        last_chunk ? column_of(p.final_state[memory], range.sequence.index, head, m)
-                   : state_column(p.states, chunk_number + 1),
+        is_last_chunk ? column_of(p.final_state[memory], range.sequence.index, head, m)
+                      : state_column(p.states, chunk_number + 1),
         state_column(p.gradients, chunk_number));
   }
 

@@ -133,8 +133,8 @@ __device__ inline void HeadGradientBlock<T, D>::compute_pair_terms() {
   wgmma_run([&] { wgmma_start_transposed(pairs, own, z); }, pairs);
   for_each_register<8>([&](int n, int i) {
     // the row's own token passes no gate
-    const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
-    (i < 2 ? gate_terms.x : gate_terms.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
+    const bool is_self = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
+    (i < 2 ? gate_terms.x : gate_terms.y) += is_self ? 0.f : pairs.at[n][i] * near.at[n][i];
   });
   gate_terms = {sum_over_row(gate_terms.x), sum_over_row(gate_terms.y)};
   // The terms of columns are subtracted from those of rows, which are added after the next barriers.
@@ -146,9 +146,9 @@ __device__ inline void HeadGradientBlock<T, D>::compute_pair_terms() {
 
 // The thread's part of <S, G>. Each chunk of a pair sums every second part of a slab.
 template <typename T, int D>
-__device__ inline void HeadGradientBlock<T, D>::add_state_dot(bool both) {
+__device__ inline void HeadGradientBlock<T, D>::add_state_dot(bool has_second_half) {
   const int share = is_second() ? kThreads : 0, shares = partner.length > 0 ? 2 * kThreads : kThreads;
-  const int packs = (both ? 2 : 1) * kSlab * kSlab / 8;
+  const int packs = (has_second_half ? 2 : 1) * kSlab * kSlab / 8;
 #pragma unroll 2
   for (int i = threadIdx.x + share; i < packs; i += shares) {
     const uint4 s_pack = reinterpret_cast<const uint4*>(tile.s.data)[i];
@@ -211,13 +211,13 @@ __device__ inline void HeadGradientBlock<T, D>::compute_gradient() {
     wgmma_fence(gradient);
     wgmma_start(gradient, x, 0, half(h, 0));
     wgmma_commit();
-    const bool both = shape.V - at.v > kSlab;
-    if (both) {
+    const bool has_second_half = shape.V - at.v > kSlab;
+    if (has_second_half) {
       wgmma_fence(gradient);
       wgmma_start(gradient, x, kSlab, half(h, 1));
       wgmma_commit();
     }
-    if (has_gates && !is_at_start) add_state_dot(both);
+    if (has_gates && !is_at_start) add_state_dot(has_second_half);
     wgmma_wait<0>(gradient);
 
     const Slab next = next_slab(at);
