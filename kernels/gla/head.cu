@@ -42,9 +42,9 @@ cudaError_t head_gradients(const HeadGradients& p, cudaStream_t stream) {
 }
 
 int64_t head_read_workspace(const HeadRead& p) {
-  const int64_t segment = segment_tokens(p.shape);
-  if (segment == 0) return 0;
-  return token_range_count(p.shape.tokens, segment) * count_state_heads(p) * (p.shape.values + 1) *
+  const int64_t tokens = segment_tokens(p.shape);
+  if (tokens == 0) return 0;
+  return token_range_count(p.shape.tokens, tokens) * count_state_heads(p) * (p.shape.values + 1) *
          p.shape.keys * static_cast<int64_t>(sizeof(float));
 }
 

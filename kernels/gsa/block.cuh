@@ -10,15 +10,15 @@ namespace girih::kernels {
 
 constexpr int kWarpgroupThreads = 128;  // a block has one or two warpgroups
 
-// Rows of the state of a chunk, from row `first`.
+// Rows of the state of a chunk, from row `first_row`. chunk is a number among all sequences.
 template <typename T>
 __device__ inline const T* state_rows(const void* states, const GsaShape& shape, int64_t chunk, int head,
-                                      int first) {
+                                      int first_row) {
   return static_cast<const T*>(states) +
-         ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
+         ((chunk * shape.heads + head) * (shape.D + shape.V) + first_row) * static_cast<int64_t>(shape.M);
 }
 
-// The block's chunk and query head. chunk is the number of the chunk among all sequences.
+// The block's chunk and query head.
 struct ChunkBlock {
   const GsaShape& shape;
   const int warp, warpgroup;               // warp in the warpgroup, warpgroup in the block
@@ -45,11 +45,11 @@ struct ChunkBlock {
                        int width) const {
     load_rows<Threads>(tile, from, range, from_head, col, width);
   }
-  // Starts the copy of `rows` rows of the state, from row `first`.
+  // Starts the copy of `rows` rows of the state, from row `first_row`.
   template <int Threads, class Tile>
-  __device__ void load_states(const Tile& tile, const void* states, int first, int rows) const {
-    load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first), shape.M,
-                        rows, shape.M, threadIdx.x);
+  __device__ void load_states(const Tile& tile, const void* states, int first_row, int rows) const {
+    load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first_row),
+                        shape.M, rows, shape.M, threadIdx.x);
   }
   // Starts the copies of the gates and the weights.
   template <int Threads, class G, class S>

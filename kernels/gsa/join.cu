@@ -1,7 +1,7 @@
 // The kernel of join_segments. A thread has one element of the state and loops over the segments of its
 // sequence.
 #include "gsa/join.h"
-#include "tile/grid_threads.h"
+#include "tile/grid.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {

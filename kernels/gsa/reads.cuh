@@ -197,7 +197,7 @@ struct RowReads {
       operands.scratch.store_column(j, upper_sum, lower_sum);
     }
     Accumulator<2> block;
-    operands.scratch.get(block);
+    operands.scratch.load(block);
     set_block(W, block, gates.warp);
     // The earlier sub-chunks, from the nearest to the first; f is multiplied by the decay of one sub-chunk
     // after the other.

@@ -159,7 +159,7 @@ struct RowWrites {
       operands.scratch.store_column(t, upper_sum, lower_sum);
       __syncwarp();
     }
-    operands.scratch.get(block);
+    operands.scratch.load(block);
     set_block(W, block, warp);
     __syncthreads();
     gates.decay_from_subchunk_start(prefix_sum);

@@ -44,19 +44,19 @@ inline cudaError_t is_compiled_for(bool& result) {
 }
 // Whether the kernel may be launched with clusters.
 template <auto Kernel>
-inline cudaError_t has_clusters(bool& result) {
-  return is_compiled_for<Kernel, 90, 1000>(result);
+inline cudaError_t has_clusters(bool& has) {
+  return is_compiled_for<Kernel, 90, 1000>(has);
 }
 // Whether the kernel uses TMA (tma.h).
 template <auto Kernel>
-inline cudaError_t has_tma(bool& result) {
-  return is_compiled_for<Kernel, 90, 1000>(result);
+inline cudaError_t has_tma(bool& has) {
+  return is_compiled_for<Kernel, 90, 1000>(has);
 }
 // Whether the kernel uses wgmma, if the library was compiled for sm_90a. Compiled for sm_90, the kernel is
 // correct but slow.
 template <auto Kernel>
-inline cudaError_t has_warpgroups(bool& result) {
-  return is_compiled_for<Kernel, 90, 90>(result);
+inline cudaError_t has_warpgroups(bool& has) {
+  return is_compiled_for<Kernel, 90, 90>(has);
 }
 
 // The limit of shared memory bytes of a block on the current device.
