@@ -20,8 +20,7 @@ namespace elementwise {
 namespace {
 
 constexpr int kPack = kElementwisePack;
-constexpr int64_t kBlocks =
-    8 * 132;  // blocks of 128 threads of backward that are resident on an H100 or H200
+constexpr int64_t kResidentBlocks = 8 * 132;  // blocks of 128 threads of backward, on an H100 or H200
 
 // Lanes threads have a row. Sum is the type of x and s, Row the type of branch and y. UseSilu: s = silu(x).
 template <typename Sum, typename Row, bool UseSilu, int Threads, int Packs, int Lanes = Threads>
@@ -36,7 +35,7 @@ struct RowTile {
   // Calls f(row, whether the row exists). All lanes of a block make the same number of calls, since sums over
   // a row involve all lanes.
   template <typename F>
-  __device__ static void for_rows(int64_t rows, const F& f) {
+  __device__ static void for_each_row(int64_t rows, const F& f) {
     const int own = static_cast<int>(threadIdx.x) / Lanes;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * kRows; first < rows; first += gridDim.x * kRows) {
       f(first + own, kRows == 1 || first + own < rows);
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(R::kThreads) residual_norm_kernel(const __grid
   typename R::Part weight, s;
   load_weight<R>(weight, p.weight, dim);
   RowSums<R::kLanes> sums;
-  R::for_rows(p.shape.rows, [&](int64_t row, bool exists) {
+  R::for_each_row(p.shape.rows, [&](int64_t row, bool exists) {
     load_row<R, typename R::S>(s, p.x, row, dim, exists);
     if (p.branch != nullptr) {
       typename R::Part branch;
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(R::kThreads)
   load_weight<R>(weight, p.weight, dim);
   for_each_element<R>([&](int k, int i) { dweight[k].at[i] = 0.f; });
   RowSums<R::kLanes> sums;
-  R::for_rows(p.shape.rows, [&](int64_t row, bool exists) {
+  R::for_each_row(p.shape.rows, [&](int64_t row, bool exists) {
     load_row<R, typename R::S>(s, p.s, row, dim, exists);
     load_row<R, typename R::T>(dy, p.dy, row, dim, exists);
     [[maybe_unused]] typename R::Part slope;
@@ -237,7 +236,8 @@ cudaError_t dispatch_tile(const ResidualNormShape& shape, const Launch& launch) 
 // A function of the sizes only, since every block of backward writes a partial.
 template <class R>
 unsigned block_count(const ResidualNormShape& shape) {
-  return static_cast<unsigned>(std::min(divide_up(shape.rows, R::kRows), kBlocks * 128 / R::kThreads));
+  return static_cast<unsigned>(
+      std::min(divide_up(shape.rows, R::kRows), kResidentBlocks * 128 / R::kThreads));
 }
 
 }  // namespace

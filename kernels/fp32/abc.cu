@@ -11,7 +11,7 @@ namespace fp32 {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAhead = 8;         // elements loaded at once: the scan is bound by the latency of memory
+constexpr int kPrefetch = 8;      // elements loaded at once: the scan is bound by the latency of memory
 constexpr float kEmpty = -1e29f;  // logits up to this value are masked
 
 // z = top + log(sum), stored as both parts to avoid the rounding of a logarithm after every token. sum = 0:
@@ -47,12 +47,13 @@ __device__ inline auto column_at(const Array<4>& x, const TokenRange& range, con
   return at<float>(x, range.sequence.batch, range.start, slot.head) + slot.m * x.stride[3];
 }
 
-// Calls f(job, number, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
-// sequences.
+// Calls f(job, index, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
+// sequences, and index is the number of the chunk or sequence.
 template <class Problem, class F>
 __device__ inline void for_each_slot(const Problem& p, int64_t count, const F& f) {
-  const int64_t jobs = count * p.heads * p.M, grid = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs; job += grid) {
+  const int64_t jobs = count * p.heads * p.M, grid_threads = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs;
+       job += grid_threads) {
     const int64_t row = job / p.M;
     f(job, row / p.heads, Slot{static_cast<int>(row % p.heads), static_cast<int>(job % p.M)});
   }
@@ -63,14 +64,14 @@ template <class F>
 __device__ inline void for_each_logit(const AbcGates& p, const TokenRange& range, const Slot& slot,
                                       const F& f) {
   const float* const logits = column_at(p.logits, range, slot);
-  for (int first = 0; first < range.length; first += kAhead) {
-    float logit[kAhead];
+  for (int first = 0; first < range.length; first += kPrefetch) {
+    float logit[kPrefetch];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetch; ++i) {
       logit[i] = first + i < range.length ? logits[(first + i) * p.logits.stride[1]] : -INFINITY;
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 0; i < kPrefetch; ++i) {
       if (first + i < range.length) f(first + i, logit[i]);
     }
   }
@@ -78,8 +79,8 @@ __device__ inline void for_each_logit(const AbcGates& p, const TokenRange& range
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ AbcGates p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
-    const TokenRange range = token_range_at(p.tokens, number, kChunk);
+  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+    const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
     Normaliser* const part = static_cast<Normaliser*>(p.workspace) + job;
     if constexpr (Write) {
       Normaliser before = *part;
@@ -116,17 +117,17 @@ __device__ inline void replace_parts(void* parts, const SequenceLayout& tokens, 
   const int64_t count = divide_up(sequence.end - sequence.start, kChunk);
   const int64_t first = first_token_range(tokens, sequence, kChunk);
   const auto at = [&](int64_t i) {
-    const int64_t number = first + (Reverse ? count - 1 - i : i);
-    return static_cast<Part*>(parts) + (number * heads + slot.head) * M + slot.m;
+    const int64_t chunk = first + (Reverse ? count - 1 - i : i);
+    return static_cast<Part*>(parts) + (chunk * heads + slot.head) * M + slot.m;
   };
-  for (int64_t i = 0; i < count; i += kAhead) {
-    Part part[kAhead];
+  for (int64_t i = 0; i < count; i += kPrefetch) {
+    Part part[kPrefetch];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+    for (int j = 0; j < kPrefetch; ++j) {
       if (i + j < count) part[j] = *at(i + j);
     }
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+    for (int j = 0; j < kPrefetch; ++j) {
       if (i + j < count) *at(i + j) = f(part[j]);
     }
   }
@@ -153,23 +154,23 @@ __global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ A
 
 template <bool Write>
 __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ AbcGradient p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t number, const Slot& slot) {
-    const TokenRange range = token_range_at(p.tokens, number, kChunk);
+  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+    const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
     GradientMap* const part = static_cast<GradientMap*>(p.workspace) + job;
     const float *const s = column_at(p.s, range, slot), *const g = column_at(p.g, range, slot),
                        *const ds = column_at(p.ds, range, slot), *const dg = column_at(p.dg, range, slot);
     float* const dlogits = Write ? column_at(p.dlogits, range, slot) : nullptr;
     float keep = 1.f, Z = Write ? part->add : 0.f;
-    for (int last = range.length - 1; last >= 0; last -= kAhead) {
-      float weight[kAhead], gate[kAhead], dweight[kAhead], dgate[kAhead];
+    for (int last = range.length - 1; last >= 0; last -= kPrefetch) {
+      float weight[kPrefetch], gate[kPrefetch], dweight[kPrefetch], dgate[kPrefetch];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kPrefetch; ++i) {
         const int row = last - i < 0 ? 0 : last - i;
         weight[i] = s[row * p.s.stride[1]], gate[i] = g[row * p.g.stride[1]];
         dweight[i] = ds[row * p.ds.stride[1]], dgate[i] = dg[row * p.dg.stride[1]];
       }
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kPrefetch; ++i) {
         if (last - i < 0) break;
         // The first token of an empty memory: z_t is its logit and does not depend on z_{t-1}.
         const bool is_first = weight[i] == 1.f && gate[i] == 0.f;

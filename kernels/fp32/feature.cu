@@ -37,36 +37,36 @@ __device__ inline FeatureValue apply_feature(Feature feature, float x) {
 
 __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ Fp32Feature p) {
   const int lane = threadIdx.x % 32;
-  const int64_t grid = static_cast<int64_t>(gridDim.x) * kWarps;
-  const bool softmax = p.feature == Feature::softmax, gradient = p.dp != nullptr;
+  const int64_t grid_rows = static_cast<int64_t>(gridDim.x) * kWarps;
+  const bool is_softmax = p.feature == Feature::softmax, has_gradient = p.dp != nullptr;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < p.rows;
-       row += grid) {
+       row += grid_rows) {
     float* const z = p.z + row * p.M;
-    float* const dp = gradient ? p.dp + row * p.M : nullptr;
+    float* const dp = has_gradient ? p.dp + row * p.M : nullptr;
     float top = -INFINITY, sum = 0.f, delta = 0.f;
     // A rounded product: contracted with the subtraction below, the logit would differ between the sum and p
     // by |x| 2^-24.
     const auto scaled = [&](int m) { return __fmul_rn(p.scale, z[m]); };
-    if (softmax) {
+    if (is_softmax) {
       for (int m = lane; m < p.slots; m += 32) top = fmaxf(top, scaled(m));
       top = reduce_warp(top, [](float x, float y) { return fmaxf(x, y); });
       for (int m = lane; m < p.slots; m += 32) {
         const float e = expf(scaled(m) - top);
         sum += e;
-        if (gradient) delta = fmaf(e, dp[m], delta);
+        if (has_gradient) delta = fmaf(e, dp[m], delta);
       }
       const auto add = [](float x, float y) { return x + y; };
       sum = reduce_warp(sum, add);
-      if (gradient) delta = reduce_warp(delta, add) / sum;
+      if (has_gradient) delta = reduce_warp(delta, add) / sum;
     }
     for (int m = lane; m < p.M; m += 32) {
       // For softmax, dL/dx = p (dp - sum p dp).
       const float x = scaled(m);
       const FeatureValue slot =
-          softmax ? FeatureValue{expf(x - top) / sum, expf(x - top) / sum} : apply_feature(p.feature, x);
+          is_softmax ? FeatureValue{expf(x - top) / sum, expf(x - top) / sum} : apply_feature(p.feature, x);
       const bool exists = m < p.slots;
       z[m] = exists ? slot.p : 0.f;
-      if (!gradient) continue;
+      if (!has_gradient) continue;
       const float dx = slot.slope * (dp[m] - delta);
       p.w[row * p.M + m] = exists ? x * dx + slot.p * dp[m] : 0.f;
       dp[m] = exists ? p.scale * dx : 0.f;

@@ -50,15 +50,16 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
   __shared__ float2 parts[3][kTokenGroups][kTile];
   const unsigned tiles = (p.M + kTile - 1) / kTile;
   const int head = static_cast<int>(blockIdx.x / tiles % p.heads);
-  const int64_t number = blockIdx.x / tiles / p.heads;
-  const TokenRange range = token_range_at(p.tokens, number, kChunk);
+  const int64_t chunk_number = blockIdx.x / tiles / p.heads;
+  const TokenRange range = token_range_at(p.tokens, chunk_number, kChunk);
   if (range.length == 0) return;
   const int slot = threadIdx.x % kTile, token_group = static_cast<int>(threadIdx.x) / kTile;
   const int m = static_cast<int>(blockIdx.x % tiles) * kTile + slot;
   const bool exists = m < p.M;
 
   SignedSum before, after;
-  const bool first_chunk = range.index == 0, last_chunk = range.start + range.length == range.sequence.end;
+  const bool is_first_chunk = range.index == 0,
+             is_last_chunk = range.start + range.length == range.sequence.end;
   const int64_t rows = p.width[0] + p.width[1];
   for (int memory = 0, first_row = 0; exists && memory < 2; first_row = p.width[memory++]) {
     if (p.width[memory] == 0) continue;
@@ -71,44 +72,45 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
         sum.add(state.data[row * state.stride] * gradient.data[row * gradient.stride]);
       }
     };
-    add(before, state_column(p.states, number),
-        first_chunk ? column_of(p.initial_gradient[memory], range.sequence.index, head, m)
-                    : state_column(p.gradients, number - 1));
+    add(before, state_column(p.states, chunk_number),
+        is_first_chunk ? column_of(p.initial_gradient[memory], range.sequence.index, head, m)
+                       : state_column(p.gradients, chunk_number - 1));
     add(after,
-        last_chunk ? column_of(p.final_state[memory], range.sequence.index, head, m)
-                   : state_column(p.states, number + 1),
-        state_column(p.gradients, number));
+        is_last_chunk ? column_of(p.final_state[memory], range.sequence.index, head, m)
+                      : state_column(p.states, chunk_number + 1),
+        state_column(p.gradients, chunk_number));
   }
 
   const int first = token_group * kGroupTokens, group = p.query_heads / p.heads;
-  const auto element = [&](const auto& x, int row, int of) -> auto& {
-    return *at<float>(x, range.sequence.batch, range.start + row, of, m);
+  const auto element = [&](const auto& x, int row, int of_head) -> auto& {
+    return *at<float>(x, range.sequence.batch, range.start + row, of_head, m);
   };
   SignedSum c[kGroupTokens], own_sum;
 #pragma unroll
   for (int i = 0; i < kGroupTokens; ++i) {
     if (!exists || first + i >= range.length) continue;
-    for (int member = 0; member < group; ++member) c[i].add(element(p.w, first + i, head * group + member));
+    for (int query_index = 0; query_index < group; ++query_index)
+      c[i].add(element(p.w, first + i, head * group + query_index));
     c[i].add(-element(p.s, first + i, head) * element(p.ds, first + i, head));
   }
 #pragma unroll
   for (int i = 0; i < kGroupTokens; ++i) own_sum.add(c[i]);
 
-  const auto put = [&](int what, const SignedSum& sum) {
-    parts[what][token_group][slot] = {sum.value, sum.magnitude};
+  const auto store_part = [&](int kind, const SignedSum& sum) {
+    parts[kind][token_group][slot] = {sum.value, sum.magnitude};
   };
-  const auto part = [&](int what, int of) -> SignedSum {
-    return {parts[what][of][slot].x, parts[what][of][slot].y};
+  const auto load_part = [&](int kind, int part_group) -> SignedSum {
+    return {parts[kind][part_group][slot].x, parts[kind][part_group][slot].y};
   };
-  put(0, before), put(1, after), put(2, own_sum);
+  store_part(0, before), store_part(1, after), store_part(2, own_sum);
   __syncthreads();
   if (!exists) return;
 
   // The sums from the end for every token of the thread; then the sums from the start.
   SignedSum later;
 #pragma unroll
-  for (int other = 0; other < kTokenGroups; ++other) later.add(part(1, other));
-  for (int other = kTokenGroups - 1; other > token_group; --other) later.add(part(2, other));
+  for (int other = 0; other < kTokenGroups; ++other) later.add(load_part(1, other));
+  for (int other = kTokenGroups - 1; other > token_group; --other) later.add(load_part(2, other));
   SignedSum from_end[kGroupTokens];
 #pragma unroll
   for (int i = kGroupTokens - 1; i >= 0; --i) {
@@ -117,8 +119,8 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
   }
   SignedSum earlier;
 #pragma unroll
-  for (int other = 0; other < kTokenGroups; ++other) earlier.add(part(0, other));
-  for (int other = 0; other < token_group; ++other) earlier.subtract(part(2, other));
+  for (int other = 0; other < kTokenGroups; ++other) earlier.add(load_part(0, other));
+  for (int other = 0; other < token_group; ++other) earlier.subtract(load_part(2, other));
 #pragma unroll
   for (int i = 0; i < kGroupTokens; ++i) {
     if (first + i < range.length) {

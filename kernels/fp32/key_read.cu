@@ -13,7 +13,7 @@ namespace fp32 {
 namespace {
 
 // The decay between block b and each of the b blocks before it, in row b (b - 1) / 2 + block.
-constexpr int kBetweenFloats = kBlocks * (kBlocks - 1) / 2 * kPitch;
+constexpr int kBetweenFloats = kRowBlocks * (kRowBlocks - 1) / 2 * kPitch;
 constexpr int kFloats = 3 * kTileFloats + kBetweenFloats + 2 * kTotalsFloats;
 
 // Stores W in place of the rows of p, which only this half of the warp reads. own: the part of W in the
@@ -46,16 +46,17 @@ __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ 
                *const all_between = h_tile + kTileFloats, *const totals = all_between + kBetweenFloats,
                *const from_start = totals + kTotalsFloats;
   const Fp32ReadShape& shape = p.shape;
-  const unsigned slabs = (p.width + kTile - 1) / kTile, all = Reverse ? shape.heads : shape.query_heads;
+  const unsigned slabs = (p.width + kTile - 1) / kTile,
+                 reader_count = Reverse ? shape.heads : shape.query_heads;
   const int slab = static_cast<int>(blockIdx.x % slabs) * kTile;
-  const Heads<Reverse> heads(shape, static_cast<int>(blockIdx.x / slabs % all));
-  const int64_t number = blockIdx.x / slabs / all;
-  const ChunkRows<Reverse> chunk{token_range_at(shape.tokens, number, kChunk)};
+  const Heads<Reverse> heads(shape, static_cast<int>(blockIdx.x / slabs % reader_count));
+  const int64_t chunk_number = blockIdx.x / slabs / reader_count;
+  const ChunkRows<Reverse> chunk{token_range_at(shape.tokens, chunk_number, kChunk)};
   if (chunk.range.length == 0) return;
   const int a = row_lane(), b = row_block();
   float* const between = all_between + b * (b - 1) / 2 * kPitch;
   const float* states =
-      shape.states + ((number * shape.heads + heads.memory) * shape.rows + p.first_row + slab) *
+      shape.states + ((chunk_number * shape.heads + heads.memory) * shape.rows + p.first_row + slab) *
                          static_cast<int64_t>(shape.M);
 
   Pack<4> far[4], near[4];  // (e^L * p) H^T in columns a + 16 c; W Y in columns 4a..4a+3

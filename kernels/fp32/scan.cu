@@ -9,8 +9,8 @@ namespace fp32 {
 namespace {
 
 struct UpdateParams {
-  GatedScan scan;
-  float* decay;  // [chunks, heads, M]: the sum of the gates of a chunk
+  GatedScan problem;
+  float* gate_sums;  // [chunks, heads, M]: the sum of the gates of a chunk
 };
 
 constexpr int kFloats = 2 * kTileFloats + kTotalsFloats;
@@ -20,21 +20,21 @@ inline __host__ __device__ int slab_count(int width) { return (width + kTile - 1
 // forward   U = x^T (s * e^{L_C - L})      reverse   U = x^T (s * e^{L})
 // A block computes 64 rows and 64 columns of U.
 template <bool Reverse>
-__global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_constant__ UpdateParams problem) {
+__global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_constant__ UpdateParams params) {
   extern __shared__ __align__(16) float shared[];
   float *const x_tile = shared, *const s_tile = x_tile + kTileFloats, *const totals = s_tile + kTileFloats;
-  const GatedScan& p = problem.scan;
+  const GatedScan& p = params.problem;
   const unsigned tiles = (p.M + kTile - 1) / kTile, first_slabs = slab_count(p.memory[0].width),
                  slabs = first_slabs + slab_count(p.memory[1].width);
-  unsigned job = blockIdx.x;
-  const int col = static_cast<int>(job % tiles) * kTile;
-  job /= tiles;
-  const unsigned slab = job % slabs;
-  job /= slabs;
-  const int head = static_cast<int>(job % p.heads);
-  const int64_t number = job / p.heads;
+  unsigned block_index = blockIdx.x;
+  const int col = static_cast<int>(block_index % tiles) * kTile;
+  block_index /= tiles;
+  const unsigned slab = block_index % slabs;
+  block_index /= slabs;
+  const int head = static_cast<int>(block_index % p.heads);
+  const int64_t chunk_number = block_index / p.heads;
   // A chunk without tokens stores zeros: with overlapping bounds in cu_seqlens, join_segments reads it.
-  const ChunkRows<false> chunk{token_range_at(p.tokens, number, kChunk)};
+  const ChunkRows<false> chunk{token_range_at(p.tokens, chunk_number, kChunk)};
   const int memory_index = slab >= first_slabs,
             first = static_cast<int>(slab - memory_index * first_slabs) * kTile;
   const ScannedMemory& memory = p.memory[memory_index];
@@ -53,11 +53,12 @@ __global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_consta
     if (Reverse) {
       for (int block = b - 1; block >= 0; --block) add_scaled(sum, 1.f, load_four(totals, block, 4 * a));
     } else {
-      for (int block = b + 1; block < kBlocks; ++block) add_scaled(sum, 1.f, load_four(totals, block, 4 * a));
+      for (int block = b + 1; block < kRowBlocks; ++block)
+        add_scaled(sum, 1.f, load_four(totals, block, 4 * a));
     }
-    if (slab == 0 && b == (Reverse ? kBlocks - 1 : 0) && col + 4 * a < p.M) {
+    if (slab == 0 && b == (Reverse ? kRowBlocks - 1 : 0) && col + 4 * a < p.M) {
       add_scaled(total, 1.f, sum);
-      store<4>(problem.decay + (number * p.heads + head) * p.M + col + 4 * a, total);
+      store<4>(params.gate_sums + (chunk_number * p.heads + head) * p.M + col + 4 * a, total);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -72,11 +73,11 @@ __global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_consta
   Pack<4> u[4];
   clear(u);
 #pragma unroll 1
-  for (int member = 0; member < (chunk.range.length > 0 ? p.group : 0); ++member) {
+  for (int query_index = 0; query_index < (chunk.range.length > 0 ? p.group : 0); ++query_index) {
     Pack<4> s[4];
-    chunk.load_own(s, memory.s, head * p.group + member, col, p.M);
+    chunk.load_own(s, memory.s, head * p.group + query_index, col, p.M);
     __syncthreads();
-    chunk.load_tile(x_tile, memory.x, head * p.group + member, first, memory.width);
+    chunk.load_tile(x_tile, memory.x, head * p.group + query_index, first, memory.width);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       multiply(s[r], weight[r]);
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_consta
 
   const int rows = p.memory[0].width + p.memory[1].width;
   float* to = static_cast<float*>(p.states) +
-              ((number * p.heads + head) * rows + memory_index * p.memory[0].width + first) *
+              ((chunk_number * p.heads + head) * rows + memory_index * p.memory[0].width + first) *
                   static_cast<int64_t>(p.M) +
               col + 4 * a;
 #pragma unroll
@@ -104,13 +105,13 @@ __global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_consta
 }
 
 template <bool Reverse>
-cudaError_t launch_updates(const UpdateParams& problem, cudaStream_t stream) {
-  const GatedScan& p = problem.scan;
+cudaError_t launch_updates(const UpdateParams& params, cudaStream_t stream) {
+  const GatedScan& p = params.problem;
   constexpr int kBytes = kFloats * static_cast<int>(sizeof(float));
   const int64_t blocks = token_range_count(p.tokens, kChunk) * p.heads *
                          (slab_count(p.memory[0].width) + slab_count(p.memory[1].width)) *
                          divide_up(p.M, kTile);
-  return launch_kernel<update_kernel<Reverse>>(problem, blocks, kThreads, kBytes, stream);
+  return launch_kernel<update_kernel<Reverse>>(params, blocks, kThreads, kBytes, stream);
 }
 
 }  // namespace
@@ -121,10 +122,10 @@ int64_t fp32_scan_workspace(const GatedScan& p) {
 }
 
 cudaError_t fp32_scan(const GatedScan& p, cudaStream_t stream) {
-  float* const decay = static_cast<float*>(p.workspace);
-  const fp32::UpdateParams updates{p, decay};
+  float* const gate_sums = static_cast<float*>(p.workspace);
+  const fp32::UpdateParams params{p, gate_sums};
   const cudaError_t error =
-      p.reverse ? fp32::launch_updates<true>(updates, stream) : fp32::launch_updates<false>(updates, stream);
+      p.reverse ? fp32::launch_updates<true>(params, stream) : fp32::launch_updates<false>(params, stream);
   if (error != cudaSuccess) return error;
   const SegmentJoin join{p.tokens,
                          kChunk,
@@ -132,7 +133,7 @@ cudaError_t fp32_scan(const GatedScan& p, cudaStream_t stream) {
                          p.M,
                          p.reverse,
                          static_cast<float*>(p.states),
-                         decay,
+                         gate_sums,
                          {p.memory[0].width, p.memory[1].width},
                          {p.memory[0].initial, p.memory[1].initial},
                          {p.memory[0].final, p.memory[1].final}};

@@ -18,8 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kTile = 64;
 constexpr int kPitch = kTile + 4;  // floats from row to row of a tile
 constexpr int kTileFloats = kTile * kPitch;
-constexpr int kBlocks = kTile / 4;  // blocks of four rows
-constexpr int kTotalsFloats = kBlocks * kPitch;
+constexpr int kRowBlocks = kTile / 4;  // of four rows
+constexpr int kTotalsFloats = kRowBlocks * kPitch;
 
 __device__ inline int row_block() { return static_cast<int>(threadIdx.x) / 16; }  // b
 __device__ inline int row_lane() { return static_cast<int>(threadIdx.x) % 16; }   // a

@@ -21,11 +21,12 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
   float *const x_tile = shared, *const y_tile = x_tile + kTileFloats, *const h_tile = y_tile + kTileFloats,
                *const totals = h_tile + kTileFloats;
   const Fp32ReadShape& shape = p.shape;
-  const unsigned tiles = (shape.M + kTile - 1) / kTile, all = Reverse ? shape.heads : shape.query_heads;
+  const unsigned tiles = (shape.M + kTile - 1) / kTile,
+                 reader_count = Reverse ? shape.heads : shape.query_heads;
   const int col = static_cast<int>(blockIdx.x % tiles) * kTile;
-  const Heads<Reverse> heads(shape, static_cast<int>(blockIdx.x / tiles % all));
-  const int64_t number = blockIdx.x / tiles / all;
-  const ChunkRows<Reverse> chunk{token_range_at(shape.tokens, number, kChunk)};
+  const Heads<Reverse> heads(shape, static_cast<int>(blockIdx.x / tiles % reader_count));
+  const int64_t chunk_number = blockIdx.x / tiles / reader_count;
+  const ChunkRows<Reverse> chunk{token_range_at(shape.tokens, chunk_number, kChunk)};
   if (chunk.range.length == 0) return;
   const int a = row_lane(), b = row_block();
 
@@ -39,8 +40,9 @@ __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant_
 #pragma unroll 1
   for (int term = 0; term < 2; ++term) {
     const ValueRead::Term& t = p.term[term];
-    const float* states =
-        shape.states + ((number * shape.heads + heads.memory) * shape.rows + t.first_row) * shape.M + col;
+    const float* states = shape.states +
+                          ((chunk_number * shape.heads + heads.memory) * shape.rows + t.first_row) * shape.M +
+                          col;
 #pragma unroll 1
     for (int writer = 0; writer < (t.width > 0 ? heads.writers : 0); ++writer) {
       // a = X Y^T in columns a + 16 c,   y = X H

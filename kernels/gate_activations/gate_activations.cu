@@ -14,7 +14,7 @@ namespace gate_activations_detail {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 8 * 132;  // blocks that are resident on an H100 or H200 at once
+constexpr int64_t kResidentBlocks = 8 * 132;  // on an H100 or H200
 
 template <typename Row, int N>
 struct Tile {
@@ -32,7 +32,7 @@ struct LaunchGrid {
     const int64_t packs = divide_up(p.columns, pack);
     while (lanes < packs && lanes < kThreads) lanes *= 2;
     parts = static_cast<int>(divide_up(packs, lanes));
-    row_blocks = std::min(divide_up(p.rows, kThreads / lanes), std::max<int64_t>(kBlocks / parts, 1));
+    row_blocks = std::min(divide_up(p.rows, kThreads / lanes), std::max<int64_t>(kResidentBlocks / parts, 1));
   }
   unsigned blocks() const { return clamp_grid_blocks(row_blocks * parts); }
 };
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Calls f(Tile) for the type and pack of p; an error for GateFunction::none and for types without a Tile.
 template <typename F>
-cudaError_t with_tile(const GateActivations& p, const F& f) {
+cudaError_t dispatch_tile(const GateActivations& p, const F& f) {
   if (p.gate == GateFunction::none) return cudaErrorInvalidValue;
   return dispatch_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
@@ -136,7 +136,7 @@ cudaError_t with_tile(const GateActivations& p, const F& f) {
 cudaError_t gate_activations(const GateActivations& p, cudaStream_t stream) {
   using namespace gate_activations_detail;
   if (p.rows == 0 || p.columns == 0) return cudaSuccess;
-  return with_tile(p, [&](auto tile) {
+  return dispatch_tile(p, [&](auto tile) {
     using R = decltype(tile);
     const LaunchGrid grid(p, R::kPack);
     gate_activations_kernel<R><<<grid.blocks(), kThreads, 0, stream>>>(p, grid);
@@ -152,7 +152,7 @@ cudaError_t gate_activations_backward(const GateActivationsBackward& p, cudaStre
   using namespace gate_activations_detail;
   if (p.forward.columns == 0) return cudaSuccess;
   int64_t partials = 0;
-  const cudaError_t error = with_tile(p.forward, [&](auto tile) {
+  const cudaError_t error = dispatch_tile(p.forward, [&](auto tile) {
     using R = decltype(tile);
     const LaunchGrid grid(p.forward, R::kPack);
     partials = grid.row_blocks;

@@ -16,13 +16,13 @@ namespace {
 
 // The blocks that are resident on an H100 or H200 at once, 3 of 256 threads for each multiprocessor. More
 // blocks would write more partials.
-constexpr int64_t kBlocks = 3 * 132;
+constexpr int64_t kResidentBlocks = 3 * 132;
 
-int64_t block_count(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kBlocks); }
+int64_t block_count(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kResidentBlocks); }
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
-    backward(const GatedRmsNormBackward p, const bool packs) {
+    backward(const GatedRmsNormBackward p, const bool use_packs) {
   using T = typename R::T;
   __shared__ __align__(16) float buffer[R::kGroups * R::kWidth];  // the weights, later dweight
   const int dim = p.shape.dim;
@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     const bool exists = first + R::group() < p.shape.rows;
     const int64_t row = exists ? first + R::group() : p.shape.rows - 1;
     typename R::Raw x, gate, dy;
-    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
-    load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, packs);
-    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, use_packs);
+    load_row<R>(dy, static_cast<const T*>(p.dy) + row * dim, dim, use_packs);
+    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, use_packs);
 
     // u, dgate / r, and the sums of x^2 and u weight x over the row
     typename R::Part u, dgate;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
         }
         pack_four<R>(pack, f, dx);
       }
-      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, pack, dim, packs);
+      store_pack<R>(static_cast<T*>(p.dx) + row * dim, k, pack, dim, use_packs);
       if (!has_gate) continue;
 #pragma unroll
       for (int f = 0; f < R::kFours; ++f) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
         for (int i = 0; i < 4; ++i) dg.at[i] *= r;
         pack_four<R>(pack, f, dg);
       }
-      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, packs);
+      store_pack<R>(static_cast<T*>(p.dgate) + row * dim, k, pack, dim, use_packs);
     }
   }
 
@@ -136,12 +136,12 @@ int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
 
 cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t stream) {
   using namespace gated_rms_norm;
-  const bool packs = are_pack_aligned(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
+  const bool use_packs = are_pack_aligned(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
   return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
     const int64_t blocks = block_count(p.shape.rows, R::kGroups);
     if (blocks > 0) {
-      backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, packs);
+      backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, use_packs);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);

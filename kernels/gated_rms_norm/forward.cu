@@ -9,11 +9,11 @@ namespace {
 
 // The blocks that are resident on an H100 or H200 at once, 4 of 256 threads for each multiprocessor. With
 // more blocks, a block has fewer rows, and its weights are a larger part of its reads.
-constexpr int64_t kBlocks = 4 * 132;
+constexpr int64_t kResidentBlocks = 4 * 132;
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R::kThreads)
-    forward(const GatedRmsNormForward p, const bool packs) {
+    forward(const GatedRmsNormForward p, const bool use_packs) {
   using T = typename R::T;
   __shared__ __align__(16) float buffer[R::kWidth];
   const int dim = p.shape.dim;
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
   // A group past the last row reads the last row.
   const auto load = [&](typename R::Raw& x, typename R::Raw& gate, int64_t row) {
     row = min(row, p.shape.rows - 1);
-    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, packs);
-    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, packs);
+    load_row<R>(x, static_cast<const T*>(p.x) + row * dim, dim, use_packs);
+    if (has_gate) load_row<R>(gate, static_cast<const T*>(p.gate) + row * dim, dim, use_packs);
   };
   typename R::Raw x{}, gate{};
   load(x, gate, static_cast<int64_t>(blockIdx.x) * R::kGroups + R::group());
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
             }
             pack_four<R>(pack, f, y);
           }
-          store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, packs);
+          store_pack<R>(static_cast<T*>(p.y) + row * dim, k, pack, dim, use_packs);
         }
       });
 #pragma unroll
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R:
 cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& p, cudaStream_t stream) {
   using namespace gated_rms_norm;
   if (p.shape.rows == 0) return cudaSuccess;
-  const bool packs = are_pack_aligned(p.shape, p.x, p.gate, p.y);
+  const bool use_packs = are_pack_aligned(p.shape, p.x, p.gate, p.y);
   return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
-    const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kBlocks));
-    forward<R><<<blocks, R::kThreads, 0, stream>>>(p, packs);
+    const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kResidentBlocks));
+    forward<R><<<blocks, R::kThreads, 0, stream>>>(p, use_packs);
     return cudaGetLastError();
   });
 }

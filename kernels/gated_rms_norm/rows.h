@@ -62,10 +62,10 @@ __device__ inline uint32_t load_word(const T* row, int column, int dim) {
 
 // Loads the elements of this thread in a row; zero beyond the end of the row.
 template <class R>
-__device__ inline void load_row(typename R::Raw& to, const typename R::T* row, int dim, bool packs) {
+__device__ inline void load_row(typename R::Raw& to, const typename R::T* row, int dim, bool use_packs) {
 #pragma unroll
   for (int p = 0; p < R::kPacks; ++p) to[p] = {0u, 0u, 0u, 0u};
-  if (packs) {
+  if (use_packs) {
 #pragma unroll
     for (int p = 0; p < R::kPacks; ++p) {
       if (R::column(p) < dim) to[p] = *reinterpret_cast<const uint4*>(row + R::column(p));
@@ -107,9 +107,9 @@ __device__ inline void pack_four(uint4& pack, int f, const Pack<4>& value) {
 
 // Stores pack p of this thread.
 template <class R>
-__device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, int dim, bool packs) {
+__device__ inline void store_pack(typename R::T* row, int p, const uint4& pack, int dim, bool use_packs) {
   const int column = R::column(p);
-  if (packs) {
+  if (use_packs) {
     if (column < dim) *reinterpret_cast<uint4*>(row + column) = pack;
     return;
   }
@@ -165,23 +165,23 @@ class RowSums {
       const int first = R::group() * R::kWarps;
       if (threadIdx.x % kWarp == 0) {
 #pragma unroll
-        for (int i = 0; i < Count; ++i) parts[stage_][threadIdx.x / kWarp][i] = value[i];
+        for (int i = 0; i < Count; ++i) parts[buffer_index_][threadIdx.x / kWarp][i] = value[i];
       }
       named_barrier_sync(1 + R::group(), R::kLanes);  // the parts of all warps are stored
 #pragma unroll
       for (int i = 0; i < Count; ++i) {
-        value[i] = parts[stage_][first][i];
+        value[i] = parts[buffer_index_][first][i];
 #pragma unroll
-        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[stage_][first + w][i];
+        for (int w = 1; w < R::kWarps; ++w) value[i] += parts[buffer_index_][first + w][i];
       }
-      stage_ ^= 1;
+      buffer_index_ ^= 1;
     } else {
       __syncwarp();  // forces a reload of the weights after the sum: otherwise they spill
     }
   }
 
  private:
-  int stage_ = 0;
+  int buffer_index_ = 0;
 };
 
 // Phi(g) = (1 + erf(g / sqrt(2))) / 2, with gaussian = e^{-g^2 / 2}:

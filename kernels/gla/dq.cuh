@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   __syncthreads();
   RowReads<T, M, true> reads;
   // The unscaled keys replace the state.
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {warp_scratch(tile.dout, warp)}};
+  reads.operands = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.s, {warp_scratch(tile.dout, warp)}};
   reads.template start<4>();
   if (threadIdx.x == 0 && block.is_group_leader())
     p.gate_terms.is_factored[block.chunk * shape.heads + block.head] = reads.is_factored;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
                 [&](int) { add_slab<Side::earlier, T>(a, dq, tile.dout, tile.v, tile.s, warp); });
   store_diagonal(tile.own, a, warp);
   __syncwarp();
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.s, p.k, {}, range, block.head, shape.M);
+  reads.template split_into_subchunks<kWarpgroupThreads>(tile.s, p.k, {}, range, block.head, shape.M);
   // The loads of q are in flight during the read. Rows and columns outside of the array are clamped and not
   // stored.
   uint32_t q_pairs[M / 8][2];

@@ -25,10 +25,10 @@ int64_t segment_tokens(const HeadShape& shape) {
 }
 
 cudaError_t run(const HeadReadParams& params, cudaStream_t stream) {
-  return dispatch_tile(params.read.shape, params.read.shape.D, [&](auto element, auto keys) {
+  return dispatch_tile(params.problem.shape, params.problem.shape.D, [&](auto element, auto keys) {
     using T = decltype(element);
-    return params.read.reverse ? launch_head_read<T, keys(), true>(params, stream)
-                               : launch_head_read<T, keys(), false>(params, stream);
+    return params.problem.reverse ? launch_head_read<T, keys(), true>(params, stream)
+                                  : launch_head_read<T, keys(), false>(params, stream);
   });
 }
 
@@ -42,39 +42,46 @@ cudaError_t head_gradients(const HeadGradients& p, cudaStream_t stream) {
 }
 
 int64_t head_read_workspace(const HeadRead& p) {
-  const int64_t segment = segment_tokens(p.shape);
-  if (segment == 0) return 0;
-  return token_range_count(p.shape.tokens, segment) * count_state_heads(p) * (p.shape.values + 1) *
+  const int64_t tokens = segment_tokens(p.shape);
+  if (tokens == 0) return 0;
+  return token_range_count(p.shape.tokens, tokens) * count_state_heads(p) * (p.shape.values + 1) *
          p.shape.keys * static_cast<int64_t>(sizeof(float));
 }
 
 cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
   HeadReadParams params{};
-  params.read = problem;
-  params.segmentation.tokens = segment_tokens(problem.shape);
-  if (params.segmentation.tokens == 0) return run(params, stream);
+  params.problem = problem;
+  params.segmentation.segment_tokens = segment_tokens(problem.shape);
+  if (params.segmentation.segment_tokens == 0) return run(params, stream);
 
   const HeadShape& shape = problem.shape;
   const int64_t heads = count_state_heads(problem), values = shape.values, keys = shape.keys;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + params.segmentation.count(shape.tokens) * heads * values * keys;
+  float* const gate_sums = states + params.segmentation.count_segments(shape.tokens) * heads * values * keys;
 
   // 1. Scan every segment from zero.
   HeadReadParams local_scan = params;
-  local_scan.segmentation.decay = decay;
-  local_scan.read.initial = {};
-  local_scan.read.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
+  local_scan.segmentation.gate_sums = gate_sums;
+  local_scan.problem.initial = {};
+  local_scan.problem.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
   if (const cudaError_t error = run(local_scan, stream); error != cudaSuccess) return error;
 
   // 2. Compute the state before each segment.
-  const SegmentJoin join{
-      shape.tokens, params.segmentation.tokens, static_cast<int>(heads), shape.keys, problem.reverse, states,
-      decay,        {shape.values, 0},          {problem.initial, {}},   {}};
+  const SegmentJoin join{shape.tokens,
+                         params.segmentation.segment_tokens,
+                         static_cast<int>(heads),
+                         shape.keys,
+                         problem.reverse,
+                         states,
+                         gate_sums,
+                         {shape.values, 0},
+                         {problem.initial, {}},
+                         {}};
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.
-  const OutputTensor<4>& ends = local_scan.read.final;
-  params.read.initial = {ends.data, ends.dtype, {ends.stride[0], ends.stride[1], ends.stride[2], 1}};
+  const OutputTensor<4>& ends = local_scan.problem.final;
+  params.problem.initial = {ends.data, ends.dtype, {ends.stride[0], ends.stride[1], ends.stride[2], 1}};
   return run(params, stream);
 }
 

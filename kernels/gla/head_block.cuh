@@ -21,7 +21,7 @@ constexpr int kHeadReadThreads = 32 * 20;
 constexpr int kLoaderRegisters = 64, kStoreRegisters = 32, kProductRegisters = 128;
 static_assert(kLoaderRegisters + kStoreRegisters + 3 * kProductRegisters <= 5 * 96);
 constexpr int kGatePrefetchDistance = 4;  // iterations between the prefetch of gates to L2 and their use
-constexpr int kMaxStages = 6, kMaxValues = 6;
+constexpr int kMaxStages = 6, kMaxValueStages = 6;
 constexpr int kMaxStateStages = 4;
 
 template <typename T, int D>
@@ -48,19 +48,20 @@ template <typename T, int D>
 constexpr int kOutputBufferBytes =
     kHasQueriesInRegisters<D> ? kOutputWarps<D> / 4 * HeadValues<T>::kBytes : 0;
 
-// The start of the shared memory. Behind it: stages, values, states, buffers for the stores of o.
+// The start of the shared memory. Behind it: stages of q and k, stages of v, states, buffers for the stores
+// of o.
 struct HeadReadRings {
-  float sums[kMaxValues][kChunk];        // L, the running sums of the gates of a chunk
-  float weights[kMaxValues][kChunk];     // weights w of the values
-  uint64_t full[kMaxValues];             // q, k, v, L and w are loaded
-  uint64_t values_empty[kMaxValues];     // v, L and w are free
-  uint64_t stage_empty[kMaxStages];      // q and k are free
-  uint64_t state_full[kMaxStateStages];  // the rounded S is written
+  float sums[kMaxValueStages][kChunk];     // L, the running sums of the gates of a chunk
+  float weights[kMaxValueStages][kChunk];  // weights w of the values
+  uint64_t full[kMaxValueStages];          // q, k, v, L and w are loaded
+  uint64_t values_empty[kMaxValueStages];  // v, L and w are free
+  uint64_t stage_empty[kMaxStages];        // q and k are free
+  uint64_t state_full[kMaxStateStages];    // the rounded S is written
   uint64_t state_empty[kMaxStateStages];
 };
 constexpr int kHeadReadRingsBytes = (sizeof(HeadReadRings) + 1023) / 1024 * 1024;
 
-// The minimum of shared memory: one stage, one place for values and one state.
+// The minimum of shared memory: one stage of q and k, one stage of v and one state.
 template <typename T, int D>
 constexpr int kMinHeadReadBytes = kHeadReadRingsBytes + HeadStage<T, D>::kBytes + HeadValues<T>::kBytes +
                                   HeadState<T, D>::kBytes + kOutputBufferBytes<T, D>;
@@ -81,21 +82,21 @@ struct HeadBlock {
   int scanned_heads, group_size;  // heads that are scanned; query heads of a memory head
   int col, cols;                  // columns of the values
   int query_head, head, state_head;
-  int64_t segment_index;  // index of the sequence or segment
+  int64_t segment_index;  // among all segments, or sequences if these are not cut
   ChunkRange<Reverse> range;
   bool has_stores;
 
   __device__ HeadBlock(const HeadReadParams& params, unsigned char* shared)
       : params(params),
-        p(params.read),
+        p(params.problem),
         shape(p.shape),
         shared(shared),
         ring(*reinterpret_cast<HeadReadRings*>(shared)),
         warp(warp_index()),
-        is_local_scan(params.segmentation.decay != nullptr) {}
+        is_local_scan(params.segmentation.gate_sums != nullptr) {}
 
   // Maps the block index to the block's work. Returns false if there is none.
-  __device__ bool start();
+  __device__ bool init();
   __device__ void init_barriers() const;
   __device__ void run_loaders() const;       // head_loaders.cuh
   __device__ void run_store_warps() const;   // head_store_warps.cuh
@@ -105,8 +106,8 @@ struct HeadBlock {
   __device__ Stage stage_at(int index) const {
     return Stage(shared + kHeadReadRingsBytes + index * Stage::kBytes);
   }
-  __device__ Values values_at(int place) const {
-    return Values{reinterpret_cast<T*>(after_stages() + place * Values::kBytes)};
+  __device__ Values values_at(int index) const {
+    return Values{reinterpret_cast<T*>(after_stages() + index * Values::kBytes)};
   }
   __device__ State state_at(int index) const {
     return State{reinterpret_cast<T*>(after_values() + index * State::kBytes)};
@@ -121,11 +122,13 @@ struct HeadBlock {
   __device__ unsigned char* after_stages() const {
     return shared + kHeadReadRingsBytes + params.stages * Stage::kBytes;
   }
-  __device__ unsigned char* after_values() const { return after_stages() + params.values * Values::kBytes; }
+  __device__ unsigned char* after_values() const {
+    return after_stages() + params.value_stages * Values::kBytes;
+  }
 };
 
 template <typename T, int D, bool Reverse>
-__device__ inline bool HeadBlock<T, D, Reverse>::start() {
+__device__ inline bool HeadBlock<T, D, Reverse>::init() {
   scanned_heads = is_local_scan ? count_state_heads(p) : shape.query_heads,
   group_size = shape.query_heads / shape.heads;
   const unsigned slabs = (shape.V + kSlab - 1) / kSlab;
@@ -135,7 +138,8 @@ __device__ inline bool HeadBlock<T, D, Reverse>::start() {
   query_head = static_cast<int>(block_index % scanned_heads) * (shape.query_heads / scanned_heads);
   segment_index = block_index / scanned_heads;
   head = query_head / group_size, state_head = Reverse ? query_head : head;
-  if (!range.init(shape.tokens, params.segmentation.tokens, segment_index, is_local_scan)) return false;
+  if (!range.init(shape.tokens, params.segmentation.segment_tokens, segment_index, is_local_scan))
+    return false;
   // Query heads with the same memory head compute the same state; the first stores it.
   has_stores = !is_local_scan && p.states != nullptr && (Reverse || query_head % group_size == 0);
   return true;
@@ -145,7 +149,7 @@ template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::init_barriers() const {
   const int consumer_threads =
       32 * (kStateWarps<D> + (is_local_scan ? 0 : 4));  // threads that consume q, k and v of a chunk
-  if (threadIdx.x < static_cast<unsigned>(params.values)) {
+  if (threadIdx.x < static_cast<unsigned>(params.value_stages)) {
     // Arrivals: every loader for its copies, and one warp for the sums of gates.
     init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));
     init_barrier(&ring.values_empty[threadIdx.x], consumer_threads);

@@ -49,16 +49,17 @@ struct GatePair {
   }
 };
 
-// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with `later` for j >= i, and 0 elsewhere; rows 16 w to
-// 16 w + 15 of the scores of a chunk. By blocks of 16 columns: a block is used in full or not at all, and
+// a_ij <- scale * e^{-|L_i - L_j|} a_ij for j <= i, or with is_later for j >= i, and 0 elsewhere; rows 16 w
+// to 16 w + 15 of the scores of a chunk. By blocks of 16 columns: a block is used in full or not at all, and
 // only the diagonal block is masked by element.
-__device__ inline void decay_scores(Accumulator<8>& a, const float* sums, float scale, int warp, bool later) {
+__device__ inline void decay_scores(Accumulator<8>& a, const float* sums, float scale, int warp,
+                                    bool is_later) {
   const int first = kWarpRows * warp + lane_row();
-  const float sign = later ? -1.f : 1.f;
+  const float sign = is_later ? -1.f : 1.f;
   const float own[2] = {sign * sums[first], sign * sums[first + 8]};
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    const bool counts = later ? block >= warp : block <= warp;
+    const bool is_used = is_later ? block >= warp : block <= warp;
 #pragma unroll
     for (int n = 2 * block; n < 2 * block + 2; ++n) {
       const float2 sum = *reinterpret_cast<const float2*>(sums + 8 * n + lane_col());
@@ -66,14 +67,14 @@ __device__ inline void decay_scores(Accumulator<8>& a, const float* sums, float 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = a.at[n][i];
-        x = counts ? x * scale * exp2_fast(own[i >> 1] - other[i & 1]) : 0.f;
+        x = is_used ? x * scale * exp2_fast(own[i >> 1] - other[i & 1]) : 0.f;
       }
     }
     if (block != warp) continue;
     for_each_register<2>([&](int n, int i) {
       const int row = lane_row() + 8 * (i >> 1), col = 8 * n + lane_col() + (i & 1);
       // masked elements may have overflowed
-      if (later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
+      if (is_later ? col < row : col > row) a.at[2 * block + n][i] = 0.f;
     });
   }
 }

@@ -63,7 +63,7 @@ struct HeadGradientBlock {
   Wide x, y, h;
   BlockTile<T, D> z, own, partner_z;
   // Values of the lane's two rows.
-  float2 read = {0.f, 0.f};                    // the row's terms of dg
+  float2 gate_terms = {0.f, 0.f};              // the row's terms of dg
   float state_dot = 0.f, through_state = 0.f;  // the thread's part of <S, G>; of own . (gradient through H)
   Accumulator<8> near;                         // x y^T
   AFragment<4> cross_scores{}, scores;         // x y'^T and near, weighted and rounded
@@ -79,7 +79,7 @@ struct HeadGradientBlock {
   __device__ void compute_scores();
   __device__ void compute_cross_scores(Accumulator<8>& cross);
   __device__ void compute_pair_terms();
-  __device__ void add_state_dot(bool both);
+  __device__ void add_state_dot(bool has_second_half);
   __device__ void finish_columns(int col);
   __device__ void compute_gradient();
   __device__ void store_gate_terms() const;
@@ -151,8 +151,8 @@ __device__ inline bool HeadGradientBlock<T, D>::init() {
     return false;
   }
   partner = partner_chunk(range);
-  const bool second = range.index % 2 == 1;
-  has_partner_terms = __shfl_sync(~0u, static_cast<int>(is_dk != second), 0) != 0;
+  const bool is_second_chunk = range.index % 2 == 1;
+  has_partner_terms = __shfl_sync(~0u, static_cast<int>(is_dk != is_second_chunk), 0) != 0;
   dout = chunk_rows<T>(p.dout, range, query_head);
   values = chunk_rows<T>(p.v, range, head);
   const int64_t state = static_cast<int64_t>(shape.V) * shape.D;

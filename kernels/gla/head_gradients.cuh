@@ -133,22 +133,22 @@ __device__ inline void HeadGradientBlock<T, D>::compute_pair_terms() {
   wgmma_run([&] { wgmma_start_transposed(pairs, own, z); }, pairs);
   for_each_register<8>([&](int n, int i) {
     // the row's own token passes no gate
-    const bool itself = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
-    (i < 2 ? read.x : read.y) += itself ? 0.f : pairs.at[n][i] * near.at[n][i];
+    const bool is_self = i >> 1 == n % 2 && n / 2 == warp && lane_row() == lane_col() + (i & 1);
+    (i < 2 ? gate_terms.x : gate_terms.y) += is_self ? 0.f : pairs.at[n][i] * near.at[n][i];
   });
-  read = {sum_over_row(read.x), sum_over_row(read.y)};
+  gate_terms = {sum_over_row(gate_terms.x), sum_over_row(gate_terms.y)};
   // The terms of columns are subtracted from those of rows, which are added after the next barriers.
   if (is_dk) {
-    if (lane() % 4 == 0) tile.row_terms[first()] = -read.x, tile.row_terms[first() + 8] = -read.y;
-    read = {0.f, 0.f};
+    if (lane() % 4 == 0) tile.row_terms[first()] = -gate_terms.x, tile.row_terms[first() + 8] = -gate_terms.y;
+    gate_terms = {0.f, 0.f};
   }
 }
 
 // The thread's part of <S, G>. Each chunk of a pair sums every second part of a slab.
 template <typename T, int D>
-__device__ inline void HeadGradientBlock<T, D>::add_state_dot(bool both) {
+__device__ inline void HeadGradientBlock<T, D>::add_state_dot(bool has_second_half) {
   const int share = is_second() ? kThreads : 0, shares = partner.length > 0 ? 2 * kThreads : kThreads;
-  const int packs = (both ? 2 : 1) * kSlab * kSlab / 8;
+  const int packs = (has_second_half ? 2 : 1) * kSlab * kSlab / 8;
 #pragma unroll 2
   for (int i = threadIdx.x + share; i < packs; i += shares) {
     const uint4 s_pack = reinterpret_cast<const uint4*>(tile.s.data)[i];
@@ -185,7 +185,7 @@ __device__ inline void HeadGradientBlock<T, D>::finish_columns(int col) {
     keep_registers(cross_scores);
     if (has_gates) products = row_products<T>(gradient, own.block(col), warp);
   }
-  read = {fmaf(r.x, products.x, read.x), fmaf(r.y, products.y, read.y)};
+  gate_terms = {fmaf(r.x, products.x, gate_terms.x), fmaf(r.y, products.y, gate_terms.y)};
   scale_rows(gradient, r);
   wgmma_run([&] { wgmma_start<T>(gradient, scores, z, col); }, gradient);
   keep_registers(scores);
@@ -211,13 +211,13 @@ __device__ inline void HeadGradientBlock<T, D>::compute_gradient() {
     wgmma_fence(gradient);
     wgmma_start(gradient, x, 0, half(h, 0));
     wgmma_commit();
-    const bool both = shape.V - at.v > kSlab;
-    if (both) {
+    const bool has_second_half = shape.V - at.v > kSlab;
+    if (has_second_half) {
       wgmma_fence(gradient);
       wgmma_start(gradient, x, kSlab, half(h, 1));
       wgmma_commit();
     }
-    if (has_gates && !is_at_start) add_state_dot(both);
+    if (has_gates && !is_at_start) add_state_dot(has_second_half);
     wgmma_wait<0>(gradient);
 
     const Slab next = next_slab(at);
@@ -263,9 +263,9 @@ __device__ inline void HeadGradientBlock<T, D>::store_gate_terms() const {
   }
   if (lane() % 4 == 0) {
     if (is_dk) {
-      tile.col_terms[first()] = read.x, tile.col_terms[first() + 8] = read.y;
+      tile.col_terms[first()] = gate_terms.x, tile.col_terms[first() + 8] = gate_terms.y;
     } else {
-      tile.row_terms[first()] += read.x, tile.row_terms[first() + 8] += read.y;
+      tile.row_terms[first()] += gate_terms.x, tile.row_terms[first() + 8] += gate_terms.y;
     }
   }
 }
@@ -333,7 +333,8 @@ __global__ void __launch_bounds__(kHeadGradientThreads, 2)
 template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& p, cudaStream_t stream) {
   constexpr int kBytes = HeadGradientTiles<T, D>::kBytes;
-  static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks of a multiprocessor, each gives 1 KB away");
+  static_assert(2 * (kBytes + 1024) <= 228 * 1024,
+                "two blocks fit on a multiprocessor, which reserves 1 KB for each");
   const HeadShape& shape = p.shape;
   const int64_t blocks = token_range_count(shape.tokens, kChunk) * shape.query_heads * divide_up(shape.D, D);
   return launch_kernel<head_gradients_kernel<T, D>>(p, blocks, kHeadGradientThreads, kBytes, stream);

@@ -31,31 +31,31 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_loaders() const {
   if (warp == 0) {
     for (int step = 1; step < kGatePrefetchDistance; ++step) prefetch_gates(step);
   }
-  PipelineState at, of_values;
+  PipelineState stage_pipe, value_pipe;
 #pragma unroll 1
   for (int step = 0; step < range.chunks; ++step) {
-    wait(&ring.stage_empty[at.stage], at.phase ^ 1);
-    wait(&ring.values_empty[of_values.stage], of_values.phase ^ 1);
-    const Stage stage = stage_at(at.stage);
+    wait(&ring.stage_empty[stage_pipe.stage], stage_pipe.phase ^ 1);
+    wait(&ring.values_empty[value_pipe.stage], value_pipe.phase ^ 1);
+    const Stage stage = stage_at(stage_pipe.stage);
     const int token = range.first_token(step), rows = range.count_rows(token);
     k.start(stage.k, token, rows);
-    v.start(values_at(of_values.stage), token, rows);
+    v.start(values_at(value_pipe.stage), token, rows);
     if (!is_local_scan) q.start(stage.q, token, rows);
-    arrive_after_copies(&ring.full[of_values.stage]);
+    arrive_after_copies(&ring.full[value_pipe.stage]);
     if (warp == 0) {
-      float* sums = ring.sums[of_values.stage];
+      float* sums = ring.sums[value_pipe.stage];
       gates.store_prefix_sums(sums);
       __syncwarp();
       const float2 sum = *reinterpret_cast<const float2*>(sums + 2 * lane());
       const float chunk_sum = sums[kChunk - 1];
-      *reinterpret_cast<float2*>(ring.weights[of_values.stage] + 2 * lane()) =
+      *reinterpret_cast<float2*>(ring.weights[value_pipe.stage] + 2 * lane()) =
           Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
                   : float2{exp2_fast(chunk_sum - sum.x), exp2_fast(chunk_sum - sum.y)};
-      arrive(&ring.full[of_values.stage]);
+      arrive(&ring.full[value_pipe.stage]);
       gates = gates_of(step + 1);
       prefetch_gates(step + kGatePrefetchDistance);
     }
-    at.next(params.stages), of_values.next(params.values);
+    stage_pipe.next(params.stages), value_pipe.next(params.value_stages);
   }
 }
 

@@ -13,49 +13,49 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
   if (is_local_scan || output_warpgroup >= params.output_warpgroups) return;
   // A warpgroup that skips chunks cannot miss a phase of a barrier: the S of its own chunk comes after all
   // previous phases.
-  constexpr bool kHolds = kHasQueriesInRegisters<D>;
-  PipelineState at, of_values, from;
-  at.skip(output_warpgroup, params.stages), of_values.skip(output_warpgroup, params.values),
-      from.skip(output_warpgroup, params.state_stages);
+  constexpr bool kHoldsQueries = kHasQueriesInRegisters<D>;
+  PipelineState stage_pipe, value_pipe, state_pipe;
+  stage_pipe.skip(output_warpgroup, params.stages), value_pipe.skip(output_warpgroup, params.value_stages),
+      state_pipe.skip(output_warpgroup, params.state_stages);
 #pragma unroll 1
   for (int step = output_warpgroup; step < range.chunks; step += params.output_warpgroups) {
-    const Stage stage = stage_at(at.stage);
-    const State state_full = state_at(from.stage);
-    const float* sums = ring.sums[of_values.stage];
+    const Stage stage = stage_at(stage_pipe.stage);
+    const State state_tile = state_at(state_pipe.stage);
+    const float* sums = ring.sums[value_pipe.stage];
     const int token = range.first_token(step);
 
     Accumulator<8> scores, o;
     fill(scores, 0.f);
     fill(o, 0.f);
-    wait(&ring.full[of_values.stage], of_values.phase);
-    AFragment<kHolds ? D / 16 : 1> q;
-    if constexpr (kHolds) {
+    wait(&ring.full[value_pipe.stage], value_pipe.phase);
+    AFragment<kHoldsQueries ? D / 16 : 1> q;
+    if constexpr (kHoldsQueries) {
       load_blocks(q, stage.q, kWarpRows * row_block);
     }
     fence_async_proxy();
     wgmma_fence(scores);
-    if constexpr (kHolds) {
+    if constexpr (kHoldsQueries) {
       wgmma_start_transposed<T>(scores, q, stage.k);
     } else {
       wgmma_start_transposed(scores, stage.q, stage.k);
     }
     wgmma_commit();
-    wait(&ring.state_full[from.stage], from.phase);
+    wait(&ring.state_full[state_pipe.stage], state_pipe.phase);
     wgmma_fence(o);
-    if constexpr (kHolds) {
-      wgmma_start_transposed<T>(o, q, state_full);
+    if constexpr (kHoldsQueries) {
+      wgmma_start_transposed<T>(o, q, state_tile);
     } else {
-      wgmma_start_transposed(o, stage.q, state_full);
+      wgmma_start_transposed(o, stage.q, state_tile);
     }
     wgmma_commit();
     wgmma_wait<1>(scores);
-    if (kHolds) arrive(&ring.stage_empty[at.stage]);
+    if (kHoldsQueries) arrive(&ring.stage_empty[stage_pipe.stage]);
     decay_scores(scores, sums, shape.scale, row_block, Reverse);
     AFragment<4> near;
     round_to_a_fragment<T>(near, scores);
     wgmma_wait<0>(o);
-    if constexpr (kHolds) keep_registers(q);
-    arrive(&ring.state_empty[from.stage]);
+    if constexpr (kHoldsQueries) keep_registers(q);
+    arrive(&ring.state_empty[state_pipe.stage]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = sums[kWarpRows * row_block + lane_row() + 8 * i];
@@ -64,22 +64,23 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
       for (int n = 0; n < 8; ++n) o.at[n][2 * i] *= r, o.at[n][2 * i + 1] *= r;
     }
     wgmma_fence(o);
-    wgmma_start<T>(o, near, values_at(of_values.stage));
+    wgmma_start<T>(o, near, values_at(value_pipe.stage));
     wgmma_commit();
     wgmma_wait<0>(o);
     keep_registers(near);
 
-    arrive(&ring.values_empty[of_values.stage]);
+    arrive(&ring.values_empty[value_pipe.stage]);
 
     // Without a buffer of their own, the stores use the tile of q, which all four warps have read.
-    if (!kHolds) named_barrier_sync(1, 128);
+    if (!kHoldsQueries) named_barrier_sync(1, 128);
     const SharedTile<T, kChunk, kSlab> out =
-        kHolds ? output_buffer_at(output_warpgroup).block(0) : stage.q.block(0);
+        kHoldsQueries ? output_buffer_at(output_warpgroup).block(0) : stage.q.block(0);
     const TokenRange chunk_range{range.sequence, 0, range.start + token, range.count_rows(token)};
     store_rows_as<T>(o, out, row_block, p.o, chunk_range, query_head, col, shape.V);
-    if (!kHolds) arrive(&ring.stage_empty[at.stage]);
-    at.skip(params.output_warpgroups, params.stages), of_values.skip(params.output_warpgroups, params.values);
-    from.skip(params.output_warpgroups, params.state_stages);
+    if (!kHoldsQueries) arrive(&ring.stage_empty[stage_pipe.stage]);
+    stage_pipe.skip(params.output_warpgroups, params.stages),
+        value_pipe.skip(params.output_warpgroups, params.value_stages);
+    state_pipe.skip(params.output_warpgroups, params.state_stages);
   }
 }
 

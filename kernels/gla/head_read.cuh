@@ -12,7 +12,8 @@
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
 //   run_loaders()       loaders: copy chunks of q, k, v to rings of stages, and sum the gates
-//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in a
+//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in
+//   a
 //                       ring of states, then compute S <- e^{L_C} S + (w v)^T k
 //   run_output_warps()  output warps: warpgroups that compute o; they process chunks round-robin
 //   run_store_warps()   store warps: store S to global memory, once for each pair of chunks
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
     head_read_kernel(const __grid_constant__ HeadReadParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   HeadBlock<T, D, Reverse> block(params, shared);
-  if (!block.start()) return;
+  if (!block.init()) return;
   block.init_barriers();
   __syncthreads();
   if (block.warp < kLoaders) {
@@ -57,14 +58,15 @@ __global__ void __launch_bounds__(kHeadReadThreads, 1)
 
 template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream) {
-  const HeadShape& shape = params.read.shape;
+  const HeadShape& shape = params.problem.shape;
   const int scanned_heads =
-      params.segmentation.decay != nullptr ? count_state_heads(params.read) : shape.query_heads;
-  const int64_t blocks = params.segmentation.count(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
+      params.segmentation.gate_sums != nullptr ? count_state_heads(params.problem) : shape.query_heads;
+  const int64_t blocks =
+      params.segmentation.count_segments(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  constexpr int kStage = HeadStage<T, D>::kBytes, kState = HeadState<T, D>::kBytes,
-                kPlace = HeadValues<T>::kBytes;
+  constexpr int kStageBytes = HeadStage<T, D>::kBytes, kStateBytes = HeadState<T, D>::kBytes,
+                kValueStageBytes = HeadValues<T>::kBytes;
   if (limit < kMinHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
   // One of each, then more of each while shared memory is left: states, stages of q and k, stages of v. There
   // are at least as many stages of v as of q and k.
@@ -73,11 +75,12 @@ cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream) {
     if (bytes <= free_bytes) return free_bytes -= bytes, true;
     return false;
   };
-  params.stages = params.values = params.state_stages = 1;
-  if (reserve(kState)) ++params.state_stages;
-  while (params.stages < kMaxStages && reserve(kStage + kPlace)) ++params.stages, ++params.values;
-  while (params.values < kMaxValues && reserve(kPlace)) ++params.values;
-  while (params.state_stages < kMaxStateStages && reserve(kState)) ++params.state_stages;
+  params.stages = params.value_stages = params.state_stages = 1;
+  if (reserve(kStateBytes)) ++params.state_stages;
+  while (params.stages < kMaxStages && reserve(kStageBytes + kValueStageBytes))
+    ++params.stages, ++params.value_stages;
+  while (params.value_stages < kMaxValueStages && reserve(kValueStageBytes)) ++params.value_stages;
+  while (params.state_stages < kMaxStateStages && reserve(kStateBytes)) ++params.state_stages;
   // Warpgroups that process chunks round-robin need two stages and two states.
   params.output_warpgroups = std::min({kOutputWarps<D> / 4, params.stages, params.state_stages});
   return launch_kernel<head_read_kernel<T, D, Reverse>>(params, blocks, kHeadReadThreads, limit - free_bytes,

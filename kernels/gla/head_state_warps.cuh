@@ -19,7 +19,8 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
                                  col + first_value + lane_row(), shape.values, first_key + lane_col(),
                                  shape.keys, first, by_value, by_key, f);
   };
-  const int64_t initial_index = params.segmentation.tokens == 0 ? range.sequence.index : segment_index;
+  const int64_t initial_index =
+      params.segmentation.segment_tokens == 0 ? range.sequence.index : segment_index;
   Accumulator<kN> state;
   fill(state, 0.f);
   if (p.initial.data != nullptr) {
@@ -31,56 +32,56 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
   float total = 0.f;
   // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
   AFragment<4> weighted;
-  const auto load_weighted_values = [&](AFragment<4>& to, const PipelineState& of) {
-    wait(&ring.full[of.stage], of.phase);
-    const Values v = values_at(of.stage);
+  const auto load_weighted_values = [&](AFragment<4>& to, const PipelineState& pipe) {
+    wait(&ring.full[pipe.stage], pipe.phase);
+    const Values v = values_at(pipe.stage);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      load_scaled_transposed<T>(to.at[k], v, first_value, 16 * k, ring.weights[of.stage] + 16 * k);
+      load_scaled_transposed<T>(to.at[k], v, first_value, 16 * k, ring.weights[pipe.stage] + 16 * k);
     }
   };
-  PipelineState at, of_values, to;
-  if (range.chunks > 0) load_weighted_values(weighted, of_values);
+  PipelineState stage_pipe, value_pipe, state_pipe;
+  if (range.chunks > 0) load_weighted_values(weighted, value_pipe);
 #pragma unroll 1
   for (int step = 0; step < range.chunks; ++step) {
     if (!is_local_scan) {
-      wait(&ring.state_empty[to.stage], to.phase ^ 1);
-      const State state_full = state_at(to.stage);
+      wait(&ring.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      const State state_tile = state_at(state_pipe.stage);
       AFragment<kN / 2> rounded;
       round_to_a_fragment<T>(rounded, state);
       // With store_blocks, which has one address for all blocks, ptxas spills twice as much.
 #pragma unroll
       for (int k = 0; k < kN / 2; ++k) {
-        store_block(state_full, first_value, first_key + 16 * k, rounded.at[k]);
+        store_block(state_tile, first_value, first_key + 16 * k, rounded.at[k]);
       }
       fence_async_proxy();
-      arrive(&ring.state_full[to.stage]);
-      to.next(params.state_stages);
+      arrive(&ring.state_full[state_pipe.stage]);
+      state_pipe.next(params.state_stages);
     }
 
-    const float chunk_sum = ring.sums[of_values.stage][kChunk - 1], decay = exp2_fast(chunk_sum);
-    arrive(&ring.values_empty[of_values.stage]);
+    const float chunk_sum = ring.sums[value_pipe.stage][kChunk - 1], decay = exp2_fast(chunk_sum);
+    arrive(&ring.values_empty[value_pipe.stage]);
     total += chunk_sum;
     scale_rows(state, {decay, decay});
     fence_async_proxy();
     wgmma_fence(state);
-    wgmma_start<T>(state, weighted, stage_at(at.stage).k, first_key);
+    wgmma_start<T>(state, weighted, stage_at(stage_pipe.stage).k, first_key);
     wgmma_commit();
-    of_values.next(params.values);
+    value_pipe.next(params.value_stages);
     AFragment<4> next;
     const bool has_next = step + 1 < range.chunks, has_stages = params.stages > 1;
-    if (has_next && has_stages) load_weighted_values(next, of_values);
+    if (has_next && has_stages) load_weighted_values(next, value_pipe);
     wgmma_wait<0>(state);
     keep_registers(weighted);
-    arrive(&ring.stage_empty[at.stage]);
-    at.next(params.stages);
-    if (has_next && !has_stages) load_weighted_values(next, of_values);
+    arrive(&ring.stage_empty[stage_pipe.stage]);
+    stage_pipe.next(params.stages);
+    if (has_next && !has_stages) load_weighted_values(next, value_pipe);
     if (has_next) weighted = next;
   }
 
   if (is_local_scan && warp == kFirstStateWarp) {
     for (int key = lane(); key < shape.keys; key += 32) {
-      params.segmentation.decay[(segment_index * scanned_heads + state_head) * shape.keys + key] =
+      params.segmentation.gate_sums[(segment_index * scanned_heads + state_head) * shape.keys + key] =
           total / kLog2E;
     }
   }

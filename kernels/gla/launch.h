@@ -15,9 +15,11 @@ cudaError_t launch_gla_dq(const GlaDq& problem, cudaStream_t stream);
 
 // The arguments of one launch of head_read_kernel.
 struct HeadReadParams {
-  HeadRead read;
+  HeadRead problem;
   Segmentation segmentation;
-  int stages, values, state_stages, output_warpgroups;
+  int stages;        // of q and k
+  int value_stages;  // of v
+  int state_stages, output_warpgroups;
 };
 
 // Number of heads with a state.
@@ -35,7 +37,7 @@ template <typename T, int D, bool Reverse>
 cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream);
 template <typename T, int D>
 cudaError_t launch_head_gradients(const HeadGradients& problem, cudaStream_t stream);
-// Sums dg_parts and across to dg.
+// Sums dg_parts and partner_gate_terms to dg.
 cudaError_t sum_gate_gradients(const HeadGradients& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

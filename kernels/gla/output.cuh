@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   wait_copies<1>();
   __syncthreads();
   RowReads<T, M> reads;
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {warp_scratch(tile.q, warp)}};
+  reads.operands = {{tile.g, tile.decay, tile.totals, warp}, tile.k, tile.raw, {warp_scratch(tile.q, warp)}};
   reads.template start<4>();
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.raw, p.k, {}, block.range, block.head, shape.M);
+  reads.template split_into_subchunks<kWarpgroupThreads>(tile.raw, p.k, {}, block.range, block.head, shape.M);
   wait_copies<0>();
   __syncthreads();
 

@@ -8,21 +8,21 @@
 
 namespace girih::kernels {
 
-constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup; a block has one or two warpgroups
+constexpr int kWarpgroupThreads = 128;  // a block has one or two warpgroups
 
-// Rows of the state of a chunk, from row `first`.
+// Rows of the state of a chunk, from row `first_row`. chunk is a number among all sequences.
 template <typename T>
 __device__ inline const T* state_rows(const void* states, const GsaShape& shape, int64_t chunk, int head,
-                                      int first) {
+                                      int first_row) {
   return static_cast<const T*>(states) +
-         ((chunk * shape.heads + head) * (shape.D + shape.V) + first) * static_cast<int64_t>(shape.M);
+         ((chunk * shape.heads + head) * (shape.D + shape.V) + first_row) * static_cast<int64_t>(shape.M);
 }
 
 // The block's chunk and query head.
 struct ChunkBlock {
   const GsaShape& shape;
-  const int warp, warpgroup;               // index in the warpgroup; index of the warpgroup
-  const int query_head, group_size, head;  // queries: number of query heads of the memory head
+  const int warp, warpgroup;               // warp in the warpgroup, warpgroup in the block
+  const int query_head, group_size, head;  // group_size: query heads of the memory head
   const int64_t chunk;
   TokenRange range;
 
@@ -39,16 +39,17 @@ struct ChunkBlock {
   // True for the first of the query heads that share the memory head.
   __device__ bool is_group_leader() const { return query_head % group_size == 0; }
 
-  // Called by all threads of the block. Starts the copy of the rows of head `of`, from column `col`.
+  // Called by all threads of the block. Starts the copy of the rows of a head, from column `col`.
   template <int Threads, class Tile>
-  __device__ void load(const Tile& tile, const InputTensor<4>& from, int of, int col, int width) const {
-    load_rows<Threads>(tile, from, range, of, col, width);
+  __device__ void load(const Tile& tile, const InputTensor<4>& from, int from_head, int col,
+                       int width) const {
+    load_rows<Threads>(tile, from, range, from_head, col, width);
   }
-  // Starts the copy of `rows` rows of the state, from row `first`.
+  // Starts the copy of `rows` rows of the state, from row `first_row`.
   template <int Threads, class Tile>
-  __device__ void load_states(const Tile& tile, const void* states, int first, int rows) const {
-    load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first), shape.M,
-                        rows, shape.M, threadIdx.x);
+  __device__ void load_states(const Tile& tile, const void* states, int first_row, int rows) const {
+    load_async<Threads>(tile, state_rows<typename Tile::Element>(states, shape, chunk, head, first_row),
+                        shape.M, rows, shape.M, threadIdx.x);
   }
   // Starts the copies of the gates and the weights.
   template <int Threads, class G, class S>
@@ -89,19 +90,19 @@ __device__ inline void add_slab(Scores& a, Accumulator<N>& sums, const Tile& x, 
 }
 
 // Stores 16 rows and 8 * Eights columns of sums, from column 8 n0, to columns first_col.. of `cols` in global
-// memory. The values pass through the warp's rows of the tile `stage`, from column `at`, so that lanes store
-// 16 bytes each.
+// memory. The values pass through the warp's rows of the tile `staging`, from column `staging_col`, so that
+// lanes store 16 bytes each.
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows(const Accumulator<N>& sums, const SharedTile<T, kChunk, kSlab>& staging,
                                   int warp, const OutputTensor<4>& array, const TokenRange& range, int head,
-                                  int first_col, int cols, int at = 0, int n0 = 0) {
+                                  int first_col, int cols, int staging_col = 0, int n0 = 0) {
   T* to = chunk_rows<T>(array, range, head) + first_col;
   const int64_t stride = array.stride[1];
   const int rows = range.length;
   cols -= first_col;
   __syncwarp();
   for_each_register_pair<Eights>([&](int n, int i) {
-    store_lane_pair<T>(staging, kWarpRows * warp + 8 * i, at + 8 * n, sums.at[n0 + n][2 * i],
+    store_lane_pair<T>(staging, kWarpRows * warp + 8 * i, staging_col + 8 * n, sums.at[n0 + n][2 * i],
                        sums.at[n0 + n][2 * i + 1]);
   });
   __syncwarp();
@@ -111,7 +112,8 @@ __device__ inline void store_rows(const Accumulator<N>& sums, const SharedTile<T
 #pragma unroll
   for (int i = 0; i < kWarpRows; i += 32 / Eights) {
     if (i < left)
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&staging.at(row + i, at + col));
+      *reinterpret_cast<uint4*>(to) =
+          *reinterpret_cast<const uint4*>(&staging.at(row + i, staging_col + col));
     to += 32 / Eights * stride;
   }
 }

@@ -2,8 +2,8 @@
 //
 // If the sum of the gates of the chunk is small, e^{L_i - L_j} = r_i e^{X_j} with X_j the sum of g after row
 // j and r_i = e^{-X_i}. Then s~ = s e^X serves all rows and needs one exponential for each token and slot.
-// Otherwise r overflows. Then the rows use the earlier blocks of 16 rows one by one, each relative to the end
-// of that block, and the rows of their own block in pairs; with gates <= 0 no exponent is above 0.
+// Otherwise r overflows. Then the rows use the earlier sub-chunks of 16 rows one by one, each relative to the
+// end of that sub-chunk, and the rows of their own sub-chunk in pairs; no exponent is above 0 for gates <= 0.
 #pragma once
 
 #include <type_traits>
@@ -14,6 +14,8 @@
 #include "tile/shared.h"
 
 namespace girih::kernels {
+
+constexpr int kSubchunks = kChunk / kSubchunk;
 
 // The largest sum of gates, in powers of two, for which the factors are used. bf16 has the range of fp32: r
 // stays below 2^80, and products with logits and gradients stay below 2^127. The range of fp16 is 2^-14 to
@@ -35,7 +37,7 @@ __device__ inline float add_shift(float log2) {
     return log2 + factor_shift<T>;
   }
 }
-// x *= 2^factor_shift, or with `Back` x *= 2^-factor_shift.
+// x *= 2^factor_shift, or with `Inverse` x *= 2^-factor_shift.
 template <typename T, bool Inverse = false, int N>
 __device__ inline void apply_shift(Accumulator<N>& x) {
   if constexpr (factor_shift<T> != 0) {
@@ -131,39 +133,38 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Accumulator
 template <typename T, int Warps, int Columns, int M, class Weigh>
 __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
   constexpr int kTiles = Columns / 8 / Warps;  // tiles of 8 columns of a warp
-  constexpr int kBlocks = kChunk / kWarpRows;
-  const int first = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
-  uint32_t prefix_ones[4], total_ones[4];
-  fill_ones(prefix_ones, RowRange::later);
+  const int first_col = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
+  uint32_t suffix_ones[4], total_ones[4];
+  fill_ones(suffix_ones, RowRange::later);
   fill_ones(total_ones, RowRange::all);
-  Accumulator<kBlocks> suffix_sum[kTiles];  // blocks of 16 rows, the last block first
+  Accumulator<kSubchunks> suffix_sum[kTiles];  // the last sub-chunk first
   Accumulator<1> total[kTiles];
-  bool small = true;
+  bool is_small = true;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
     fill(total[t], 0.f);
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < kSubchunks; ++b) {
       GateParts<1> gates;
-      load(gates, g, kWarpRows * (kBlocks - 1 - b), first + 8 * t);
+      load(gates, g, kSubchunk * (kSubchunks - 1 - b), first_col + 8 * t);
       Accumulator<1> sums = total[t];
-      add_gates(sums, prefix_ones, gates);
+      add_gates(sums, suffix_ones, gates);
       add_gates(total[t], total_ones, gates);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = suffix_sum[t].at[b][i] = kLog2E * sums.at[0][i];
         // With gates above 0 a partial sum may exceed the whole sum, and fp16 has no range for it.
-        if (factor_shift<T> != 0) small = small && x > -max_factored_log2<T> && x <= 1.f;
+        if (factor_shift<T> != 0) is_small = is_small && x > -max_factored_log2<T> && x <= 1.f;
       }
     }
-    small = small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -max_factored_log2<T>;
+    is_small = is_small && kLog2E * fminf(total[t].at[0][0], total[t].at[0][1]) > -max_factored_log2<T>;
   }
-  if (!__syncthreads_and(small)) return false;
+  if (!__syncthreads_and(is_small)) return false;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const int col = first + 8 * t;
-    for_each_register_pair<kBlocks>([&](int b, int i) {
-      const int row = kWarpRows * (kBlocks - 1 - b) + 8 * i;
+    const int col = first_col + 8 * t;
+    for_each_register_pair<kSubchunks>([&](int b, int i) {
+      const int row = kSubchunk * (kSubchunks - 1 - b) + 8 * i;
       const float left = add_shift<T>(suffix_sum[t].at[b][2 * i]),
                   right = add_shift<T>(suffix_sum[t].at[b][2 * i + 1]);
       weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
@@ -183,12 +184,12 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
 template <int M, int Columns = M>
 struct Gates {
   static constexpr int N = Columns / 8;
-  // With factors: e^{-X}. Without, after split(): sums of log2 e^g through each row of its block of 16
-  // rows.
+  // With factors: e^{-X}. Without, after split_into_subchunks(): sums of log2 e^g through each row, from the
+  // start of its sub-chunk.
   SharedTile<float, kChunk, M> g;
   float* decay;   // [M], with factors: e^{L_C}
-  float* totals;  // [4, M], without factors: sums of each block of 16 rows
-  int warp;       // index in the warpgroup
+  float* totals;  // [4, M], without factors: sums of log2 e^g over each sub-chunk
+  int warp;       // index in the warpgroup, and of the warp's sub-chunk
 
   __device__ int row() const { return kWarpRows * warp; }
   // The factors e^{-X} of row row() + lane_row() + 8 i, columns 8n + lane_col() and the next.
@@ -208,9 +209,9 @@ struct Gates {
 
   // The functions below are for chunks without factors.
 
-  // Replaces g by its running sums within 16 rows and writes totals. Called by the four warps of a warpgroup,
-  // each for its rows; barriers of the block before and after it are the caller's.
-  __device__ void split_into_blocks() const {
+  // Replaces g by its running sums within a sub-chunk and writes totals. Called by the four warps of a
+  // warpgroup, each for its rows; barriers of the block before and after it are the caller's.
+  __device__ void split_into_subchunks() const {
     uint32_t prefix_ones[4];
     fill_ones(prefix_ones, RowRange::up_to);
     Accumulator<N> prefix_sum;
@@ -233,11 +234,12 @@ struct Gates {
     __syncwarp();
   }
 
-  __device__ float2 block_decay(int block, int n) const {
-    const float2 sum = *reinterpret_cast<const float2*>(totals + block * M + 8 * n + lane_col());
+  // e^{sum of g over sub-chunk b}, columns 8n + lane_col() and the next.
+  __device__ float2 subchunk_decay(int b, int n) const {
+    const float2 sum = *reinterpret_cast<const float2*>(totals + b * M + 8 * n + lane_col());
     return {exp2_fast(sum.x), exp2_fast(sum.y)};
   }
-  // The running sums of row j of the warp's 16 rows.
+  // The running sums of row j of the warp's sub-chunk.
   __device__ float2 prefix_sum(int j, int n) const {
     return *reinterpret_cast<const float2*>(&g.at(row() + j, 8 * n + lane_col()));
   }
@@ -247,23 +249,23 @@ struct Gates {
       to.at[n][2 * i] = sum.x, to.at[n][2 * i + 1] = sum.y;
     });
   }
-  // e^{sum of g through each row} and e^{sum of g after each row}, within the 16 rows.
-  __device__ void decay_from_block_start(Accumulator<N>& to) const {
+  // e^{sum of g through each row} and e^{sum of g after each row}, within the sub-chunk.
+  __device__ void decay_from_subchunk_start(Accumulator<N>& to) const {
     prefix_sum(to);
     for_each_register<N>([&](int n, int i) { to.at[n][i] = exp2_fast(to.at[n][i]); });
   }
-  __device__ void decay_to_block_end(Accumulator<N>& to) const {
+  __device__ void decay_to_subchunk_end(Accumulator<N>& to) const {
     prefix_sum(to);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const float2 all = prefix_sum(kWarpRows - 1, n);
+      const float2 all = prefix_sum(kSubchunk - 1, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) to.at[n][i] = exp2_fast((i & 1 ? all.y : all.x) - to.at[n][i]);
     }
   }
 };
 
-// e^{l_i - l_j} of rows i and j of the warp's 16 rows for one slot; 0 if j is the later row. The order of the
+// e^{l_i - l_j} of rows i and j of a sub-chunk for one slot; 0 if j is the later row. The order of the
 // rows is an argument because gates may be above 0 (then l_i - l_j is too) or NaN.
 __device__ inline float decay_between(float later, float earlier, bool is_ordered) {
   return exp2_fast(is_ordered ? later - earlier : -INFINITY);

@@ -10,13 +10,13 @@
 // with (x, read, y) = (k, q, scale dz) or (v, do, p). The read of a row's own token passes no gate. Without
 // these terms, and with w = z dz + p dp, inside the chunk
 //
-//     dg_t = sum H * (gradient of H) - sum_{j<t} (w - s ds)_j
+//     dg_t = <H, gradient of H> - sum_{j<t} (w - s ds)_j
 //
-// H is the state before the chunk; the reverse scan wrote its gradient as that of the state after the
-// previous chunk. s ds uses s as rounded for G in ds, as gsa_dq did for w, so that the terms of pairs of
-// rows cancel.
+// for each slot. The first term is the state dot (StateDot). H is the state before the chunk; the reverse
+// scan wrote its gradient as that of the state after the previous chunk. s ds uses s as rounded for G in ds,
+// as gsa_dq did for w, so that the terms of pairs of rows cancel.
 //
-// Of the query heads that share a memory head only the first adds the terms of G.
+// If several query heads share a memory head, only the first adds the terms of G.
 #pragma once
 
 #include "gsa/dkv_block.cuh"
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 1)
   Block block(p, shared);
   if (block.range.length == 0) return;
   block.start_loads();
-  // Loads of the states for the edge, while the copies are in flight. The states are in the L2 cache: the
-  // block of the previous chunk has read them.
+  // Loads of the states for the state dot, while the copies are in flight. The states are in the L2 cache:
+  // the block of the previous chunk has read them.
   typename Block::StateDotRows state_dot_rows;
   const bool has_state_dot = block.has_state_dot();
   if (has_state_dot) block.load_state_dot_rows(state_dot_rows, false);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 1)
 
   float2 w[8][2];
   block.load_w(w, w_rows);
-  if (Block::kWarpgroups > 1) __syncthreads();  // put() uses the tile `read` as a store buffer
+  if (Block::kWarpgroups > 1) __syncthreads();  // store() uses the tile `read` as a buffer
   if (is_factored) {
     block.template compute_ds<true>(u, w);
   } else {

@@ -41,8 +41,8 @@ struct GatedDkvBlock {
   using Tiles = GatedDkvTiles<T, M, Memories>;
   using WeightTerms = SharedTile<float, kChunk, M>;
   static constexpr int kWarpgroups = Tiles::kWarpgroups, kThreads = kWarpgroupThreads * kWarpgroups;
-  using Edge = StateDot<kThreads, M>;
-  using StateDotRows = typename Edge::Rows[Memories][2];  // for each memory both halves of its first slab
+  using Dot = StateDot<kThreads, M>;
+  using StateDotRows = typename Dot::Rows[Memories][2];  // for each memory both halves of its first slab
 
   const GatedDkv& p;
   const Tiles tile;
@@ -68,7 +68,7 @@ struct GatedDkvBlock {
   // Starts the copies of g and s, then of the first slab of the first memory.
   __device__ void start_loads() const;
   __device__ void start_writes();
-  // Loads the rows for the edge for which is_loaded_late is `late`.
+  // Loads the rows for the state dot whose is_loaded_late() is `is_late`.
   __device__ void load_state_dot_rows(StateDotRows& rows, bool is_late) const;
   __device__ void store_state_dot(const StateDotRows& rows) const;
   __device__ void load_unscaled() const;
@@ -95,9 +95,9 @@ struct GatedDkvBlock {
   __device__ bool has_state_dot() const { return is_group_leader && range.index > 0; }
 
   template <class Tile>
-  __device__ void load(const Tile& to, const InputTensor<4>& from, int of, int col, int width) const {
-    load_async<kThreads>(to, chunk_rows<T>(from, range, of) + col, from.stride[1], range.length, width - col,
-                         threadIdx.x);
+  __device__ void load(const Tile& to, const InputTensor<4>& from, int from_head, int col, int width) const {
+    load_async<kThreads>(to, chunk_rows<T>(from, range, from_head) + col, from.stride[1], range.length,
+                         width - col, threadIdx.x);
   }
   __device__ void load_slab(int i, int col, bool with_x = true) const {
     const DkvMemory& m = memory(i);
@@ -107,10 +107,10 @@ struct GatedDkvBlock {
                          shape.M, is_group_leader ? m.width - col : 0, shape.M, threadIdx.x);
     commit_copies();
   }
-  __device__ typename Edge::Rows load_state_dot_half(int i, int half, int slab) const {
-    return Edge::load(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
-                      state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
-                      min(kSlab, memory(i).width - slab), shape.M, threadIdx.x, half);
+  __device__ typename Dot::Rows load_state_dot_half(int i, int half, int slab) const {
+    return Dot::load(state_rows<T>(p.states, shape, chunk, head, first_row(i) + slab),
+                     state_rows<T>(p.gradients, shape, chunk - 1, head, first_row(i) + slab),
+                     min(kSlab, memory(i).width - slab), shape.M, threadIdx.x, half);
   }
   // The last of the four halves is loaded later: there are no registers for it. If it went to local memory,
   // its store would wait for it and for all loads issued before it.
@@ -137,12 +137,12 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::start_loads() const {
 
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::start_writes() {
-  writes.at = {{tile.g, tile.decay, tile.totals, warp},
-               tile.s,
-               tile.end,
-               {warp_scratch(tile.x, warp) + warpgroup * kWarpRows * kWarpRows},
-               warpgroup,
-               p.y_scale};
+  writes.operands = {{tile.g, tile.decay, tile.totals, warp},
+                     tile.s,
+                     tile.end,
+                     {warp_scratch(tile.x, warp) + warpgroup * kWarpRows * kWarpRows},
+                     warpgroup,
+                     p.y_scale};
   writes.template start<4 * kWarpgroups>();
 }
 
@@ -158,11 +158,10 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::load_state_dot_rows(StateD
   }
 }
 
-// edge = sum over the rows of the memories of H * (gradient of H) for each warp, H the state before the
-// chunk.
+// Writes the sum of H * (gradient of H) over the warp's rows of the memories, H the state before the chunk.
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::store_state_dot(const StateDotRows& rows) const {
-  Edge state_dot;
+  Dot state_dot;
 #pragma unroll
   for (int i = 0; i < Memories; ++i) {
     const DkvMemory& m = memory(i);
@@ -215,7 +214,8 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::multiply(int i, Scores& a,
 // u += [a_jt e^{L_t - L_j} y_t, t > j],   w = W = [s_j . e^{L_t - L_j} y_t, t >= j]
 //
 // With factors u contains X G, and the terms of all memories are added with the last memory; the scores of
-// the first memory stay in `first_scores` until then. Without factors `part` contains X G of this memory.
+// the first memory stay in `first_scores` until then. Without factors `product` contains X G of
+// this memory.
 template <typename T, int M, int Memories>
 template <bool IsFactored>
 __device__ inline void GatedDkvBlock<T, M, Memories>::write(int i, const Scores& a, Accumulator<8>& u,
@@ -237,7 +237,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::write(int i, const Scores&
     writes.key_write(w, tile.y(i));
   } else {
     __syncthreads();  // the scratch overlaps the tile x
-    writes.write_by_blocks(product, w, a, tile.y(i));
+    writes.write_by_subchunks(product, w, a, tile.y(i));
     add(u, product);
   }
 }
@@ -293,7 +293,8 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::accumulate_memories(Accumu
   }
 }
 
-// Loads the thread's pairs of w. Rows and columns outside of the array are clamped and ignored by finish().
+// Loads the thread's pairs of w. Rows and columns outside of the array are clamped, and compute_ds() ignores
+// them.
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::load_w(float2 (&w)[8][2], const float* w_rows) const {
   for_each_register_pair([&](int n, int i, int row, int col) {
@@ -341,7 +342,8 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::compute_ds(Accumulator<8>&
   });
 }
 
-// Stores ds and dg_t = edge - sum_{j<t} c_j. If s = 1 - e^g, ds is not stored and dg_t gets -e^{g_t} ds_t.
+// Stores ds and dg_t = state dot - sum_{j<t} c_j. If s = 1 - e^g, ds is not stored and dg_t gets -e^{g_t}
+// ds_t.
 template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::store(const Accumulator<8>& u) const {
   const WeightTerms weight_term{reinterpret_cast<float*>(tile.gradient.data)};

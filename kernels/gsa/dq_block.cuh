@@ -22,7 +22,7 @@ struct GsaDqBlock : ChunkBlock {
   const int first_slot;  // first slot of the warpgroup
   // Buffer for the stores and for the scratch of the warps, free once q, do and v have been read.
   StagingTile staging;
-  int slots;  // slots from `first_slot` to M
+  int slots;  // number of slots from first_slot to M
   RowReads<T, M, true, 64> reads;
 
   __device__ GsaDqBlock(const GsaDq& p, unsigned char* shared)
@@ -31,7 +31,7 @@ struct GsaDqBlock : ChunkBlock {
         tile(shared),
         first_slot(64 * warpgroup) {}
 
-  // Starts the copies of g and s, then of the first_slot slab of each memory.
+  // Starts the copies of g and s, then of the first slab of each memory.
   __device__ void start_loads() const;
   __device__ void init_reads();
 
@@ -75,12 +75,12 @@ struct GsaDqBlock : ChunkBlock {
   __device__ float* spill_buffer() const {
     return reinterpret_cast<float*>(tile.hk.data) + threadIdx.x / 32 * Tiles::kSpillTiles * 128;
   }
-  // First column of the last slab, which stays in the tiles k and hk.
-  __device__ int last() const { return (shape.D - 1) / kSlab * kSlab; }
-  // Scores of the lane's two rows with themselves, in the first_slot (z) or second (dp) read.
-  __device__ float2 self_score(int which) const {
-    const float* of = tile.own + which * kChunk + kWarpRows * warp + lane_row();
-    return {of[0], of[8]};
+  // First column of the last slab of D, which stays in the tiles k and hk.
+  __device__ int last_slab() const { return (shape.D - 1) / kSlab * kSlab; }
+  // Scores of the lane's two rows with themselves, in the first (z) or second (dp) read.
+  __device__ float2 self_score(int read) const {
+    const float* row = tile.own + read * kChunk + kWarpRows * warp + lane_row();
+    return {row[0], row[8]};
   }
   __device__ void store_slots(const Accumulator<8>& sums, const OutputTensor<4>& to) const {
     store_rows<T>(sums, staging, warp, to, range, query_head, first_slot, first_slot + slots);
@@ -110,10 +110,10 @@ __device__ inline void GsaDqBlock<T, M>::init_reads() {
   slots = shape.M - first_slot;
   staging = warpgroup == 0 ? tile.q : tile.v;
   // The weights take the place of hv.
-  reads.at = {{tile.g.from_column(first_slot), tile.decay + first_slot, tile.totals + first_slot, warp},
-              tile.s.from_column(first_slot),
-              tile.hv.from_column(first_slot),
-              {warp_scratch(staging, warp)}};
+  reads.operands = {{tile.g.from_column(first_slot), tile.decay + first_slot, tile.totals + first_slot, warp},
+                    tile.s.from_column(first_slot),
+                    tile.hv.from_column(first_slot),
+                    {warp_scratch(staging, warp)}};
   reads.template start<4>();
   if (threadIdx.x == 0 && is_group_leader())
     p.gate_terms.is_factored[chunk * shape.heads + head] = reads.is_factored;
@@ -161,7 +161,7 @@ __device__ inline void GsaDqBlock<T, M>::load_read_weights(bool is_z) {
   if (is_z) {
     if (!IsFactored) {
       wait_copies<0>();
-      reads.template split_into_blocks<kThreads>(tile.hv, p.s, p.g, range, head, shape.M);
+      reads.template split_into_subchunks<kThreads>(tile.hv, p.s, p.g, range, head, shape.M);
     }
   } else if (!kLoadsSelfWeights<IsFactored>) {
     __syncthreads();

@@ -12,7 +12,7 @@ __device__ inline void GsaDqBlock<T, M>::restore_z(Accumulator<8>& z) {
   if constexpr (kWarpgroups > 1) {
     load_accumulator<Tiles::kSpillTiles>(z, spill_buffer());
     __syncthreads();
-    load_memory_k(last());
+    load_memory_k(last_slab());
     commit_copies();
   } else {
     wait_copies<0>();
@@ -66,7 +66,7 @@ __device__ inline void GsaDqBlock<T, M>::apply_jacobian(Accumulator<8>& z, Accum
         // p and dz as the other kernels read them: rounded after the multiplication by r.
         float2 r = {1.f, 1.f};
         if constexpr (IsFactored) {
-          r = reads.at.gates.factor(i, n);
+          r = reads.operands.gates.factor(i, n);
           prob = {prob.x * r.x, prob.y * r.y};
           dz = {dz.x * r.x, dz.y * r.y};
         }
@@ -138,8 +138,8 @@ __device__ inline void GsaDqBlock<T, M>::store_dq(const AFragment<4>& f, const A
     wait_copies<0>();
     __syncthreads();
   }
-  for (int d = last(); d >= 0; d -= kSlab) {
-    if (d < last()) {
+  for (int d = last_slab(); d >= 0; d -= kSlab) {
+    if (d < last_slab()) {
       recompute_addresses();
       __syncthreads();
       load_memory_k(d);

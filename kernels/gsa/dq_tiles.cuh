@@ -54,8 +54,8 @@ template <int Count, int N>
 __device__ inline void load_accumulator(Accumulator<N>& sums, const float* from) {
 #pragma unroll
   for (int n = 0; n < Count; ++n) {
-    const float4 put = reinterpret_cast<const float4*>(from)[32 * n + lane()];
-    sums.at[n][0] = put.x, sums.at[n][1] = put.y, sums.at[n][2] = put.z, sums.at[n][3] = put.w;
+    const float4 x = reinterpret_cast<const float4*>(from)[32 * n + lane()];
+    sums.at[n][0] = x.x, sums.at[n][1] = x.y, sums.at[n][2] = x.z, sums.at[n][3] = x.w;
   }
 }
 template <int N>

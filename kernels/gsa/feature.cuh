@@ -69,17 +69,18 @@ struct SoftmaxSums {
   float2 max_logit, sum, delta;
 };
 
-// The gradient of apply(). z and dp = dL/dp do not contain the read of the row's own token, which is score *
-// weight: own_z and own_dp are the scores of rows lane_row() and lane_row() + 8, and weight(n, i) returns the
-// weights of row lane_row() + 8 i, columns 8 n + lane_col() and the next. z and own_z do not contain scale.
+// The gradient of apply_feature(). z and dp = dL/dp do not contain the read of the row's own token, which is
+// score * weight: own_z and own_dp are the scores of rows lane_row() and lane_row() + 8, and weight(n, i)
+// returns the weights of row lane_row() + 8 i, columns 8 n + lane_col() and the next. z and own_z do not
+// contain scale.
 //
-// Calls put(n, i, z, dp, p, dz) for each pair, with z scaled, z and dp without own tokens, and dz = scale *
-// dL/dz. put() may change p and dz; the results replace z and dp. If other warps have other columns of the
+// Calls store(n, i, z, dp, p, dz) for each pair, with z scaled, z and dp without own tokens, and dz = scale *
+// dL/dz. store() may change p and dz; the results replace z and dp. If other warps have other columns of the
 // rows, join(sums) adds their sums.
-template <int N, class Weight, class Join, class Put>
+template <int N, class Weight, class Join, class Store>
 __device__ inline void differentiate_feature(Accumulator<N>& z, Accumulator<N>& dp, float2 own_z,
                                              float2 own_dp, const Weight& weight, Feature feature,
-                                             float scale, int slots, const Join& join, const Put& store) {
+                                             float scale, int slots, const Join& join, const Store& store) {
   own_z.x *= scale, own_z.y *= scale;
   // Calls f(n, i, own term of z, own term of dp) for each pair.
   const auto each = [&](const auto& f) {

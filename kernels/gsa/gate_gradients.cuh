@@ -9,9 +9,9 @@ namespace girih::kernels {
 template <typename T, int Eights = 8, int N>
 __device__ inline void store_rows_as(const Accumulator<N>& sums, const SharedTile<T, kChunk, kSlab>& staging,
                                      int warp, const OutputTensor<4>& to, const TokenRange& range, int head,
-                                     int col, int cols, int at = 0) {
+                                     int col, int cols, int staging_col = 0) {
   if (to.dtype != DType::f32) {
-    store_rows<T, Eights>(sums, staging, warp, to, range, head, col, cols, at);
+    store_rows<T, Eights>(sums, staging, warp, to, range, head, col, cols, staging_col);
     return;
   }
   float* rows = chunk_rows<float>(to, range, head) + col;
@@ -31,8 +31,8 @@ struct StateDot {
   static constexpr int kRowsPerIteration = Threads / kPacks;
   float sum[8] = {};
 
-  // Half of up to 64 rows of the state and of its gradient. Row indices are clamped, so that all loads are
-  // issued before the first is waited for; add() ignores rows past the end.
+  // The thread's packs in one half of up to 64 rows of the state and of its gradient. Row indices are
+  // clamped, so that all loads are issued before the first is waited for; add() ignores rows past the end.
   struct Rows {
     uint4 state[kSlab / 2 / kRowsPerIteration], gradient[kSlab / 2 / kRowsPerIteration];
     int first, count;
@@ -97,12 +97,13 @@ struct StateDot {
   }
 };
 
-// dg_t = edge - sum_{j<t} c_j + beyond(t, m), edge the sum over `Edges` warps. A thread has a column and a
-// part of the rows and first sums the rows before them. Called by all threads after a barrier.
-template <int Threads, int DotWarps, int M, class Beyond>
+// dg_t = state_dot - sum_{j<t} c_j + weight_term(t, m), with state_dot summed over `DotWarps` warps. A thread
+// has a column and a part of the rows and first sums the rows before them. Called by all threads after a
+// barrier.
+template <int Threads, int DotWarps, int M, class WeightTerm>
 __device__ inline void store_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* state_dot,
                                             const OutputTensor<4>& to, const TokenRange& range, int head,
-                                            int slots, const Beyond& weight_term) {
+                                            int slots, const WeightTerm& weight_term) {
   constexpr int kShare = kChunk * M / Threads;
   const int m = threadIdx.x % M, from = static_cast<int>(threadIdx.x) / M * kShare;
   float* dg = chunk_rows<float>(to, range, head) + from * to.stride[1] + m;

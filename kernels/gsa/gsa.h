@@ -7,12 +7,12 @@
 //
 // A chunk has 64 tokens. The update of a memory depends neither on the other memory nor on a read, so forward
 // has two kernels:
-//   gated_scan    both memories, chunk after chunk; writes the state before every chunk
-//   gsa_output    each chunk alone: logits, feature, o
+//   gated_scan  both memories, chunk after chunk; writes the state before every chunk
+//   gsa_output  each chunk alone: logits, feature, o
 // Backward has three kernels and uses the states that forward saved:
 //   gsa_dq      each chunk alone: p, dp, the gradient of the logits, dq
-//   gated_scan    the gradients of both memories, from the last chunk to the first
-//   gsa_dkv   each chunk alone: dk, dv, ds, dg
+//   gated_scan  the gradients of both memories, from the last chunk to the first
+//   gsa_dkv     each chunk alone: dk, dv, ds, dg
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,7 @@
 
 namespace girih::kernels {
 
-constexpr int kSlab = 64;          // columns of D or V that a block loads at a time
+constexpr int kSlab = 64;          // columns of D or V that a block loads at a time: rows of the states
 constexpr int kGsaMaxSlots = 128;  // M
 constexpr int kGsaMaxWidth = 512;  // D and V
 
@@ -60,8 +60,8 @@ struct ScannedMemory {
 // state. All `group` query heads of a memory head are summed.
 struct GatedScan {
   SequenceLayout tokens;
-  int heads, group, M;
-  DType dtype;  // of x, s and the states. f32: each x and s has its own type; in reverse s is y
+  int heads, group, M;  // group: query heads of a memory head in reverse; forward: 1
+  DType dtype;          // of x, s and the states. f32: each x and s has its own type; in reverse s is y
   bool reverse;
   InputTensor<4> g;                   // [B, T, heads, M] fp32
   const bool* is_factored = nullptr;  // reverse: the scaling of s, see GateGradientTerms
@@ -87,7 +87,7 @@ cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 // Results of gsa_dq that the reverse scan and gsa_dkv read, besides y (p or dz).
 //
 // X_t is the sum of g over the tokens of the chunk after t. If the sums of the gates allow it (then
-// `factored` is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_dkv then
+// is_factored is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_dkv then
 // read the same rounded values, so that the terms of pairs of rows in dg cancel. Otherwise y_scan = y
 // e^{L_t}, L_t the sum of g through row t, and gsa_dkv reads y.
 struct GateGradientTerms {
@@ -102,7 +102,7 @@ struct GsaDq {
   InputTensor<4> dout;  // [B, T, HQ, V]
   OutputTensor<4> dq;   // [B, T, HQ, D]
   GateGradientTerms gate_terms;
-  OutputTensor<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for chunks with factors
+  OutputTensor<4> p, dz;            // [B, T, HQ, M]: y, dz times scale; not written for factored chunks
   OutputTensor<4> p_scan, dz_scan;  // y_scan
 };
 

@@ -16,13 +16,13 @@
 namespace girih::kernels {
 
 struct SegmentJoin {
-  SequenceLayout tokens;
-  int64_t segment;  // tokens of a segment; segments have the indices of token_range_at() for this size
+  SequenceLayout layout;
+  int64_t segment_tokens;  // segments are numbered as in token_range_at() for this size
   int heads, M;
-  bool reverse;        // the segments are joined from the last to the first
-  float* states;       // [segments, heads, width[0] + width[1], M], contiguous: S_end, replaced by S_in
-  const float* decay;  // [segments, heads, M]: L
-  int width[2];        // rows of each memory
+  bool reverse;            // the segments are joined from the last to the first
+  float* states;           // [segments, heads, width[0] + width[1], M], contiguous: S_end, replaced by S_in
+  const float* gate_sums;  // [segments, heads, M]: L
+  int width[2];            // rows of each memory
   InputTensor<4> initial[2];  // [N, heads, width, M] fp32: initial state of the sequence; absent: zero
   // The final state of the sequence, in the same layout. If absent, S_end and L of the last segment are not
   // read.

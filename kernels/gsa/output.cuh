@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   __syncthreads();
   RowReads<T, M> reads;
   // The scratch of a warp is its rows of the tile q, which the warp has read by then.
-  reads.at = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {warp_scratch(tile.q, warp)}};
+  reads.operands = {{tile.g, tile.decay, tile.totals, warp}, tile.s, tile.hk, {warp_scratch(tile.q, warp)}};
   reads.template start<4>();
 
   // a = Q K^T,  logits = Q Hk
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
                 [&](int) { add_slab<Side::earlier, T>(a, logits, tile.q, tile.k, tile.hk, warp); });
 
   // logits = scale (e^L Q Hk + [sum_j a_ij e^{L_i - L_j} s_j])
-  reads.template split_into_blocks<kWarpgroupThreads>(tile.hk, p.s, p.g, block.range, block.head, shape.M);
+  reads.template split_into_subchunks<kWarpgroupThreads>(tile.hk, p.s, p.g, block.range, block.head, shape.M);
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without the division

@@ -13,30 +13,30 @@
 namespace girih::kernels {
 
 // The reads of the rows of a warp, for `Columns` of M slots; all pointers start at the first of these. With
-// `Strict` value_read leaves out the term of the row's own token.
+// `ExcludeSelf` value_read leaves out the term of the row's own token.
 template <typename T, int M, bool ExcludeSelf = false, int Columns = M>
 struct RowReads {
   static constexpr int N = Columns / 8;
   using Tile = SharedTile<T, kChunk, M>;
 
-  // The operands in shared memory.
-  struct Shared {
+  // Tiles in shared memory.
+  struct Operands {
     Gates<M, Columns> gates;
     Tile s;  // the weights times e^{sum of g after the row}; the sum ends with the chunk, or without factors
-             // with the 16 rows
+             // with the sub-chunk
     Tile raw;  // without factors: the weights, unscaled
     Scratch scratch;
   };
-  Shared at;
+  Operands operands;
   bool is_factored;
 
   // Called by all threads of the block after g and s are loaded; `Warps` warps share these columns. Ends with
   // a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = at.s;
-    is_factored =
-        factor_gates<T, Warps, Columns>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
+    const Tile s = operands.s;
+    is_factored = factor_gates<T, Warps, Columns>(
+        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 weight) {
           const float2 old = load_lane_pair<T>(s, row, col);
           store_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
         });
@@ -45,20 +45,21 @@ struct RowReads {
 
   // The factors of row lane_row() + 8 i of the warp, columns 8n + lane_col() and the next; 1 without factors.
   __device__ float2 factor(int i, int n) const {
-    const float2 r = at.gates.factor(i, n);
+    const float2 r = operands.gates.factor(i, n);
     return {is_factored ? r.x : 1.f, is_factored ? r.y : 1.f};
   }
 
-  // Without factors: prepares the reads; `raw`, the tile of at.raw, has to be free. Called by all threads of
-  // the block before the first read. Ends with a barrier.
+  // Without factors: prepares the reads; `raw`, the tile of operands.raw, has to be free. Called by all
+  // threads of the block before the first read. Ends with a barrier.
   template <int Threads>
-  __device__ void split_into_blocks(const Tile& raw, const InputTensor<4>& weights, const InputTensor<4>& g,
-                                    const TokenRange& range, int head, int slots) {
+  __device__ void split_into_subchunks(const Tile& raw, const InputTensor<4>& weights,
+                                       const InputTensor<4>& g, const TokenRange& range, int head,
+                                       int slots) {
     if (is_factored) return;
     __syncthreads();
     load_weights<Threads>(raw, weights, g, range, head, slots);
     commit_copies();
-    split_by_blocks(at);
+    split_by_subchunks(operands);
     wait_copies<0>();
     __syncthreads();
   }
@@ -66,7 +67,7 @@ struct RowReads {
   // x *= e^{L_i}, without factors.
   __device__ void decay_from_start(Accumulator<N>& x) const {
     Accumulator<N> copy = x;  // the callee takes a reference, which keeps its argument in local memory
-    decay_by_blocks(at, copy);
+    decay_by_subchunks(operands, copy);
     x = copy;
   }
 
@@ -75,68 +76,68 @@ struct RowReads {
     if (!is_factored) {
       Accumulator<N> copy = y;
       const Scores scores = a;
-      value_read_by_blocks(at, copy, scores);
+      value_read_by_subchunks(operands, copy, scores);
       y = copy;
       return;
     }
-    scale_columns(y, [&](int n) { return at.gates.chunk_decay(n); });
+    scale_columns(y, [&](int n) { return operands.gates.chunk_decay(n); });
     AFragment<2> scores[2];
-    round_scores<Side::earlier, !ExcludeSelf, T>(scores, a, at.gates.warp);
-    add_score_product<Side::earlier, T>(y, scores, at.s, at.gates.warp);
-    at.gates.multiply(y);
+    round_scores<Side::earlier, !ExcludeSelf, T>(scores, a, operands.gates.warp);
+    add_score_product<Side::earlier, T>(y, scores, operands.s, operands.gates.warp);
+    operands.gates.multiply(y);
   }
 
-  // p becomes f; W gets the terms of these columns. `Multiplied`: p already contains the factors.
+  // p becomes f; W gets the terms of these columns. `HasFactors`: p already contains the factors.
   template <bool HasFactors = false>
   __device__ void key_read(Accumulator<N>& p, Scores& W) const {
     if (!is_factored) {
       Accumulator<N> copy = p;
       Scores scores;
-      key_read_by_blocks(at, copy, scores);
+      key_read_by_subchunks(operands, copy, scores);
       p = copy;
       W = scores;
     } else {
       zero(W);
-      if constexpr (!HasFactors) at.gates.multiply(p);
+      if constexpr (!HasFactors) operands.gates.multiply(p);
 #pragma unroll
       for (int k = 0; k < N / 2; ++k) {
         AFragment<1> x;
         round_to_a_fragment<T>(x, p, 2 * k);
-        add_scores<Side::earlier, T>(W, x.at[0], at.s, 16 * k, at.gates.warp);
+        add_scores<Side::earlier, T>(W, x.at[0], operands.s, 16 * k, operands.gates.warp);
       }
-      scale_columns(p, [&](int n) { return at.gates.chunk_decay(n); });
+      scale_columns(p, [&](int n) { return operands.gates.chunk_decay(n); });
     }
   }
   // The same with W of all columns, rounded.
   __device__ void key_read(Accumulator<N>& p, AFragment<2> (&w)[2]) const {
     Scores W;
     key_read(p, W);
-    round_scores<Side::earlier, true, T>(w, W, at.gates.warp);
+    round_scores<Side::earlier, true, T>(w, W, operands.gates.warp);
   }
 
  private:
   // Not inlined: these functions are large and rarely called, and their registers would count for the fast
   // path.
-  __device__ __noinline__ static void split_by_blocks(const Shared at) {
-    at.gates.split_into_blocks();
+  __device__ __noinline__ static void split_by_subchunks(const Operands operands) {
+    operands.gates.split_into_subchunks();
     Accumulator<N> after;
-    at.gates.decay_to_block_end(after);
-    scale_rows<T>(at.s, at.gates.row(), after);
+    operands.gates.decay_to_subchunk_end(after);
+    scale_rows<T>(operands.s, operands.gates.row(), after);
   }
 
-  __device__ __noinline__ static void decay_by_blocks(const Shared at, Accumulator<N>& x) {
+  __device__ __noinline__ static void decay_by_subchunks(const Operands operands, Accumulator<N>& x) {
     Accumulator<N> prefix_sum;
-    at.gates.decay_from_block_start(prefix_sum);
+    operands.gates.decay_from_subchunk_start(prefix_sum);
     multiply(x, prefix_sum);
 #pragma unroll 1
-    for (int b = 0; b < at.gates.warp; ++b) {
-      scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
+    for (int b = 0; b < operands.gates.warp; ++b) {
+      scale_columns(x, [&](int n) { return operands.gates.subchunk_decay(b, n); });
     }
   }
 
-  __device__ __noinline__ static void value_read_by_blocks(const Shared at, Accumulator<N>& y,
-                                                           const Scores& a) {
-    const Gates<M, Columns>& gates = at.gates;
+  __device__ __noinline__ static void value_read_by_subchunks(const Operands operands, Accumulator<N>& y,
+                                                              const Scores& a) {
+    const Gates<M, Columns>& gates = operands.gates;
     // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
     Accumulator<2> block;
 #pragma unroll 1
@@ -144,23 +145,23 @@ struct RowReads {
       get_block(block, a, b);
       AFragment<1> scores;
       round_to_a_fragment<T>(scores, block);
-      scale_columns(y, [&](int n) { return gates.block_decay(b, n); });
-      add_product<T>(y, scores, at.s, kWarpRows * b);
+      scale_columns(y, [&](int n) { return gates.subchunk_decay(b, n); });
+      add_product<T>(y, scores, operands.s, kSubchunk * b);
     }
     get_block(block, a, gates.warp);
-    at.scratch.store(block);
+    operands.scratch.store(block);
     Accumulator<N> prefix_sum;
     gates.prefix_sum(prefix_sum);
     for_each_register<N>([&](int n, int i) { y.at[n][i] *= exp2_fast(prefix_sum.at[n][i]); });
 #pragma unroll 1
-    for (int j = 0; j < kWarpRows; ++j) {
-      float2 score = at.scratch.column(j);
+    for (int j = 0; j < kSubchunk; ++j) {
+      float2 score = operands.scratch.column(j);
       if (j + ExcludeSelf > lane_row()) score.x = 0.f;
       if (j + ExcludeSelf > lane_row() + 8) score.y = 0.f;
       const bool is_ordered[2] = {j <= lane_row(), j <= lane_row() + 8};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = load_pair<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+        const float2 weight = load_pair<T>(operands.raw, gates.row() + j, 8 * n + lane_col()),
                      l = gates.prefix_sum(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -172,18 +173,19 @@ struct RowReads {
     __syncwarp();
   }
 
-  __device__ __noinline__ static void key_read_by_blocks(const Shared at, Accumulator<N>& p, Scores& W) {
-    const Gates<M, Columns>& gates = at.gates;
+  __device__ __noinline__ static void key_read_by_subchunks(const Operands operands, Accumulator<N>& p,
+                                                            Scores& W) {
+    const Gates<M, Columns>& gates = operands.gates;
     zero(W);
     Accumulator<N> prefix_sum;
     gates.prefix_sum(prefix_sum);
 #pragma unroll 1
-    for (int j = 0; j < kWarpRows; ++j) {
+    for (int j = 0; j < kSubchunk; ++j) {
       const bool is_ordered[2] = {j <= lane_row(), j <= lane_row() + 8};
       float upper_sum = 0.f, lower_sum = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float2 weight = load_pair<T>(at.raw, gates.row() + j, 8 * n + lane_col()),
+        const float2 weight = load_pair<T>(operands.raw, gates.row() + j, 8 * n + lane_col()),
                      l = gates.prefix_sum(j, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -192,22 +194,22 @@ struct RowReads {
               decay_between(prefix_sum.at[n][i], i & 1 ? l.y : l.x, is_ordered[i >> 1]);
         }
       }
-      at.scratch.store_column(j, upper_sum, lower_sum);
+      operands.scratch.store_column(j, upper_sum, lower_sum);
     }
     Accumulator<2> block;
-    at.scratch.get(block);
+    operands.scratch.load(block);
     set_block(W, block, gates.warp);
-    // The earlier blocks, from the nearest to the first; f is multiplied by the decay of one block after the
-    // other.
+    // The earlier sub-chunks, from the nearest to the first; f is multiplied by the decay of one sub-chunk
+    // after the other.
     for_each_register<N>([&](int n, int i) { p.at[n][i] *= exp2_fast(prefix_sum.at[n][i]); });
 #pragma unroll 1
     for (int b = gates.warp - 1; b >= 0; --b) {
       AFragment<N / 2> x;
       round_to_a_fragment<T>(x, p);
       fill(block, 0.f);
-      add_product_transposed<T>(block, x, at.s, kWarpRows * b);
+      add_product_transposed<T>(block, x, operands.s, kSubchunk * b);
       set_block(W, block, b);
-      scale_columns(p, [&](int n) { return gates.block_decay(b, n); });
+      scale_columns(p, [&](int n) { return gates.subchunk_decay(b, n); });
     }
   }
 };

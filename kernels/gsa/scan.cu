@@ -12,72 +12,74 @@ namespace girih::kernels {
 namespace gsa {
 namespace {
 
-bool same(const InputTensor<4>& a, const InputTensor<4>& b) {
+bool is_same(const InputTensor<4>& a, const InputTensor<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
-// Slabs and columns of the state of one block. 2 slabs x 32 columns reads the same gates for twice the rows
-// of 1 slab x 64 columns, but needs two slabs with the same s. A state of a single slab uses 32 columns, for
-// twice the blocks.
+// Slabs and slots of the state of one block. {2, 32} reads the same gates for twice the rows of {1, 64}, but
+// needs two slabs with the same s: of one memory, or of two that share s. {1, 32} has twice the blocks of
+// {1, 64} and serves a state of a single slab. For M <= 32, half of the columns of {1, 64} would be padding.
 struct BlockShape {
-  int slabs, columns;
+  int slabs, slots;
 };
 
 BlockShape choose_block_shape(const ScanParams& params) {
-  const int first = params.scan.memory[0].width, second = params.scan.memory[1].width;
-  if (first + second <= kSlab && (first == 0 || second == 0)) return {1, 32};
-  if (std::max(first, second) > kSlab || params.shared_s || params.scan.M <= 32) return {2, 32};
+  const int width0 = params.problem.memory[0].width, width1 = params.problem.memory[1].width;
+  if (width0 + width1 <= kSlab && (width0 == 0 || width1 == 0)) return {1, 32};
+  if (std::max(width0, width1) > kSlab || params.shared_s || params.problem.M <= 32) return {2, 32};
   return {1, 64};
 }
 
 // Number of blocks for one sequence.
 int64_t blocks_per_sequence(const ScanParams& params) {
   const BlockShape block_shape = choose_block_shape(params);
-  return static_cast<int64_t>(params.scan.heads) * slab_groups(params, block_shape.slabs) *
-         divide_up(params.scan.M, block_shape.columns);
+  return static_cast<int64_t>(params.problem.heads) * count_row_tiles(params, block_shape.slabs) *
+         divide_up(params.problem.M, block_shape.slots);
 }
 
 ScanParams make_params(const GatedScan& problem) {
   ScanParams params{};
-  params.scan = problem;
+  params.problem = problem;
   params.shared_s = problem.memory[0].width == 0 || problem.memory[1].width == 0 ||
-                    same(problem.memory[0].s, problem.memory[1].s);
-  const SequenceLayout& all = problem.tokens;
-  params.segmentation.tokens = segment_tokens(all, all.sequences * blocks_per_sequence(params), kChunk);
+                    is_same(problem.memory[0].s, problem.memory[1].s);
+  const SequenceLayout& layout = problem.tokens;
+  params.segmentation.segment_tokens =
+      segment_tokens(layout, layout.sequences * blocks_per_sequence(params), kChunk);
   return params;
 }
 
-int rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
+int count_rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
 
 template <typename T, int Slabs, int Slots, bool Reverse>
 cudaError_t launch_direction(ScanParams params, cudaStream_t stream) {
-  // Three warpgroups with two stages each, 190 to 213 KB. Two warpgroups are as fast in forward and 7% slower
-  // in reverse. With less shared memory: as many as fit.
+  // Three warpgroups with two stages each use 129 KiB for {1, 32}, 185 for {2, 32} and 209 for {1, 64}. Two
+  // warpgroups are as fast in forward and 7% slower in reverse. With less shared memory: as many as fit.
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  constexpr int kStage = Stage<T, Slabs, Slots>::kBytes, kSharedState = kSharedStateBytes<Slabs, Slots>;
-  const int stages = (limit - kSharedState) / kStage;
+  constexpr int kStageBytes = Stage<T, Slabs, Slots>::kBytes, kStateBytes = kSharedStateBytes<Slabs, Slots>;
+  const int stages = (limit - kStateBytes) / kStageBytes;
   params.warpgroups = stages >= 6 ? 3 : 2;
-  params.stages = std::min(stages / params.warpgroups, 2);
-  if (params.stages == 0) return cudaErrorInvalidConfiguration;
-  const int bytes = kSharedState + params.warpgroups * params.stages * kStage;
-  const int64_t blocks = params.segmentation.count(params.scan.tokens) * blocks_per_sequence(params);
+  params.stages_per_warpgroup = std::min(stages / params.warpgroups, 2);
+  if (params.stages_per_warpgroup == 0) return cudaErrorInvalidConfiguration;
+  const int bytes = kStateBytes + params.warpgroups * params.stages_per_warpgroup * kStageBytes;
+  const int64_t blocks =
+      params.segmentation.count_segments(params.problem.tokens) * blocks_per_sequence(params);
   return launch_kernel<scan<T, Slabs, Slots, Reverse>>(params, blocks, params.warpgroups * kWarpgroupThreads,
                                                        bytes, stream);
 }
 
 template <typename T, int Slabs, int Slots>
 cudaError_t launch(const ScanParams& params, cudaStream_t stream) {
-  return params.scan.reverse ? launch_direction<T, Slabs, Slots, true>(params, stream)
-                             : launch_direction<T, Slabs, Slots, false>(params, stream);
+  return params.problem.reverse ? launch_direction<T, Slabs, Slots, true>(params, stream)
+                                : launch_direction<T, Slabs, Slots, false>(params, stream);
 }
 
 cudaError_t run(const ScanParams& params, cudaStream_t stream) {
-  return dispatch_16bit(params.scan.dtype, [&](auto element) {
+  return dispatch_16bit(params.problem.dtype, [&](auto element) {
     using T = decltype(element);
     const BlockShape block_shape = choose_block_shape(params);
     if (block_shape.slabs == 2) return launch<T, 2, 32>(params, stream);
-    return block_shape.columns == 32 ? launch<T, 1, 32>(params, stream) : launch<T, 1, 64>(params, stream);
+    return block_shape.slots == 32 ? launch<T, 1, 32>(params, stream) : launch<T, 1, 64>(params, stream);
   });
 }
 
@@ -87,47 +89,49 @@ cudaError_t run(const ScanParams& params, cudaStream_t stream) {
 int64_t gated_scan_workspace(const GatedScan& problem) {
   if (problem.dtype == DType::f32) return fp32_scan_workspace(problem);
   const gsa::ScanParams params = gsa::make_params(problem);
-  if (params.segmentation.tokens == 0) return 0;
-  return params.segmentation.count(problem.tokens) * problem.heads * (gsa::rows(problem) + 1) * problem.M *
-         static_cast<int64_t>(sizeof(float));
+  if (params.segmentation.segment_tokens == 0) return 0;
+  // The final state of every segment, and one row of gate sums.
+  return params.segmentation.count_segments(problem.tokens) * problem.heads * (gsa::count_rows(problem) + 1) *
+         problem.M * static_cast<int64_t>(sizeof(float));
 }
 
 cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
   if (problem.dtype == DType::f32) return fp32_scan(problem, stream);
   gsa::ScanParams params = gsa::make_params(problem);
-  if (params.segmentation.tokens == 0) return gsa::run(params, stream);
+  if (params.segmentation.segment_tokens == 0) return gsa::run(params, stream);
 
-  const int64_t rows = gsa::rows(problem), M = problem.M;
+  const int64_t rows = gsa::count_rows(problem), M = problem.M;
   float* const states = static_cast<float*>(problem.workspace);
-  float* const decay = states + params.segmentation.count(problem.tokens) * problem.heads * rows * M;
+  float* const gate_sums =
+      states + params.segmentation.count_segments(problem.tokens) * problem.heads * rows * M;
 
   // 1. Scan every segment from zero.
   gsa::ScanParams local_scan = params;
-  local_scan.segmentation.decay = decay;
+  local_scan.segmentation.gate_sums = gate_sums;
   for (int i = 0; i < 2; ++i) {
     const int64_t first_row = i * problem.memory[0].width;
     const int64_t stride[] = {problem.heads * rows * M, rows * M, M, 1};
-    InputTensor<4>& from = params.scan.memory[i].initial;
-    OutputTensor<4>& to = local_scan.scan.memory[i].final;
+    InputTensor<4>& from = params.problem.memory[i].initial;
+    OutputTensor<4>& to = local_scan.problem.memory[i].final;
     to.data = states + first_row * M;
     from.data = to.data;
     std::copy(stride, stride + 4, to.stride);
     std::copy(stride, stride + 4, from.stride);
-    local_scan.scan.memory[i].initial = {};
+    local_scan.problem.memory[i].initial = {};
   }
   if (const cudaError_t error = gsa::run(local_scan, stream); error != cudaSuccess) return error;
 
   // 2. Compute the state before each segment.
   const SegmentJoin join{problem.tokens,
-                         params.segmentation.tokens,
+                         params.segmentation.segment_tokens,
                          problem.heads,
                          problem.M,
                          problem.reverse,
                          states,
-                         decay,
+                         gate_sums,
                          {problem.memory[0].width, problem.memory[1].width},
                          {problem.memory[0].initial, problem.memory[1].initial},
-                         {}};
+                         {}};  // final is absent: step 3 writes the final state
   if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.

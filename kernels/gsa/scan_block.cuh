@@ -7,43 +7,43 @@
 
 namespace girih::kernels::gsa {
 
-constexpr int kBlocks = kChunk / kWarpRows;
-// First row of a block of 16 tokens, in the order in which gates are summed: from the end of the chunk at
-// which the state is needed.
+// First row of sub-chunk b in the order in which gates are summed. Forward sums from the last sub-chunk to
+// the first, because a weight needs the gates after its token. Reverse needs only L_C.
 template <bool Reverse>
-__device__ constexpr int block_row(int block) {
-  return kWarpRows * (Reverse ? block : kBlocks - 1 - block);
+__device__ constexpr int subchunk_row(int b) {
+  return kSubchunk * (Reverse ? b : kSubchunks - 1 - b);
 }
 
-// For 8 columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token}, one
-// block of 16 rows after the other.
+// For 8 columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token};
+// weight.at[b] has the rows of sub-chunk b.
 template <bool Reverse, class Tile>
-__device__ inline void compute_weights(Accumulator<kBlocks>& weight, Accumulator<1>& total, const Tile& g,
+__device__ inline void compute_weights(Accumulator<kSubchunks>& weight, Accumulator<1>& total, const Tile& g,
                                        int col) {
-  uint32_t prefix_ones[4], total_ones[4];
-  fill_ones(prefix_ones, RowRange::later);
+  uint32_t suffix_ones[4], total_ones[4];
+  fill_ones(suffix_ones, RowRange::later);
   fill_ones(total_ones, RowRange::all);
   fill(total, 0.f);
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int b = 0; b < kSubchunks; ++b) {
     GateParts<1> gates;
-    load(gates, g, block_row<Reverse>(block), col);
+    load(gates, g, subchunk_row<Reverse>(b), col);
     Accumulator<1> sums = total;
     add_gates(total, total_ones, gates);
     if constexpr (Reverse) continue;
-    add_gates(sums, prefix_ones, gates);
+    add_gates(sums, suffix_ones, gates);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weight.at[block][i] = exp2_fast(sums.at[0][i] * kLog2E);
+    for (int i = 0; i < 4; ++i) weight.at[b][i] = exp2_fast(sums.at[0][i] * kLog2E);
   }
 }
 
-// The same columns of s as pairs of T, in forward; computed from the gates if s is absent.
+// Loads the same columns of s in forward: s[b][i] is the pair at row lane_row() + 8 i of sub-chunk b, columns
+// col + lane_col() and the next. If s is absent, s = 1 - e^g.
 template <typename T, class Stage>
-__device__ inline void load_s(uint32_t (&s)[kBlocks][2], const Stage& stage, int col, bool has_s) {
+__device__ inline void load_s(uint32_t (&s)[kSubchunks][2], const Stage& stage, int col, bool has_s) {
   const auto for_each_pair = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      s[i / 2][i % 2] = f(block_row<false>(i / 2) + i % 2 * 8);
+    for (int i = 0; i < 2 * kSubchunks; ++i) {
+      s[i / 2][i % 2] = f(subchunk_row<false>(i / 2) + i % 2 * 8);
     }
   };
   if (has_s) {
@@ -61,21 +61,22 @@ template <typename T, int Slabs, int Slots, bool Reverse>
 struct ScanBlock {
   using Stage = gsa::Stage<T, Slabs, Slots>;
   static constexpr int kN = Slots / 8;
-  static constexpr int kPacks = Slots / 8;        // 16-byte packs of a row of a stored state
-  static constexpr int kWarpTiles = kN / kWarps;  // tiles of 8 columns whose gates the warp sums
-  using Rounded = uint32_t[Slabs][kN][2];
+  static constexpr int kPacks = Slots / 8;                 // 16-byte packs of a row of a stored state
+  static constexpr int kWarpTiles = kN / kWarpgroupWarps;  // tiles of 8 columns whose gates the warp sums
+  using PackedState = uint32_t[Slabs][kN][2];  // the thread's elements of the state, rounded, in pairs
 
   const ScanParams& params;
   const GatedScan& p;
   SharedState<Slabs, Slots>& shared_state;
-  const int thread, warpgroup, warp;
+  const int thread, warpgroup, warp;  // thread and warp in the warpgroup
   const bool is_local_scan;
-  // The block's part of the state.
-  int slab_group, head, col, cols;
-  int64_t segment_index;  // index of the sequence or segment
+  // The block's part of the state: the slabs of a row tile, and columns first_col to first_col + cols - 1.
+  int row_tile, head, first_col, cols;
+  int64_t segment_index;  // among all segments, or sequences if these are not cut
   Slab slab[Slabs];
   ChunkRange<Reverse> range;
-  // The thread's packs of a stored state, and their addresses.
+  // The thread's first pack in a slab of a stored state. states[i] is its address for slab i in the first
+  // chunk of the range, whose number is first_chunk.
   int pack_row, pack_col;
   int64_t chunk_stride, first_chunk;
   T* states[Slabs];
@@ -83,27 +84,29 @@ struct ScanBlock {
 
   __device__ ScanBlock(const ScanParams& params, char* shared)
       : params(params),
-        p(params.scan),
+        p(params.problem),
         shared_state(*reinterpret_cast<SharedState<Slabs, Slots>*>(shared)),
         thread(threadIdx.x % kWarpgroupThreads),
         warpgroup(threadIdx.x / kWarpgroupThreads),
         warp(thread / 32),
-        is_local_scan(params.segmentation.decay != nullptr) {}
+        is_local_scan(params.segmentation.gate_sums != nullptr) {}
 
   // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool init();
   __device__ void init_state_pointers();
-  template <class Array, class F>
-  __device__ void for_each_element(const Array& array, int64_t index, const F& f) const;
+  template <class Select, class F>
+  __device__ void for_each_element(const Select& select_tensor, int64_t state_index, const F& f) const;
   __device__ void load_initial_state() const;
-  __device__ void weight_chunk(const Stage& stage, bool has_s, bool first) const;
+  __device__ void apply_chunk_gates(const Stage& stage, bool has_s, bool is_first_query) const;
   __device__ void accumulate_update(const Stage& stage);
-  __device__ void update_state(const Stage& stage, int step, bool is_update_decayed, unsigned& phase,
-                               Rounded& before);
-  __device__ void store_state(const Stage& stage, int step, const Rounded& before) const;
+  __device__ void update_state(const Stage& stage, int step, bool is_factored, unsigned& phase,
+                               PackedState& old_state);
+  __device__ void store_state(const Stage& stage, int step, const PackedState& old_state) const;
   __device__ void store_final_state() const;
 
-  // The thread's float4 elements of the state: two rows of one slab, columns 8n + lane_col() and the next.
+  // The thread's elements of the state, which is float4 [Slabs][kN][128] in the order of C fragments: element
+  // (i, n) has rows lane_row() and lane_row() + 8 of the warp's 16 rows in slab i, columns 8n + lane_col()
+  // and the next.
   __device__ float4* state() const { return reinterpret_cast<float4*>(shared_state.state) + thread; }
   // Barrier of the warpgroup.
   __device__ void sync_warpgroup() const { named_barrier_sync(1 + warpgroup, kWarpgroupThreads); }
@@ -111,41 +114,41 @@ struct ScanBlock {
 
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline bool ScanBlock<T, Slabs, Slots, Reverse>::init() {
-  const unsigned tiles = (p.M + Slots - 1) / Slots, groups = slab_groups(params, Slabs);
+  const unsigned slot_tiles = (p.M + Slots - 1) / Slots, row_tiles = count_row_tiles(params, Slabs);
   unsigned block_index = blockIdx.x;
-  col = static_cast<int>(block_index % tiles) * Slots;
-  block_index /= tiles;
-  slab_group = static_cast<int>(block_index % groups);
-  block_index /= groups;
+  first_col = static_cast<int>(block_index % slot_tiles) * Slots;
+  block_index /= slot_tiles;
+  row_tile = static_cast<int>(block_index % row_tiles);
+  block_index /= row_tiles;
   head = static_cast<int>(block_index % p.heads);
   segment_index = block_index / p.heads;
-  cols = min(Slots, p.M - col);
+  cols = min(Slots, p.M - first_col);
 #pragma unroll
-  for (int i = 0; i < Slabs; ++i) slab[i] = slab_at(params, Slabs, slab_group, i);
-  return range.init(p.tokens, params.segmentation.tokens, segment_index, is_local_scan);
+  for (int i = 0; i < Slabs; ++i) slab[i] = slab_at(params, Slabs, row_tile, i);
+  return range.init(p.tokens, params.segmentation.segment_tokens, segment_index, is_local_scan);
 }
 
-// Calls f(element, its address in global memory) for the thread's elements inside of an array of states;
-// array(memory) returns the array of a memory.
+// Calls f(element, its address in global memory) for the thread's elements inside of a tensor of states;
+// select_tensor(memory) returns the tensor of a memory.
 template <typename T, int Slabs, int Slots, bool Reverse>
-template <class Array, class F>
-__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const Array& array,
-                                                                             int64_t index,
+template <class Select, class F>
+__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const Select& select_tensor,
+                                                                             int64_t state_index,
                                                                              const F& f) const {
-  using Element =
-      std::conditional_t<std::is_same_v<decltype(array(0)), const InputTensor<4>&>, const float, float>;
+  using Element = std::conditional_t<std::is_same_v<decltype(select_tensor(0)), const InputTensor<4>&>,
+                                     const float, float>;
 #pragma unroll 1
   for (int i = 0; i < Slabs; ++i) {
     const Slab current = i == 0 ? slab[0] : slab[Slabs - 1];
-    const auto& of = array(current.memory);
-    if (of.data == nullptr) continue;
+    const auto& tensor = select_tensor(current.memory);
+    if (tensor.data == nullptr) continue;
     float4* const elements = state() + i * kN * kWarpgroupThreads;
     for_each_strided_element<kN, 4>(
         [&](int n) -> float(&)[4] { return reinterpret_cast<float(&)[4]>(elements[n * kWarpgroupThreads]); },
-        kWarpRows* warp + lane_row(), current.cols, lane_col(), cols,
-        static_cast<Element*>(of.data) + index * of.stride[0] + head * of.stride[1] +
-            current.col * of.stride[2] + col * of.stride[3],
-        of.stride[2], of.stride[3], f);
+        kWarpRows* warp + lane_row(), current.rows, lane_col(), cols,
+        static_cast<Element*>(tensor.data) + state_index * tensor.stride[0] + head * tensor.stride[1] +
+            current.first_row * tensor.stride[2] + first_col * tensor.stride[3],
+        tensor.stride[2], tensor.stride[3], f);
   }
 }
 
@@ -157,7 +160,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::load_initial_state()
 #pragma unroll
   for (int i = 0; i < Slabs * kN; ++i) state()[i * kWarpgroupThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
   for_each_element([&](int memory) -> const InputTensor<4>& { return p.memory[memory].initial; },
-                   params.segmentation.tokens == 0 ? range.sequence.index : segment_index,
+                   params.segmentation.segment_tokens == 0 ? range.sequence.index : segment_index,
                    [](float& element, const float& at) { element = at; });
 }
 
@@ -170,34 +173,34 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::init_state_pointers(
       first_token_range(p.tokens, range.sequence, kChunk) + (range.start - range.sequence.start) / kChunk;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    const int row = slab[i].memory * rows_before + slab[i].col + pack_row;
+    const int row = slab[i].memory * rows_before + slab[i].first_row + pack_row;
     states[i] = static_cast<T*>(p.states) + first_chunk * chunk_stride +
-                (static_cast<int64_t>(head) * width + row) * p.M + col + pack_col;
+                (static_cast<int64_t>(head) * width + row) * p.M + first_col + pack_col;
   }
 }
 
-// Forward: s~ = s * e^{L_C - L} (in reverse s is weighted already). Writes e^{L_C} over the gates of the
-// first token, which only this warp has read.
+// Writes e^{L_C} over the gates of the first token, which only this warp has read. Forward also replaces s by
+// s~; in reverse s contains its weights.
 template <typename T, int Slabs, int Slots, bool Reverse>
-__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::weight_chunk(const Stage& stage, bool has_s,
-                                                                         bool first) const {
-  const int own_col = 8 * kWarpTiles * warp;
+__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::apply_chunk_gates(const Stage& stage, bool has_s,
+                                                                              bool is_first_query) const {
+  const int warp_col = 8 * kWarpTiles * warp;
 #pragma unroll
   for (int n = 0; n < kWarpTiles; ++n) {
-    const int tile_col = own_col + 8 * n, m = tile_col + lane_col();
-    uint32_t s_pairs[kBlocks][2];
+    const int tile_col = warp_col + 8 * n, m = tile_col + lane_col();
+    uint32_t s_pairs[kSubchunks][2];
     if constexpr (!Reverse) load_s<T>(s_pairs, stage, tile_col, has_s);
-    Accumulator<kBlocks> weight;
+    Accumulator<kSubchunks> weight;
     Accumulator<1> total;
     compute_weights<Reverse>(weight, total, stage.g(), tile_col);
 #pragma unroll
-    for (int block = 0; block < (Reverse ? 0 : kBlocks); ++block) {
+    for (int b = 0; b < (Reverse ? 0 : kSubchunks); ++b) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 value = unpack_pair<T>(s_pairs[block][i]);
-        const float(&by)[4] = weight.at[block];
-        *reinterpret_cast<uint32_t*>(&lane_element(stage.s(), block_row<Reverse>(block) + 8 * i, tile_col)) =
-            pack_pair<T>(value.x * by[2 * i], value.y * by[2 * i + 1]);
+        const float2 value = unpack_pair<T>(s_pairs[b][i]);
+        const float(&factor)[4] = weight.at[b];
+        *reinterpret_cast<uint32_t*>(&lane_element(stage.s(), subchunk_row<Reverse>(b) + 8 * i, tile_col)) =
+            pack_pair<T>(value.x * factor[2 * i], value.y * factor[2 * i + 1]);
       }
     }
     __syncwarp();
@@ -205,15 +208,15 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::weight_chunk(const S
       const float(&sum)[4] = total.at[0];
       *reinterpret_cast<float2*>(&stage.g().at(0, m)) = {exp2_fast(sum[0] * kLog2E),
                                                          exp2_fast(sum[1] * kLog2E)};
-      if (is_local_scan && first) {
-        shared_state.gates[warpgroup][m] += sum[0];
-        shared_state.gates[warpgroup][m + 1] += sum[1];
+      if (is_local_scan && is_first_query) {
+        shared_state.gate_sums[warpgroup][m] += sum[0];
+        shared_state.gate_sums[warpgroup][m + 1] += sum[1];
       }
     }
   }
 }
 
-// U += x^T s~
+// U += x^T s~, in reverse x^T s
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::accumulate_update(const Stage& stage) {
 #pragma unroll
@@ -225,12 +228,12 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::accumulate_update(co
   }
 }
 
-// S <- S e^{L_C} + U, or (S + U) e^{L_C}, after the previous warpgroup has finished; before: the old S,
-// rounded.
+// S <- S Diag(e^{L_C}) + U, or if factored (S + U) Diag(e^{L_C}), after the previous warpgroup has updated S.
+// old_state becomes S before the update, rounded.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const Stage& stage, int step,
-                                                                         bool is_update_decayed,
-                                                                         unsigned& phase, Rounded& before) {
+                                                                         bool is_factored, unsigned& phase,
+                                                                         PackedState& old_state) {
   float2 decay[kN];
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -239,7 +242,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const S
   if constexpr (Reverse) {
 #pragma unroll
     for (int i = 0; i < Slabs; ++i) {
-      if (!is_update_decayed) continue;
+      if (!is_factored) continue;
       scale_columns(u[i], [&](int n) { return decay[n]; });
       apply_shift<T>(u[i]);
     }
@@ -254,11 +257,11 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const S
     for (int n = 0; n < kN; ++n) {
       float4& current = state()[(i * kN + n) * kWarpgroupThreads];
       const float4 old = current;
-      const float(&add)[4] = u[i].at[n];
-      current = make_float4(fmaf(old.x, decay[n].x, add[0]), fmaf(old.y, decay[n].y, add[1]),
-                            fmaf(old.z, decay[n].x, add[2]), fmaf(old.w, decay[n].y, add[3]));
-      before[i][n][0] = pack_pair<T>(old.x, old.y);
-      before[i][n][1] = pack_pair<T>(old.z, old.w);
+      const float(&update)[4] = u[i].at[n];
+      current = make_float4(fmaf(old.x, decay[n].x, update[0]), fmaf(old.y, decay[n].y, update[1]),
+                            fmaf(old.z, decay[n].x, update[2]), fmaf(old.w, decay[n].y, update[3]));
+      old_state[i][n][0] = pack_pair<T>(old.x, old.y);
+      old_state[i][n][1] = pack_pair<T>(old.z, old.w);
     }
     fill(u[i], 0.f);
   }
@@ -268,20 +271,20 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const S
 // Stores the state before the chunk to global memory.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::store_state(const Stage& stage, int step,
-                                                                        const Rounded& before) const {
-  // Through the tile x, so that neighbouring lanes write whole lines.
-  const int64_t chunk = range.chunk_index(step) * chunk_stride;
+                                                                        const PackedState& old_state) const {
+  // The state passes through the tile x, so that neighbouring lanes write whole lines.
+  const int64_t chunk_offset = range.chunk_index(step) * chunk_stride;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
     const auto tile = stage.states(i);
     for_each_register_pair<kN>([&](int n, int j) {
-      *reinterpret_cast<uint32_t*>(&lane_element(tile, kWarpRows * warp + 8 * j, 8 * n)) = before[i][n][j];
+      *reinterpret_cast<uint32_t*>(&lane_element(tile, kWarpRows * warp + 8 * j, 8 * n)) = old_state[i][n][j];
     });
     __syncwarp();
-    T* row = states[i] + chunk;
+    T* row = states[i] + chunk_offset;
 #pragma unroll
     for (int j = 0; j < kWarpRows; j += 32 / kPacks) {
-      if (pack_row + j < slab[i].cols && pack_col < cols) {
+      if (pack_row + j < slab[i].rows && pack_col < cols) {
         *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(&tile.at(pack_row + j, pack_col));
       }
       row += 32 / kPacks * p.M;
@@ -293,10 +296,10 @@ template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::store_final_state() const {
   if (is_local_scan) {
     __syncthreads();
-    if (slab_group == 0 && static_cast<int>(threadIdx.x) < cols) {
+    if (row_tile == 0 && static_cast<int>(threadIdx.x) < cols) {
       float sum = 0.f;
-      for (int i = 0; i < params.warpgroups; ++i) sum += shared_state.gates[i][threadIdx.x];
-      params.segmentation.decay[(segment_index * p.heads + head) * p.M + col + threadIdx.x] = sum;
+      for (int i = 0; i < params.warpgroups; ++i) sum += shared_state.gate_sums[i][threadIdx.x];
+      params.segmentation.gate_sums[(segment_index * p.heads + head) * p.M + first_col + threadIdx.x] = sum;
     }
   }
   // The warpgroup of the last chunk has the final state.

@@ -8,81 +8,86 @@
 
 namespace girih::kernels::gsa {
 
-constexpr int kWarpgroupThreads = 128;  // threads of a warpgroup
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 constexpr int kMaxWarpgroups = 3;
 
 // The arguments of one launch.
 struct ScanParams {
-  GatedScan scan;
+  GatedScan problem;
   Segmentation segmentation;
   bool shared_s;  // both memories have the same s, so a block may have rows of both
-  int warpgroups, stages;
+  int warpgroups, stages_per_warpgroup;
 };
 
-__host__ __device__ inline int slabs_of(int width) { return (width + kSlab - 1) / kSlab; }
+__host__ __device__ inline int count_slabs(int width) { return (width + kSlab - 1) / kSlab; }
 
-// Number of groups of `slabs` slabs that cover the rows of the state; a block has one group.
-__host__ __device__ inline int slab_groups(const ScanParams& params, int slabs) {
-  const int first = slabs_of(params.scan.memory[0].width), second = slabs_of(params.scan.memory[1].width);
-  return params.shared_s ? (first + second + slabs - 1) / slabs
-                         : (first + slabs - 1) / slabs + (second + slabs - 1) / slabs;
+// Number of tiles of `slabs` slabs that cover the rows of the state; a block has one tile. The slabs of a
+// tile belong to one memory, or with shared_s to any.
+__host__ __device__ inline int count_row_tiles(const ScanParams& params, int slabs) {
+  const int slabs0 = count_slabs(params.problem.memory[0].width),
+            slabs1 = count_slabs(params.problem.memory[1].width);
+  return params.shared_s ? (slabs0 + slabs1 + slabs - 1) / slabs
+                         : (slabs0 + slabs - 1) / slabs + (slabs1 + slabs - 1) / slabs;
 }
 
+// Up to 64 rows of the state of one memory, which are columns of x.
 struct Slab {
   int memory;
-  int col;   // first column of x of this memory
-  int cols;  // 0: past the end
+  int first_row;  // in the memory
+  int rows;       // 0: past the end
 };
 
-// The i-th slab of a group.
-__device__ inline Slab slab_at(const ScanParams& params, int slabs, int group, int i) {
-  const int first = slabs_of(params.scan.memory[0].width);
-  int slab = group * slabs + i, memory = 0;
+// The i-th slab of a row tile.
+__device__ inline Slab slab_at(const ScanParams& params, int slabs, int row_tile, int i) {
+  const int slabs0 = count_slabs(params.problem.memory[0].width);
+  int slab = row_tile * slabs + i, memory = 0;
   if (params.shared_s) {
-    memory = slab >= first;
-    slab -= memory * first;
-  } else if (const int groups = (first + slabs - 1) / slabs; group >= groups) {
+    memory = slab >= slabs0;
+    slab -= memory * slabs0;
+  } else if (const int row_tiles0 = (slabs0 + slabs - 1) / slabs; row_tile >= row_tiles0) {
     memory = 1;
-    slab -= groups * slabs;
+    slab -= row_tiles0 * slabs;
   }
-  const int cols = params.scan.memory[memory].width - slab * kSlab;
-  return {memory, slab * kSlab, cols < 0 ? 0 : cols > kSlab ? kSlab : cols};
+  const int rows = params.problem.memory[memory].width - slab * kSlab;
+  return {memory, slab * kSlab, rows < 0 ? 0 : rows > kSlab ? kSlab : rows};
 }
 
 // The inputs of a chunk.
 template <typename T, int Slabs, int Slots>
 struct Stage {
-  using X = SharedTile<T, kChunk, kSlab>;
-  using S = SharedTile<T, kChunk, Slots>;
-  using G = SharedTile<float, kChunk, Slots>;
-  static constexpr int kBytes = Slabs * X::kBytes + S::kBytes + G::kBytes;
+  using XTile = SharedTile<T, kChunk, kSlab>;
+  using WeightTile = SharedTile<T, kChunk, Slots>;
+  using StateTile = SharedTile<T, kSlab, Slots>;
+  using GateTile = SharedTile<float, kChunk, Slots>;
+  static constexpr int kBytes = Slabs * XTile::kBytes + WeightTile::kBytes + GateTile::kBytes;
 
   char* data;
 
-  __device__ X x(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
-  // Rows of the state on the way to global memory, in place of x.
-  __device__ S states(int slab) const { return {reinterpret_cast<T*>(data + slab * X::kBytes)}; }
-  __device__ S s() const { return {reinterpret_cast<T*>(data + Slabs * X::kBytes)}; }
-  __device__ G g() const { return {reinterpret_cast<float*>(data + Slabs * X::kBytes + S::kBytes)}; }
+  __device__ XTile x(int slab) const { return {reinterpret_cast<T*>(data + slab * XTile::kBytes)}; }
+  // A slab of the rounded state before its store to global memory, in place of x.
+  __device__ StateTile states(int slab) const { return {reinterpret_cast<T*>(data + slab * XTile::kBytes)}; }
+  __device__ WeightTile s() const { return {reinterpret_cast<T*>(data + Slabs * XTile::kBytes)}; }
+  __device__ GateTile g() const {
+    return {reinterpret_cast<float*>(data + Slabs * XTile::kBytes + WeightTile::kBytes)};
+  }
 };
 
-constexpr int kWarps = kWarpgroupThreads / 32;
-
-// The shared memory before the stages: the state, the sums of gates of every warpgroup, and a barrier for
-// each warp.
+// The shared memory before the stages. A phase of state_full[w][i] completes when warp i of the previous
+// warpgroup has updated S with the chunk before the next chunk of warpgroup w.
 template <int Slabs, int Slots>
 struct SharedState {
-  float state[Slabs * kSlab * Slots];
-  float gates[kMaxWarpgroups][Slots];
-  alignas(128) uint64_t state_full[kMaxWarpgroups][kWarps];
+  float state[Slabs * kSlab * Slots];      // in the order of ScanBlock::state()
+  float gate_sums[kMaxWarpgroups][Slots];  // over the chunks of a warpgroup, for a local scan
+  alignas(128) uint64_t state_full[kMaxWarpgroups][kWarpgroupWarps];
 };
 template <int Slabs, int Slots>
 constexpr int kSharedStateBytes = (sizeof(SharedState<Slabs, Slots>) + 127) / 128 * 128;
 
-// Selects one of two arrays member by member: an index into the kernel's parameters would be a load, and
-// would delay the first copy.
-__device__ inline InputTensor<4> select_array(bool first, const InputTensor<4>& one,
-                                              const InputTensor<4>& other) {
+// Selects one of two tensors member by member. p.memory[index] would be a load from constant memory whose
+// address depends on the block index, and would delay the first copy.
+__device__ inline InputTensor<4> select_tensor(bool first, const InputTensor<4>& one,
+                                               const InputTensor<4>& other) {
   InputTensor<4> in;
   in.data = first ? one.data : other.data;
 #pragma unroll
@@ -90,69 +95,71 @@ __device__ inline InputTensor<4> select_array(bool first, const InputTensor<4>& 
   return in;
 }
 
-// The loads of a warpgroup, one stage after the other: for every chunk of the warpgroup, the inputs of each
-// of the p.group query heads.
+// The loads of a warpgroup. Stages follow each other in the order of the warpgroup's chunks, and within a
+// chunk in the order of the `group` query heads of the memory head.
 template <typename T, int Slabs, int Slots, bool Reverse>
 class ScanLoads {
   using Stage = gsa::Stage<T, Slabs, Slots>;
-  using X = TileCopier<kWarpgroupThreads, typename Stage::X>;
+  using XCopier = TileCopier<kWarpgroupThreads, typename Stage::XTile>;
 
   const ScanParams& params_;
   const ChunkRange<Reverse>& range_;
   const Slab (&slab_)[Slabs];
   const bool has_s_;
-  const TileCopier<kWarpgroupThreads, typename Stage::G> g_;
-  const TileCopier<kWarpgroupThreads, typename Stage::S> s_;
-  const X x_[2];
-  int next_, query_ = 0;
+  const TileCopier<kWarpgroupThreads, typename Stage::GateTile> g_;
+  const TileCopier<kWarpgroupThreads, typename Stage::WeightTile> s_;
+  const XCopier x_[2];
+  int next_step_, query_index_ = 0;
 
-  __device__ static InputTensor<4> select_x(const GatedScan& p, const Slab& of) {
-    return select_array(of.memory == 0, p.memory[0].x, p.memory[1].x);
+  __device__ static InputTensor<4> select_x(const GatedScan& p, const Slab& slab) {
+    return select_tensor(slab.memory == 0, p.memory[0].x, p.memory[1].x);
   }
-  __device__ static InputTensor<4> select_s(const GatedScan& p, const Slab& of) {
-    return select_array(of.memory == 0, p.memory[0].s, p.memory[1].s);
+  __device__ static InputTensor<4> select_s(const GatedScan& p, const Slab& slab) {
+    return select_tensor(slab.memory == 0, p.memory[0].s, p.memory[1].s);
   }
-  __device__ static X make_copier(const GatedScan& p, const ChunkRange<Reverse>& range, int64_t head,
-                                  const Slab& of, int thread) {
-    const InputTensor<4> in = select_x(p, of);
-    return X(at<T>(in, range.sequence.batch, range.start, head, of.col), in.stride[1], of.cols, thread);
+  __device__ static XCopier make_copier(const GatedScan& p, const ChunkRange<Reverse>& range, int64_t head,
+                                        const Slab& slab, int thread) {
+    const InputTensor<4> in = select_x(p, slab);
+    return XCopier(at<T>(in, range.sequence.batch, range.start, head, slab.first_row), in.stride[1],
+                   slab.rows, thread);
   }
 
  public:
   __device__ ScanLoads(const ScanParams& params, const ChunkRange<Reverse>& range, const Slab (&slab)[Slabs],
-                       int head, int col, int cols, int warpgroup, int thread)
+                       int head, int first_col, int cols, int warpgroup, int thread)
       : params_(params),
         range_(range),
         slab_(slab),
-        has_s_(select_s(params.scan, slab[0]).data != nullptr),
-        g_(at<float>(params.scan.g, range.sequence.batch, range.start, head, col), params.scan.g.stride[1],
-           cols, thread),
-        s_(at<T>(select_s(params.scan, slab[0]), range.sequence.batch, range.start,
-                 static_cast<int64_t>(head) * params.scan.group, col),
-           select_s(params.scan, slab[0]).stride[1], cols, thread),
-        x_{make_copier(params.scan, range, static_cast<int64_t>(head) * params.scan.group, slab[0], thread),
-           make_copier(params.scan, range, static_cast<int64_t>(head) * params.scan.group, slab[Slabs - 1],
-                       thread)},
-        next_(warpgroup) {}
+        has_s_(select_s(params.problem, slab[0]).data != nullptr),
+        g_(at<float>(params.problem.g, range.sequence.batch, range.start, head, first_col),
+           params.problem.g.stride[1], cols, thread),
+        s_(at<T>(select_s(params.problem, slab[0]), range.sequence.batch, range.start,
+                 static_cast<int64_t>(head) * params.problem.group, first_col),
+           select_s(params.problem, slab[0]).stride[1], cols, thread),
+        x_{make_copier(params.problem, range, static_cast<int64_t>(head) * params.problem.group, slab[0],
+                       thread),
+           make_copier(params.problem, range, static_cast<int64_t>(head) * params.problem.group,
+                       slab[Slabs - 1], thread)},
+        next_step_(warpgroup) {}
 
   __device__ bool has_s() const { return has_s_; }
   __device__ void start(const Stage& stage) {
-    const GatedScan& p = params_.scan;
-    if (next_ < range_.chunks) {
-      const int token = range_.first_token(next_), rows = range_.count_rows(token);
+    const GatedScan& p = params_.problem;
+    if (next_step_ < range_.chunks) {
+      const int token = range_.first_token(next_step_), rows = range_.count_rows(token);
       int64_t s_offset = 0, x_offset[Slabs] = {};
-      if (query_ > 0) {
-        s_offset = query_ * p.memory[slab_[0].memory].s.stride[2];
+      if (query_index_ > 0) {
+        s_offset = query_index_ * p.memory[slab_[0].memory].s.stride[2];
 #pragma unroll
-        for (int i = 0; i < Slabs; ++i) x_offset[i] = query_ * p.memory[slab_[i].memory].x.stride[2];
+        for (int i = 0; i < Slabs; ++i) x_offset[i] = query_index_ * p.memory[slab_[i].memory].x.stride[2];
       }
       g_.start(stage.g(), token, rows);
       if (has_s_) s_.start(stage.s(), token, rows, s_offset);
 #pragma unroll
       for (int i = 0; i < Slabs; ++i) x_[i].start(stage.x(i), token, rows, x_offset[i]);
-      if (++query_ == p.group) {
-        query_ = 0;
-        next_ += params_.warpgroups;
+      if (++query_index_ == p.group) {
+        query_index_ = 0;
+        next_step_ += params_.warpgroups;
       }
     }
     commit_copies();

@@ -77,7 +77,7 @@ __device__ inline void add_score_product(Accumulator<N>& sums, const AFragment<2
   }
 }
 
-// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in a
+// Calls f(score, n, i) for the 16 columns of block `block` of the scores; [n][i] is the index in an
 // Accumulator<2>.
 template <class A, class F>
 __device__ inline void for_each_in_block(A& a, int block, const F& f) {
@@ -106,32 +106,32 @@ __device__ inline void store_diagonal(float* to, const Scores& a, int warp) {
 
 // A 16 x 16 buffer of a warp in shared memory.
 struct Scratch {
-  float* at;
+  float* data;
 
   __device__ void store(const Accumulator<2>& block) const {
     for_each_register<2>([&](int n, int i) {
-      at[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
+      data[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)] = block.at[n][i];
     });
     __syncwarp();
   }
-  __device__ void get(Accumulator<2>& block) const {
+  __device__ void load(Accumulator<2>& block) const {
     __syncwarp();
     for_each_register<2>([&](int n, int i) {
-      block.at[n][i] = at[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)];
+      block.at[n][i] = data[(lane_row() + 8 * (i >> 1)) * kWarpRows + 8 * n + lane_col() + (i & 1)];
     });
     __syncwarp();
   }
   // Column j of rows lane_row() and lane_row() + 8.
   __device__ float2 column(int j) const {
-    return {at[lane_row() * kWarpRows + j], at[(lane_row() + 8) * kWarpRows + j]};
+    return {data[lane_row() * kWarpRows + j], data[(lane_row() + 8) * kWarpRows + j]};
   }
   // Writes column j; each value is summed over the four lanes of a row.
   __device__ void store_column(int j, float upper_sum, float lower_sum) const {
     upper_sum = sum_over_row(upper_sum);
     lower_sum = sum_over_row(lower_sum);
     if (lane_col() == 0) {
-      at[lane_row() * kWarpRows + j] = upper_sum;
-      at[(lane_row() + 8) * kWarpRows + j] = lower_sum;
+      data[lane_row() * kWarpRows + j] = upper_sum;
+      data[(lane_row() + 8) * kWarpRows + j] = lower_sum;
     }
   }
 };

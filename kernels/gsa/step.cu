@@ -76,21 +76,21 @@ __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_con
 
   // A thread issues all its loads of the token and of the first query before it uses any of them; the loop
   // has one iteration if no vector is longer than the block.
-  const bool abc = p.z.data != nullptr;
+  const bool is_abc = p.z.data != nullptr;
   for (int i = threadIdx.x; i < max(p.M, max(p.D, p.V)); i += kStepThreads) {
     RawElement raw_s, raw_g, raw_k, raw_q, raw_v;
     float z = 0.f;
     if (i < p.M) {
       if (p.s.data != nullptr) raw_s = load_raw_element(p.s, n, head, i);
-      if (abc) z = static_cast<const float*>(p.z.data)[offset_of(p.z, n, head, i)];
-      if (!abc) raw_g = load_raw_element(p.g, n, head, i);
+      if (is_abc) z = static_cast<const float*>(p.z.data)[offset_of(p.z, n, head, i)];
+      if (!is_abc) raw_g = load_raw_element(p.g, n, head, i);
     }
     if (i < p.D) raw_k = load_raw_element(p.k, n, head, i), raw_q = load_raw_element(p.q, n, head * group, i);
     if (i < p.V) raw_v = load_raw_element(p.v, n, head, i);
 
     if (i < p.M) {
       Gate gate;
-      if (abc) {
+      if (is_abc) {
         gate = abc_gate(z, decode_element(raw_s, p.s.dtype));
         static_cast<float*>(p.z.data)[offset_of(p.z, n, head, i)] = z;
       } else {

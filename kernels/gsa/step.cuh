@@ -24,9 +24,11 @@ constexpr int kStepThreads = 128;
 constexpr int64_t kStepMaxSharedFloats = 8192;
 
 // The thread's packs of a memory with `packs` packs a row, counted from pack `first`: one column of packs, in
-// every `turns`th row from row `turn`.
+// every thread_rows-th row from row thread_row.
 struct StepThreadPacks {
-  int row_packs, thread_rows, thread_row, pack;
+  int row_packs;    // packs of a row that the threads cover at once
+  int thread_rows;  // rows that the threads cover at once
+  int thread_row, pack;
 
   __device__ StepThreadPacks(int packs, int first)
       : row_packs(min(packs - first, kStepThreads)),
@@ -36,9 +38,9 @@ struct StepThreadPacks {
   __device__ bool is_active() const { return thread_row < thread_rows; }
 };
 
-// The block's memory H [rows, cols]; cols is a multiple of Pack. `Held`: the constructor starts the copy to
-// shared memory. A thread copies the packs that it updates, so it waits for its own copies only and needs no
-// barrier.
+// The block's memory H [rows, cols]; cols is a multiple of Pack. `InShared`: the constructor starts the copy
+// to shared memory. A thread copies the packs that it updates, so it waits for its own copies only and needs
+// no barrier.
 template <int Pack_, bool InShared>
 struct StepMemory {
   float* H;
@@ -90,7 +92,7 @@ enum class DecayAxis { rows, columns };
 
 // If `update`, H[r, c] <- decay[r or c] H[r, c] + row[r] col[c]. Then calls out(c, sum over r of read[r] *
 // H[r, c]) for every column. Called by all threads of the block. col, and decay for columns, are aligned to a
-// pack. parts: kStepThreads * Pack floats of scratch.
+// pack. partials: kStepThreads * Pack floats of scratch.
 template <DecayAxis Axis, int Pack_, bool InShared, class Result>
 __device__ inline void update_and_read(const StepMemory<Pack_, InShared>& H, bool update, const float* decay,
                                        const float* row, const float* col, const float* read, float* partials,

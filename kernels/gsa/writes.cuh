@@ -5,7 +5,7 @@
 //
 // G is the gradient of the state after the chunk, and y are the weights of the reads of later rows. u does
 // not contain the terms of the rows' own tokens. With factors, e^{L_t - L_j} = e^{X_j} r_t. Without factors,
-// rows use blocks of 16 rows from the last block, and pairs of rows within a block.
+// rows use sub-chunks of 16 rows from the last, and pairs of rows within a sub-chunk.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -21,8 +21,8 @@ struct RowWrites {
   using Tile = SharedTile<T, kChunk, M>;
   using WarpgroupSums = Accumulator<8>;  // the columns of the warpgroup
 
-  // The operands in shared memory.
-  struct Shared {
+  // Tiles in shared memory.
+  struct Operands {
     Gates<M> gates;
     Tile s;    // the weights, unscaled; with factors: the rounding error of s e^X
     Tile end;  // s e^{L_C - L_j}; with factors: s e^X
@@ -32,26 +32,27 @@ struct RowWrites {
 
     __device__ float2 weight(int i, int n) const { return load_lane_pair<T>(s, gates.row() + 8 * i, 8 * n); }
   };
-  Shared at;
+  Operands operands;
   bool is_factored;
 
-  __device__ int first_column() const { return 64 * at.warpgroup; }
+  __device__ int first_column() const { return 64 * operands.warpgroup; }
 
   // Called by all warps of the block after g and s are loaded. Ends with a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = at.s, end = at.end;
-    is_factored = factor_gates<T, Warps, M>(at.gates.g, at.gates.decay, [&](int row, int col, float2 weight) {
-      const float2 raw = load_lane_pair<T>(s, row, col), exact = {raw.x * weight.x, raw.y * weight.y};
-      const uint32_t rounded = pack_pair<T>(exact.x, exact.y);
-      const float2 back = unpack_pair<T>(rounded);
-      *reinterpret_cast<uint32_t*>(&lane_element(end, row, col)) = rounded;
-      store_lane_pair<T>(s, row, col, exact.x - back.x, exact.y - back.y);
-    });
+    const Tile s = operands.s, end = operands.end;
+    is_factored = factor_gates<T, Warps, M>(
+        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 weight) {
+          const float2 raw = load_lane_pair<T>(s, row, col), exact = {raw.x * weight.x, raw.y * weight.y};
+          const uint32_t rounded = pack_pair<T>(exact.x, exact.y);
+          const float2 back = unpack_pair<T>(rounded);
+          *reinterpret_cast<uint32_t*>(&lane_element(end, row, col)) = rounded;
+          store_lane_pair<T>(s, row, col, exact.x - back.x, exact.y - back.y);
+        });
     if (!is_factored) {
-      if (at.warpgroup == 0) at.gates.split_into_blocks();
+      if (operands.warpgroup == 0) operands.gates.split_into_subchunks();
       __syncthreads();
-      if (at.warpgroup == 0) end_by_blocks(at);
+      if (operands.warpgroup == 0) end_by_subchunks(operands);
     }
     __syncthreads();
   }
@@ -63,78 +64,79 @@ struct RowWrites {
 #pragma unroll 2
     for (int m = 0; m < M; m += 16) {
       uint32_t weights[4];
-      load_block(weights, at.end, at.gates.row(), m);
-      add_scores<Side::later, T>(W, weights, y, m, at.gates.warp);
+      load_block(weights, operands.end, operands.gates.row(), m);
+      add_scores<Side::later, T>(W, weights, y, m, operands.gates.warp);
     }
-    round_scores<Side::later, true, T>(w, W, at.gates.warp);
+    round_scores<Side::later, true, T>(w, W, operands.gates.warp);
   }
   // With factors, u = x G: writes u times the rounding error of s e^X over s, for dg.
   __device__ void store_rounding_error(const WarpgroupSums& u) const {
     for_each_register_pair<8>([&](int n, int i) {
-      const int row = at.gates.row() + 8 * i, col = first_column() + 8 * n;
-      const float2 s = load_lane_pair<T>(at.s, row, col);
-      store_lane_pair<T>(at.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
+      const int row = operands.gates.row() + 8 * i, col = first_column() + 8 * n;
+      const float2 s = load_lane_pair<T>(operands.s, row, col);
+      store_lane_pair<T>(operands.s, row, col, s.x * u.at[n][2 * i], s.y * u.at[n][2 * i + 1]);
     });
   }
   // With factors: adds the terms of the chunk's rows to u, without e^X.
   __device__ void value_write(WarpgroupSums& u, const AFragment<2> (&scores)[2], const Tile& y) const {
-    add_score_product<Side::later, T>(u, scores, y, at.gates.warp, first_column());
+    add_score_product<Side::later, T>(u, scores, y, operands.gates.warp, first_column());
   }
 
   // Without factors: u contains x G and becomes value_write. Scales y in place. Has barriers of the block.
-  __device__ void write_by_blocks(WarpgroupSums& u, AFragment<2> (&w)[2], const Scores& a,
-                                  const Tile& y) const {
+  __device__ void write_by_subchunks(WarpgroupSums& u, AFragment<2> (&w)[2], const Scores& a,
+                                     const Tile& y) const {
     Accumulator<N> all;
     fill(all, 0.f);
-    for_each_register<N>([&](int n, int i) { all.at[n][i] = n / 8 == at.warpgroup ? u.at[n % 8][i] : 0.f; });
+    for_each_register<N>(
+        [&](int n, int i) { all.at[n][i] = n / 8 == operands.warpgroup ? u.at[n % 8][i] : 0.f; });
     Scores W;
     const Scores scores = a;
-    decay_end_by_blocks(at, all);
-    write_pairs(at, y, all, W, scores);
+    decay_end_by_subchunks(operands, all);
+    write_pairs(operands, y, all, W, scores);
     for_each_register<N>([&](int n, int i) {
-      if (n / 8 == at.warpgroup) u.at[n % 8][i] = all.at[n][i];
+      if (n / 8 == operands.warpgroup) u.at[n % 8][i] = all.at[n][i];
     });
-    round_scores<Side::later, true, T>(w, W, at.gates.warp);
+    round_scores<Side::later, true, T>(w, W, operands.gates.warp);
   }
 
  private:
   // Not inlined: these functions are large and rarely called, and their registers would count for the fast
   // path.
-  __device__ __noinline__ static void end_by_blocks(const Shared at) {
+  __device__ __noinline__ static void end_by_subchunks(const Operands operands) {
     Accumulator<N> weights;
-    load_scaled_rows<T>(weights, at.s, at.gates.row());
-    decay_end_by_blocks(at, weights);
+    load_scaled_rows<T>(weights, operands.s, operands.gates.row());
+    decay_end_by_subchunks(operands, weights);
     for_each_register_pair<N>([&](int n, int i) {
-      store_lane_pair<T>(at.end, at.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
+      store_lane_pair<T>(operands.end, operands.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
                          weights.at[n][2 * i + 1]);
     });
   }
 
   // x *= e^{L_C - L_j}
-  __device__ __noinline__ static void decay_end_by_blocks(const Shared at, Accumulator<N>& x) {
+  __device__ __noinline__ static void decay_end_by_subchunks(const Operands operands, Accumulator<N>& x) {
     Accumulator<N> after;
-    at.gates.decay_to_block_end(after);
+    operands.gates.decay_to_subchunk_end(after);
     multiply(x, after);
 #pragma unroll 1
-    for (int b = at.gates.warp + 1; b < 4; ++b) {
-      scale_columns(x, [&](int n) { return at.gates.block_decay(b, n); });
+    for (int b = operands.gates.warp + 1; b < 4; ++b) {
+      scale_columns(x, [&](int n) { return operands.gates.subchunk_decay(b, n); });
     }
   }
 
-  __device__ __noinline__ static void write_pairs(const Shared at, const Tile y, Accumulator<N>& u, Scores& W,
-                                                  const Scores& a) {
-    const Gates<M>& gates = at.gates;
+  __device__ __noinline__ static void write_pairs(const Operands operands, const Tile y, Accumulator<N>& u,
+                                                  Scores& W, const Scores& a) {
+    const Gates<M>& gates = operands.gates;
     const int warp = gates.warp;
     zero(W);
     // The warp's own 16 columns, by pairs of rows.
     Accumulator<2> block;
     get_block(block, a, warp);
-    at.scratch.store(block);
+    operands.scratch.store(block);
     Accumulator<N> prefix_sum;
     gates.prefix_sum(prefix_sum);
 #pragma unroll 1
-    for (int t = 0; t < kWarpRows; ++t) {
-      float2 score = at.scratch.column(t);
+    for (int t = 0; t < kSubchunk; ++t) {
+      float2 score = operands.scratch.column(t);
       if (t <= lane_row()) score.x = 0.f;
       if (t <= lane_row() + 8) score.y = 0.f;
       const bool is_ordered[2] = {t >= lane_row(), t >= lane_row() + 8};
@@ -144,31 +146,31 @@ struct RowWrites {
       for (int n = 0; n < N; ++n) {
         float2 value = load_pair<T>(y, gates.row() + t, 8 * n + lane_col());
         const float2 l = gates.prefix_sum(t, n);
-        value.x *= at.y_scale, value.y *= at.y_scale;
+        value.x *= operands.y_scale, value.y *= operands.y_scale;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 w = at.weight(i >> 1, n);
+          const float2 w = operands.weight(i >> 1, n);
           const float decayed = (i & 1 ? value.y : value.x) *
                                 decay_between(i & 1 ? l.y : l.x, prefix_sum.at[n][i], is_ordered[i >> 1]);
           u.at[n][i] += (i < 2 ? score.x : score.y) * decayed;
           (i < 2 ? upper_sum : lower_sum) += (i & 1 ? w.y : w.x) * decayed;
         }
       }
-      at.scratch.store_column(t, upper_sum, lower_sum);
+      operands.scratch.store_column(t, upper_sum, lower_sum);
       __syncwarp();
     }
-    at.scratch.get(block);
+    operands.scratch.load(block);
     set_block(W, block, warp);
     __syncthreads();
-    gates.decay_from_block_start(prefix_sum);
-    scale_columns(prefix_sum, [&](int) { return float2{at.y_scale, at.y_scale}; });
-    if (at.warpgroup == 0) scale_rows<T>(y, gates.row(), prefix_sum);
+    gates.decay_from_subchunk_start(prefix_sum);
+    scale_columns(prefix_sum, [&](int) { return float2{operands.y_scale, operands.y_scale}; });
+    if (operands.warpgroup == 0) scale_rows<T>(y, gates.row(), prefix_sum);
     __syncthreads();
-    // The later blocks: W from the nearest block to the last, u from the last to the nearest.
+    // The later sub-chunks: W from the nearest to the last, u from the last to the nearest.
     Accumulator<N> after, x;
-    gates.decay_to_block_end(after);
+    gates.decay_to_subchunk_end(after);
     for_each_register<N>([&](int n, int i) {
-      const float2 w = at.weight(i >> 1, n);
+      const float2 w = operands.weight(i >> 1, n);
       x.at[n][i] = (i & 1 ? w.y : w.x) * after.at[n][i];
     });
 #pragma unroll 1
@@ -176,9 +178,9 @@ struct RowWrites {
       AFragment<N / 2> weights;
       round_to_a_fragment<T>(weights, x);
       fill(block, 0.f);
-      add_product_transposed<T>(block, weights, y, kWarpRows * b);
+      add_product_transposed<T>(block, weights, y, kSubchunk * b);
       set_block(W, block, b);
-      scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
+      scale_columns(x, [&](int n) { return gates.subchunk_decay(b, n); });
     }
     fill(x, 0.f);
 #pragma unroll 1
@@ -186,8 +188,8 @@ struct RowWrites {
       get_block(block, a, b);
       AFragment<1> scores;
       round_to_a_fragment<T>(scores, block);
-      scale_columns(x, [&](int n) { return gates.block_decay(b, n); });
-      add_product<T>(x, scores, y, kWarpRows * b);
+      scale_columns(x, [&](int n) { return gates.subchunk_decay(b, n); });
+      add_product<T>(x, scores, y, kSubchunk * b);
     }
     for_each_register<N>([&](int n, int i) { u.at[n][i] += x.at[n][i] * after.at[n][i]; });
   }

@@ -38,11 +38,11 @@ struct QuotientRemainder {
 };
 
 struct DivMod {
-  Divider by;
+  Divider divider;
 
   __device__ QuotientRemainder divmod(int64_t x) const {
-    const auto quotient = static_cast<int>(by.divide(static_cast<uint32_t>(x)));
-    return {quotient, static_cast<int>(x) - quotient * static_cast<int>(by.by)};
+    const auto quotient = static_cast<int>(divider.divide(static_cast<uint32_t>(x)));
+    return {quotient, static_cast<int>(x) - quotient * static_cast<int>(divider.by)};
   }
 };
 

@@ -20,8 +20,8 @@ template <typename T>
 struct TokenWalk {
   const VirtualRowsShape& shape;
   int64_t sequence, first;
-  int head, heads;  // of the tensor below
-  enum { kQ, kK, kV } of;
+  int head, heads;  // of `tensor`
+  enum { kQ, kK, kV } tensor;
   int from, to;  // tokens first + i exist for from <= i < to; empty if the walk or the column does not exist
 
   __device__ TokenWalk(const VirtualRowsShape& shape, const RowIndex& index, int64_t number, int column)
@@ -30,9 +30,9 @@ struct TokenWalk {
     const auto [part, head_index] = index.heads.divmod(exists ? number : 0);
     const auto [sequence_index, walk_index] = index.tokens.divmod(part);
     sequence = sequence_index, first = static_cast<int64_t>(walk_index) * kTokens;
-    of = head_index < shape.query_heads ? kQ : head_index < shape.query_heads + shape.heads ? kK : kV;
-    heads = of == kQ ? shape.query_heads : shape.heads;
-    head = of == kQ ? head_index : (head_index - shape.query_heads) % shape.heads;
+    tensor = head_index < shape.query_heads ? kQ : head_index < shape.query_heads + shape.heads ? kK : kV;
+    heads = tensor == kQ ? shape.query_heads : shape.heads;
+    head = tensor == kQ ? head_index : (head_index - shape.query_heads) % shape.heads;
     const int64_t left = shape.tokens - first;
     from = first == 0 ? 0 : -kTokens;
     to = !exists ? from : left < 2 * kTokens ? static_cast<int>(left) : 2 * kTokens;
@@ -40,7 +40,7 @@ struct TokenWalk {
   __device__ bool has(int i) const { return i >= from && i < to; }
   template <typename P>
   __device__ P* select(P* q, P* k, P* v) const {
-    return of == kQ ? q : of == kK ? k : v;
+    return tensor == kQ ? q : tensor == kK ? k : v;
   }
   // The address of the row of token `first` in TokenRows; below, in a contiguous tensor with `rows` rows for
   // each token.
@@ -51,7 +51,7 @@ struct TokenWalk {
   __device__ P* address_contiguous(P* data, int rows) const {
     return data + ((sequence * shape.tokens + first) * rows * heads + head) * shape.D;
   }
-  __device__ int64_t row() const { return heads * shape.D; }
+  __device__ int64_t row_stride() const { return heads * shape.D; }
 };
 
 // A pack in the type of memory: for 16-bit types half the registers of a Pack while the load is in flight.
@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(kThreads)
   // All lanes of a warp run the same number of iterations, since R::sum() is a warp operation.
   for (int64_t round = 0; round * R::step() < index.rows; ++round) {
     const TokenWalk<T> walk(p.shape, index, round * R::step() + R::first(), column);
-    const bool is_q = walk.of == TokenWalk<T>::kQ;
+    const bool is_q = walk.tensor == TokenWalk<T>::kQ;
     const TokenRows& rows = *walk.select(&p.q, &p.k, &p.v);
     const T* const x = walk.address(rows) + column;
     T* const to =
         walk.address_contiguous(static_cast<T*>(walk.select(p.rows_q, p.rows_k, p.rows_v)), is_q ? 1 : N) +
         column;
-    const int64_t row = walk.row(), step = is_q ? row : N * row;
+    const int64_t row_stride = walk.row_stride(), token_stride = is_q ? row_stride : N * row_stride;
     const auto read = [&](int i) { return Raw<T>(x + i * rows.token, walk.has(i) && !(is_q && i < 0)); };
     [[maybe_unused]] Pack<kPack> previous[N] = {};  // r_0, ..., r_{N-2}
     auto next = read(1 - N);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool is_written = i >= 0 && walk.has(i);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
-        if (is_written && (m == 0 || !is_q)) store(to + i * step + m * row, r);
+        if (is_written && (m == 0 || !is_q)) store(to + i * token_stride + m * row_stride, r);
         if (m + 1 == N) break;
 #pragma unroll
         for (int c = 0; c < kPack; ++c) {
@@ -132,20 +132,20 @@ __global__ void __launch_bounds__(kThreads)
   };
   for (int64_t round = 0; round * R::step() < index.rows; ++round) {
     const TokenWalk<T> walk(p.shape, index, round * R::step() + R::first(), column);
-    const bool is_q = walk.of == TokenWalk<T>::kQ;
+    const bool is_q = walk.tensor == TokenWalk<T>::kQ;
     const TokenRows& rows = *walk.select(&p.q, &p.k, &p.v);
     const T* const x = walk.address(rows) + column;
-    const auto* const of = static_cast<const T*>(walk.select(p.rows_q, p.rows_k, p.rows_v));
-    const T* const dr = walk.address_contiguous(of, is_q ? 1 : N) + column;
+    const auto* const drows = static_cast<const T*>(walk.select(p.rows_q, p.rows_k, p.rows_v));
+    const T* const dr = walk.address_contiguous(drows, is_q ? 1 : N) + column;
     T* const to = walk.address_contiguous(static_cast<T*>(walk.select(p.dq, p.dk, p.dv)), 1) + column;
-    const int64_t row = walk.row(), step = is_q ? row : N * row;
+    const int64_t row_stride = walk.row_stride(), token_stride = is_q ? row_stride : N * row_stride;
     const auto read = [&](int i) {
       Token token;
       const bool has_token = walk.has(i), is_own = has_token && i < kTokens;
       token.x = Raw<T>(x + i * rows.token, is_own);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
-        token.dr[m] = Raw<T>(dr + i * step + m * row, m == 0 ? is_own : has_token && !is_q);
+        token.dr[m] = Raw<T>(dr + i * token_stride + m * row_stride, m == 0 ? is_own : has_token && !is_q);
       }
       return token;
     };
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
         const float y = token.x[c] * s.at[c], slope = fmaf(y, 1.f - s.at[c], s.at[c]);
         du.at[c] = scale * fmaf(-y, dot, du.at[c]) * slope;
       }
-      store(to + i * row, du);
+      store(to + i * row_stride, du);
     }
   }
 }

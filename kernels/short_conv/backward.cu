@@ -16,7 +16,7 @@ namespace girih::kernels {
 namespace short_conv {
 namespace {
 
-constexpr int kBlocks = 2;  // blocks of a multiprocessor, with 128 registers for each thread
+constexpr int kBlocksPerMultiprocessor = 2;  // with 128 registers for each thread
 
 // The same as RegisterReader for packs of 8 or 16 bytes, with a ring in shared memory that holds several
 // tiles. Every thread has its own places in the ring, so threads do not wait for each other. Loads in flight
@@ -177,7 +177,7 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
 }
 
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     backward(const ShortConvBackward p, const int run_length) {
   const ThreadWork<N> job(p.shape, blockIdx.x, run_length);
   job.template prefetch_first<T>(p.x);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
 }
 
 int64_t group_count(const ShortConvShape& shape, int pack) {
-  return run_group_count(shape.tokens, run_length(shape, pack, kBlocks));
+  return run_group_count(shape.tokens, run_length(shape, pack, kBlocksPerMultiprocessor));
 }
 
 }  // namespace
@@ -292,15 +292,15 @@ int64_t short_conv_partials(const ShortConvShape& shape) {
 
 cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream) {
   using namespace short_conv;
-  const SequenceLayout& all = p.shape.tokens;
+  const SequenceLayout& layout = p.shape.tokens;
   if (p.shape.channels == 0) return cudaSuccess;
   const dim3 threads(kLanes, kRuns);
-  const bool packs = are_pack_aligned(p.shape, p.dy, p.dfinal_state, p.x, p.state, p.dx);
-  return dispatch_instance(p.shape, packs, [&](auto instance) {
+  const bool use_packs = are_pack_aligned(p.shape, p.dy, p.dfinal_state, p.x, p.state, p.dx);
+  return dispatch_instance(p.shape, use_packs, [&](auto instance) {
     using I = decltype(instance);
     using T = typename I::T;
-    const int length = run_length(p.shape, I::N, kBlocks);
-    const int64_t groups = run_group_count(all, length);
+    const int length = run_length(p.shape, I::N, kBlocksPerMultiprocessor);
+    const int64_t groups = run_group_count(layout, length);
     const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
     if (blocks > 0) {
@@ -314,7 +314,7 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
     sum_partials<<<clamp_grid_blocks(divide_up(columns, kLanes)), threads, 0, stream>>>(p, groups);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     if constexpr (I::W > 1) {
-      const int64_t rows = all.sequences * (I::W - 1) * p.shape.channels;
+      const int64_t rows = layout.sequences * (I::W - 1) * p.shape.channels;
       if (rows > 0 && p.dstate.data != nullptr) {
         state_backward<T, I::W><<<clamp_grid_blocks(divide_up(rows, kThreads)), kThreads, 0, stream>>>(p);
         return cudaGetLastError();

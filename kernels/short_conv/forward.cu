@@ -51,7 +51,7 @@ __device__ void run_forward(const ShortConvForward& p, const Filter<T, W, N>& fi
 // Row r of the final state is the input at position end - (W-1) + r. A sequence of fewer than W - 1 tokens
 // copies rows of its initial state.
 template <typename T, int W>
-__device__ void final_state(const ShortConvForward& p, int64_t job) {
+__device__ void store_final_state(const ShortConvForward& p, int64_t job) {
   const int64_t channels = p.shape.channels;
   if (job >= p.shape.tokens.sequences * (W - 1) * channels) return;
   const int64_t channel = job % channels;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(N))
     forward(const ShortConvForward p, const int run_length, const unsigned state_blocks) {
   if (blockIdx.x < state_blocks) {
     if constexpr (W > 1) {
-      final_state<T, W>(p, int64_t{blockIdx.x} * kThreads + threadIdx.y * kLanes + threadIdx.x);
+      store_final_state<T, W>(p, int64_t{blockIdx.x} * kThreads + threadIdx.y * kLanes + threadIdx.x);
     }
     return;
   }
@@ -89,16 +89,17 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(N))
 
 cudaError_t short_conv_forward(const ShortConvForward& p, cudaStream_t stream) {
   using namespace short_conv;
-  const SequenceLayout& all = p.shape.tokens;
+  const SequenceLayout& layout = p.shape.tokens;
   return dispatch_instance(p.shape, are_pack_aligned(p.shape, p.x, p.state, p.y), [&](auto instance) {
     using I = decltype(instance);
     const int length = run_length(p.shape, I::N, blocks_per_multiprocessor(I::N));
-    const int64_t states = divide_up(all.sequences * (I::W - 1) * p.shape.channels, kThreads);
-    const int64_t blocks = states + divide_up(p.shape.channels, kLanes * I::N) * run_group_count(all, length);
+    const int64_t state_blocks = divide_up(layout.sequences * (I::W - 1) * p.shape.channels, kThreads);
+    const int64_t blocks =
+        state_blocks + divide_up(p.shape.channels, kLanes * I::N) * run_group_count(layout, length);
     if (blocks == 0) return cudaSuccess;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
     forward<typename I::T, I::W, I::N><<<static_cast<unsigned>(blocks), dim3(kLanes, kRuns), 0, stream>>>(
-        p, length, static_cast<unsigned>(states));
+        p, length, static_cast<unsigned>(state_blocks));
     return cudaGetLastError();
   });
 }

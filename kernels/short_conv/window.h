@@ -51,10 +51,10 @@ template <typename T, int W, int N>
 struct Filter {
   Pack<N> weight[W];
   Pack<N> bias;
-  bool silu;
+  bool use_silu;
 
   __device__ Filter(const RawFilter<W, N>& raw, DType weight_dtype, DType bias_dtype, bool use_silu)
-      : silu(use_silu) {
+      : use_silu(use_silu) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
 #pragma unroll
@@ -68,7 +68,7 @@ struct Filter {
   // constructor.
   __device__ Filter(const InputTensor<2>& weights, const InputTensor<1>& biases, int64_t first_channel,
                     int64_t channels, bool use_silu)
-      : silu(use_silu) {
+      : use_silu(use_silu) {
     constexpr int kColumns = kLanes * N;
     __shared__ __align__(16) float buffer[W + 1][kColumns];
     const int column = threadIdx.y * kLanes + threadIdx.x;
@@ -97,7 +97,7 @@ struct Filter {
   // y = z sigmoid(z) for Count packs under one branch, so that their latencies overlap
   template <int Count>
   __device__ void activate(Pack<N> (&z)[Count]) const {
-    if (!silu) return;
+    if (!use_silu) return;
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
 #pragma unroll
@@ -108,7 +108,7 @@ struct Filter {
   // dz = dy s (1 + z (1 - s)) in place of dy, with s = sigmoid(z)
   template <int Count>
   __device__ void differentiate(Pack<N> (&dy)[Count], const Pack<N> (&z)[Count]) const {
-    if (!silu) return;
+    if (!use_silu) return;
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
 #pragma unroll
@@ -189,9 +189,9 @@ struct ThreadWork {
 
   // Calls f(sequence, first, last) for every part of the run that belongs to one sequence, or to none.
   template <class F>
-  __device__ void for_each_sequence(const SequenceLayout& all, const F& f) const {
+  __device__ void for_each_sequence(const SequenceLayout& layout, const F& f) const {
     for (int64_t first = token; exists && first < run_end;) {
-      const Sequence sequence = sequence_of(all, batch, first);
+      const Sequence sequence = sequence_of(layout, batch, first);
       const int64_t last = min(sequence.end, run_end);
       f(sequence, first, last);
       first = last;
@@ -200,8 +200,8 @@ struct ThreadWork {
 };
 
 // The number of groups of kRuns runs.
-__host__ __device__ inline int64_t run_group_count(const SequenceLayout& all, int run_length) {
-  return divide_up(divide_up(all.tokens, run_length) * all.batch, kRuns);
+__host__ __device__ inline int64_t run_group_count(const SequenceLayout& layout, int run_length) {
+  return divide_up(divide_up(layout.tokens, run_length) * layout.batch, kRuns);
 }
 
 // A pack in the type of memory, as 32-bit words. pack() unpacks the words at their use. With an array of
@@ -317,12 +317,14 @@ cudaError_t dispatch_taps(int width, const Launch& launch) {
       width, [&](auto taps) { return launch(Instance<T, taps(), N>{}); });
 }
 
-// Calls launch(Instance) for the type, the width and the channels of a thread. packs: packs fit every tensor.
+// Calls launch(Instance) for the type, the width and the channels of a thread. use_packs: packs fit every
+// tensor.
 template <typename Launch>
-cudaError_t dispatch_instance(const ShortConvShape& shape, bool packs, const Launch& launch) {
+cudaError_t dispatch_instance(const ShortConvShape& shape, bool use_packs, const Launch& launch) {
   return dispatch_dtype(shape.dtype, [&](auto element) {
     using T = decltype(element);
-    return packs ? dispatch_taps<T, kPack>(shape.width, launch) : dispatch_taps<T, 1>(shape.width, launch);
+    return use_packs ? dispatch_taps<T, kPack>(shape.width, launch)
+                     : dispatch_taps<T, 1>(shape.width, launch);
   });
 }
 

@@ -20,7 +20,7 @@ constexpr int kStep = 32;     // columns of a step: packs of four lanes
 
 // The row stride of u in shared memory. Neighbouring rows differ by 64 bytes modulo 128, so that the packs of
 // eight lanes are in different banks.
-__host__ __device__ inline int stride_of(int width) { return (width + 63) / 64 * 64 + 32; }
+__host__ __device__ inline int row_stride(int width) { return (width + 63) / 64 * 64 + 32; }
 
 __device__ inline uint4 load_streaming(const void* from) {
   uint4 x;
@@ -55,7 +55,7 @@ __device__ inline Pack<kPack> load_input(const SkinnyGemm& p, int row, int col) 
 // Computes u [rows, stride] in shared memory, with zeros up to a multiple of kStep columns.
 template <typename T, GemmInput Input>
 __device__ inline void compute_input(const SkinnyGemm& p, T* u) {
-  const int stride = stride_of(p.width), end = (p.width + kStep - 1) / kStep * kStep;
+  const int stride = row_stride(p.width), end = (p.width + kStep - 1) / kStep * kStep;
   if constexpr (Input == GemmInput::rms_norm || Input == GemmInput::silu_rms_norm) {
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < p.rows; row += kWarps) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 2) skinny_gemm_kernel(const __grid_c
   const bool is_feature = first + group < m.features;
   const T* const weight =
       static_cast<const T*>(m.weight) + static_cast<int64_t>(is_feature ? first + group : 0) * p.width;
-  const int stride = stride_of(p.width);
+  const int stride = row_stride(p.width);
 
   float sums[4] = {};
   const auto column = [&](int i) { return (warp + i * kWarps) * kStep + quad * kPack; };
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 2) skinny_gemm_kernel(const __grid_c
 template <typename T, GemmInput Input, int PrefetchSteps>
 cudaError_t launch(const SkinnyGemm& p, int tiles, cudaStream_t stream) {
   constexpr auto kernel = skinny_gemm_kernel<T, Input, PrefetchSteps>;
-  const int bytes = p.rows * stride_of(p.width) * static_cast<int>(sizeof(T));
+  const int bytes = p.rows * row_stride(p.width) * static_cast<int>(sizeof(T));
   constexpr int max_bytes = (kSkinnyGemmMaxElements + kSkinnyGemmMaxRows * 96) * static_cast<int>(sizeof(T));
   if (bytes > 40 * 1024) {
     if (const cudaError_t error = allow_shared<kernel>(max_bytes); error != cudaSuccess) return error;

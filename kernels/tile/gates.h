@@ -6,17 +6,17 @@
 
 namespace girih::kernels {
 
-constexpr int kWarpRows = 16;  // rows of a chunk that belong to a warp
+constexpr int kWarpRows = 16;         // rows that a warp has of a product: M of mma m16n8k16
+constexpr int kSubchunk = kWarpRows;  // tokens whose gates one product sums: the rows of a chunk of a warp
 
 // A gate clamped for summation. e^-100 is 0 in fp32; a much smaller gate, or -inf, would cancel the digits of
 // all other gates in the sum.
 __device__ inline float clamp_gate(float gate) { return gate < -100.f ? -100.f : gate; }
 
-// The rows j that row i sums: j > i, j <= i, or all 16 rows of the warp.
+// The rows j of a sub-chunk that row i sums: j > i (suffix sums), j <= i (prefix sums), or all.
 enum class RowRange { later, up_to, all };
 
 // The 16 x 16 left factor of such a sum: element (i, j) is 1 if row i sums row j, else 0.
-
 __device__ inline void fill_ones(uint32_t (&a)[4], RowRange range) {
   const int i = lane_row(), j = lane_col();
   const uint32_t one = 0x3f80u;  // bf16
@@ -30,7 +30,7 @@ __device__ inline void fill_ones(uint32_t (&a)[4], RowRange range) {
   }
 }
 
-// g[row..row+15, col..col+8N-1] of an fp32 tile as a right factor, split into two bf16 parts.
+// Rows row..row+15 and columns col..col+8N-1 of an fp32 tile of gates as B fragments, in two bf16 parts.
 template <int N>
 struct GateParts {
   uint32_t hi[N][2], lo[N][2];

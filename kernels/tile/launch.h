@@ -25,20 +25,20 @@ inline cudaError_t allow_shared(int bytes) {
 // Whether the code of `Kernel` for the current device was compiled for an architecture (ptxVersion) from
 // `MinArch` to `MaxArch`. The answer is cached for each device.
 template <auto Kernel, int MinArch, int MaxArch>
-inline cudaError_t is_compiled_for(bool& is) {
+inline cudaError_t is_compiled_for(bool& result) {
   static std::atomic<uint64_t> asked{0}, found{0};  // one bit for each device
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (asked.load(std::memory_order_acquire) & bit) {
-    is = found.load(std::memory_order_relaxed) & bit;
+    result = found.load(std::memory_order_relaxed) & bit;
     return cudaSuccess;
   }
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel);
   if (error != cudaSuccess) return error;
-  is = MinArch <= attributes.ptxVersion && attributes.ptxVersion <= MaxArch;
-  if (is) found.fetch_or(bit, std::memory_order_relaxed);
+  result = MinArch <= attributes.ptxVersion && attributes.ptxVersion <= MaxArch;
+  if (result) found.fetch_or(bit, std::memory_order_relaxed);
   asked.fetch_or(bit, std::memory_order_release);
   return cudaSuccess;
 }

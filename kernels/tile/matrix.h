@@ -5,7 +5,7 @@
 // of a product, 16 x 16K elements of 16 bits. Both have the layout of the hardware: lane l has rows l / 4 and
 // l / 4 + 8, and of every 8 columns the two from 2 (l % 4). Rounding turns the C fragment of one product into
 // the A fragment of the next without an exchange between lanes. Right factors are tiles in shared memory, or
-// 16 rows of a tile loaded to registers in advance, also an AFragment (load_b_fragment).
+// 16 rows of a tile loaded to registers in advance, a BFragment.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,11 +42,15 @@ struct AFragment {
   uint32_t at[K][4];
 };
 
-// K tiles of 16 rows as the right factor: the same registers, read in the order of B.
+// K blocks of 16 x 16 elements as a right factor: at[k][2 j] and at[k][2 j + 1] are the registers b0 and b1
+// of an mma. There are two layouts:
+//   load_b_fragment      a b: b has 16 rows; block k and j select columns 16 k + 8 j to 16 k + 8 j + 7
+//   round_to_b_fragment  a b^T (pipe/state_store.h): b has 16 rows; block k selects 16 columns, the inner
+//                        dimension, and j selects rows 8 j to 8 j + 7
 template <int K>
 using BFragment = AFragment<K>;
 
-// Calls f(n, i) for every element [n][i] of a Accumulator<N> (row offset 8 (i / 2), column offset 8 n + i %
+// Calls f(n, i) for every element [n][i] of an Accumulator<N> (row offset 8 (i / 2), column offset 8 n + i %
 // 2) or of an AFragment<N>.
 template <int N, class F>
 __device__ inline void for_each_register(const F& f) {
@@ -56,7 +60,7 @@ __device__ inline void for_each_register(const F& f) {
     for (int i = 0; i < 4; ++i) f(n, i);
   }
 }
-// Calls f(n, i) for every pair of elements of a Accumulator<N>: the pairs of a row, [n][2 i] and [n][2 i +
+// Calls f(n, i) for every pair of elements of an Accumulator<N>: the pairs of a row, [n][2 i] and [n][2 i +
 // 1], or the pairs of a column, [n][i] and [n][2 + i].
 template <int N, class F>
 __device__ inline void for_each_register_pair(const F& f) {

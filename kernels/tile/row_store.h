@@ -28,7 +28,7 @@ struct PaddedTile {
   }
 };
 
-// Stores the transpose of a 16 x 16 left factor: the transpose of the tile has `a` at (row, col) afterwards.
+// Stores a 16 x 16 left factor transposed: element (i, j) of a becomes (col + j, row + i) of the tile.
 template <class Tile>
 __device__ inline void store_block_transposed(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900

@@ -16,8 +16,8 @@ struct SequenceLayout {
 };
 
 // Whether one row holds several sequences.
-__host__ __device__ inline bool is_packed(const SequenceLayout& all) {
-  return all.cu_seqlens != nullptr && !all.has_bounds;
+__host__ __device__ inline bool is_packed(const SequenceLayout& layout) {
+  return layout.cu_seqlens != nullptr && !layout.has_bounds;
 }
 
 struct Sequence {
@@ -33,89 +33,91 @@ __device__ inline int64_t clamp(int64_t value, int64_t low, int64_t high) {
 }
 
 // Entry n of cu_seqlens, clamped to 0..tokens so that invalid contents stay in bounds.
-__device__ inline int64_t boundary(const SequenceLayout& all, int64_t n) {
-  const int64_t value = all.is_int64 ? static_cast<const int64_t*>(all.cu_seqlens)[n]
-                                     : static_cast<const int32_t*>(all.cu_seqlens)[n];
-  return clamp(value, 0, all.tokens);
+__device__ inline int64_t boundary(const SequenceLayout& layout, int64_t n) {
+  const int64_t value = layout.is_int64 ? static_cast<const int64_t*>(layout.cu_seqlens)[n]
+                                        : static_cast<const int32_t*>(layout.cu_seqlens)[n];
+  return clamp(value, 0, layout.tokens);
 }
 
-__device__ inline Sequence sequence_at(const SequenceLayout& all, int64_t index) {
-  if (all.cu_seqlens == nullptr) return {index, index, 0, all.tokens, true};
-  if (all.has_bounds) {
-    const int64_t start = boundary(all, 2 * index);
-    return {index, index, start, clamp(boundary(all, 2 * index + 1), start, all.tokens), true};
+__device__ inline Sequence sequence_at(const SequenceLayout& layout, int64_t index) {
+  if (layout.cu_seqlens == nullptr) return {index, index, 0, layout.tokens, true};
+  if (layout.has_bounds) {
+    const int64_t start = boundary(layout, 2 * index);
+    return {index, index, start, clamp(boundary(layout, 2 * index + 1), start, layout.tokens), true};
   }
-  const int64_t start = boundary(all, index);
-  return {index, 0, start, clamp(boundary(all, index + 1), start, all.tokens), true};
+  const int64_t start = boundary(layout, index);
+  return {index, 0, start, clamp(boundary(layout, index + 1), start, layout.tokens), true};
 }
 
 // The sequence of a token. start <= token < end holds for any contents of cu_seqlens, so that a loop over
 // sequences terminates and accesses between start and end lie in the tensor.
-__device__ inline Sequence sequence_of(const SequenceLayout& all, int64_t batch, int64_t token) {
-  if (all.cu_seqlens == nullptr) return {batch, batch, 0, all.tokens, true};
-  if (all.has_bounds) {
-    const Sequence row = sequence_at(all, batch);
+__device__ inline Sequence sequence_of(const SequenceLayout& layout, int64_t batch, int64_t token) {
+  if (layout.cu_seqlens == nullptr) return {batch, batch, 0, layout.tokens, true};
+  if (layout.has_bounds) {
+    const Sequence row = sequence_at(layout, batch);
     if (token < row.start) return {batch, batch, token, row.start, false};
-    if (token >= row.end) return {batch, batch, token, all.tokens, false};
+    if (token >= row.end) return {batch, batch, token, layout.tokens, false};
     return row;
   }
-  int64_t low = 0, high = all.sequences;  // the first n with cu_seqlens[n + 1] > token
+  int64_t low = 0, high = layout.sequences;  // the first n with cu_seqlens[n + 1] > token
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (boundary(all, middle + 1) > token) {
+    if (boundary(layout, middle + 1) > token) {
       high = middle;
     } else {
       low = middle + 1;
     }
   }
-  if (low == all.sequences) return {low, 0, token, all.tokens, false};
-  const int64_t start = boundary(all, low);
+  if (low == layout.sequences) return {low, 0, token, layout.tokens, false};
+  const int64_t start = boundary(layout, low);
   if (start > token) return {low, 0, token, start, false};
-  return {low, 0, start, boundary(all, low + 1), true};
+  return {low, 0, start, boundary(layout, low + 1), true};
 }
 
 constexpr int kChunk = 64;  // tokens
 
-// Sequences cut into chunks of `size` tokens. Chunk numbers have a bound that depends on sizes only: the
-// chunks of sequence n of a packed row have the numbers from start / size + n, which leaves every sequence at
-// least as many numbers as it has chunks. Some numbers have no tokens.
-__host__ __device__ inline int64_t token_range_count(const SequenceLayout& all, int64_t size) {
-  return is_packed(all) ? all.tokens / size + all.sequences : all.batch * ((all.tokens + size - 1) / size);
+// Sequences cut into ranges of `size` tokens: chunks, or segments of a scan. A range has an index in its
+// sequence and a number among the ranges of all sequences. Sequence n of a packed row has the numbers from
+// start / size + n, at least as many as it has ranges. Some numbers have a range without tokens. So
+// token_range_count, a bound of the numbers, depends on sizes only, and the host need not read cu_seqlens.
+__host__ __device__ inline int64_t token_range_count(const SequenceLayout& layout, int64_t size) {
+  return is_packed(layout) ? layout.tokens / size + layout.sequences
+                           : layout.batch * ((layout.tokens + size - 1) / size);
 }
 
 struct TokenRange {
   Sequence sequence;
-  int64_t index;  // of the chunk in its sequence
+  int64_t index;  // in the sequence
   int64_t start;  // first token
   int length;     // tokens, 0..size
 };
 
-// The number of the first chunk of a sequence.
-__device__ inline int64_t first_token_range(const SequenceLayout& all, const Sequence& sequence,
+// The number of the first range of a sequence.
+__device__ inline int64_t first_token_range(const SequenceLayout& layout, const Sequence& sequence,
                                             int64_t size) {
-  return is_packed(all) ? sequence.start / size + sequence.index
-                        : sequence.index * ((all.tokens + size - 1) / size);
+  return is_packed(layout) ? sequence.start / size + sequence.index
+                           : sequence.index * ((layout.tokens + size - 1) / size);
 }
 
-__device__ inline TokenRange token_range_at(const SequenceLayout& all, int64_t number, int64_t size) {
+__device__ inline TokenRange token_range_at(const SequenceLayout& layout, int64_t number, int64_t size) {
   Sequence sequence;
-  if (!is_packed(all)) {
-    // A 32-bit division costs a third of a 64-bit one, and chunk numbers are block indices.
-    const auto each = static_cast<uint32_t>((all.tokens + size - 1) / size);
-    sequence = sequence_at(all, static_cast<uint32_t>(number) / each);
+  if (!is_packed(layout)) {
+    // A 32-bit division costs a third of a 64-bit one, and the numbers are block indices.
+    const auto ranges_per_row = static_cast<uint32_t>((layout.tokens + size - 1) / size);
+    sequence = sequence_at(layout, static_cast<uint32_t>(number) / ranges_per_row);
   } else {
-    int64_t low = 0, high = all.sequences - 1;  // find the last n whose first chunk is at most `number`
+    int64_t low = 0, high = layout.sequences - 1;  // find the last n whose first range is at most `number`
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
-      if (boundary(all, middle) / size + middle <= number) {
+      if (boundary(layout, middle) / size + middle <= number) {
         low = middle;
       } else {
         high = middle - 1;
       }
     }
-    sequence = sequence_at(all, low);
+    sequence = sequence_at(layout, low);
   }
-  const int64_t index = number - first_token_range(all, sequence, size);
+  const int64_t index = number - first_token_range(layout, sequence, size);
   const int64_t start = sequence.start + index * size;
   const int64_t length = index < 0 ? 0 : clamp(sequence.end - start, 0, size);
   return {sequence, index, start, static_cast<int>(length)};

@@ -37,12 +37,13 @@ struct SharedTile {
   T* data;
 
   __host__ __device__ static unsigned offset(unsigned row, unsigned col) {
-    const unsigned turn = row / kLine % (kPacks < 8 ? kPacks : 8);
-    return row * Cols + ((col / kPack) ^ turn) * kPack + col % kPack;
+    const unsigned swizzle = row / kLine % (kPacks < 8 ? kPacks : 8);
+    return row * Cols + ((col / kPack) ^ swizzle) * kPack + col % kPack;
   }
-  // The offset of (row + lane_row, col + lane_col). row and col are the same in all lanes; row is a multiple
-  // of 8, and col a multiple of packs whose bits lane_col does not have. offset(lane_row, lane_col) is
-  // computed once for all rows and columns: col is combined by xor, row by addition.
+  // The offset of (row + lane_row, col + lane_col). row and col are the same in all lanes; lane_row and
+  // lane_col differ from lane to lane. row is a multiple of 8; col is a multiple of a pack and has no bit in
+  // common with lane_col. So offset(lane_row, lane_col) is computed once for all rows and columns: col is
+  // combined by xor, row by addition.
   __host__ __device__ static unsigned offset(unsigned row, unsigned col, unsigned lane_row,
                                              unsigned lane_col) {
     return (offset(lane_row, lane_col) ^ col) + row * Cols;
@@ -138,9 +139,10 @@ class TileCopier {
     from_ = from + row_ * stride + col_;
   }
 
-  // Starts the copies of rows first..first+rows-1 of the matrix at from + offset; further rows become zero.
-  __device__ void start(const Tile& tile, int first, int rows, int64_t offset = 0) const {
-    const T* from = from_ + first * stride_ + offset;
+  // Starts the copies of rows first_row..first_row+rows-1 of the matrix at from + offset; further rows become
+  // zero.
+  __device__ void start(const Tile& tile, int first_row, int rows, int64_t offset = 0) const {
+    const T* from = from_ + first_row * stride_ + offset;
 #pragma unroll
     for (int i = 0; i < Tile::kRows / kStep; ++i) {
       // A copy of zero bytes does not read its source.
@@ -172,8 +174,7 @@ constexpr bool kHasEqualBarrierCounts = true;
 constexpr bool kHasEqualBarrierCounts = false;
 #endif
 
-// Initialises an mbarrier in shared memory: `arrivals` arrivals complete a phase. A producer arrives without
-// waiting for its consumer.
+// Initialises an mbarrier in shared memory: `arrivals` arrivals complete a phase.
 __device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");

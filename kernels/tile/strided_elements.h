@@ -7,8 +7,8 @@ namespace girih::kernels {
 
 // Calls f(element, pointer) for the lane's accumulator elements that lie within a matrix of rows x cols
 // elements at `first`. The lane's first element is at (row, col); fragment(n) returns its fragment elements
-// of columns 8n..8n+7. Pointers are advanced from element to element: separate address computations fetched
-// many instructions that run once, which took a tenth of a scan's time at 32 chunks.
+// of columns 8n..8n+7. Pointers are advanced from element to element: with separate address
+// computations, instruction-cache misses of code that runs once took a tenth of a scan's time at 32 chunks.
 template <int N, int Unroll = N, class Element, class Fragment, class F>
 __device__ inline void for_each_strided_element(const Fragment& fragment, int row, int rows, int col,
                                                 int cols, Element* first, int64_t row_stride,

@@ -72,8 +72,8 @@ __device__ inline int warpgroup_warp() { return static_cast<int>(threadIdx.x) / 
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The major dimension of a factor: whether the rows of a left factor (or columns of a right factor) are rows
-// or columns of the tile.
+// The dimension of a factor that is contiguous in its tile. k: the inner dimension of the product. mn: the
+// rows of a left factor, or the columns of a right factor.
 enum class Major { k, mn };
 
 // The wgmma descriptor of a tile at (row, col): start address, 1024 bytes between groups of 8 rows, 128-byte
@@ -88,12 +88,13 @@ __device__ inline uint64_t make_descriptor(const BlockTile<T, Cols, Rows>& tile,
   return (start | kNext << 16 | kEight << 32 | uint64_t{1} << 62) + offset;
 }
 
-// The descriptor of 8 x 8 matrices of 128 bytes each, `offset` bytes from `matrices`. `along` and `across`
-// are the bytes between neighbouring matrices along the inner dimension of the product and across it.
-__device__ inline uint64_t make_descriptor(uint32_t matrices, unsigned offset, unsigned along,
-                                           unsigned across) {
-  return ((matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(along / 16) << 16 |
-          static_cast<uint64_t>(across / 16) << 32) +
+// The descriptor of 8 x 8 matrices of 128 bytes each, `offset` bytes from `matrices`. leading_bytes
+// (leading byte offset) is the distance of neighbouring matrices along the inner dimension of the product,
+// stride_bytes (stride byte offset) along the other dimension.
+__device__ inline uint64_t make_descriptor(uint32_t matrices, unsigned offset, unsigned leading_bytes,
+                                           unsigned stride_bytes) {
+  return ((matrices & 0x3ffff) >> 4 | static_cast<uint64_t>(leading_bytes / 16) << 16 |
+          static_cast<uint64_t>(stride_bytes / 16) << 32) +
          offset / 16;
 }
 
@@ -195,8 +196,8 @@ __device__ inline void pin_registers(Accumulator<N>& sums) {
 }
 
 // Returns `number` as a value that the compiler knows nothing about, so that values derived from it are
-// recomputed instead of being kept live across iterations. (The compiler kept the addresses of all products
-// of a reader, in local memory.)
+// recomputed instead of being kept live across iterations. (The compiler kept the addresses of an
+// unrolled loop in local memory.)
 __device__ inline int opaque_value(int number) {
   asm volatile("" : "+r"(number));
   return number;
@@ -249,7 +250,8 @@ __device__ inline void copy_signed(uint32_t (&to)[4], const uint32_t (&a)[4]) {
   for (int i = 0; i < 4; ++i) to[i] = a[i] ^ (Sign < 0 ? 0x80008000u : 0u);
 }
 
-// sums += x y^T, or without `Add` sums = x y^T. x has 64 rows; y has 8N rows (64 or 32) from `row`.
+// sums += x y^T, or without `Add` sums = x y^T. x has 64 rows; y has 8N rows (64 or 32) from `row`. T is
+// deduced, so `Add` is the first template argument; in the overload below it is T.
 template <bool Add = true, typename T, int N, int Cols, int Rows>
 __device__ inline void wgmma_start_transposed(Accumulator<N>& sums, const BlockTile<T, Cols>& x,
                                               const BlockTile<T, Cols, Rows>& y, int row = 0) {

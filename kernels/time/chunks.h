@@ -8,22 +8,24 @@ namespace girih::kernels {
 
 constexpr int kMaxChunk = 64;  // tokens
 
+// The division of sequences into chunks.
 struct ChunkGrid {
   SequenceLayout tokens;
   int size;                 // C, 1..kMaxChunk
   const int64_t* position;  // [N]: tokens of the first chunk that earlier calls have read; null: 0
 };
 
-// Chunk numbers have a bound that depends on sizes only. The chunks of a sequence have consecutive numbers,
-// and some numbers have no tokens. A sequence of n tokens touches ceil(n / C) chunks, or at most (n - 2) / C
-// + 2 if it may begin within a chunk.
+// A chunk has an index in its sequence and a number among the chunks of all sequences (tile/sequence.h). The
+// chunks of a sequence have consecutive numbers, and some numbers have no tokens. A sequence of n tokens
+// touches ceil(n / C) chunks, or at most (n - 2) / C + 2 if it may begin within a chunk. chunks_in_row and
+// chunk_count bound the chunks of a batch row and all chunk numbers; they depend on sizes only.
 __host__ __device__ inline int64_t chunks_in_row(const ChunkGrid& grid) {
   return (grid.tokens.tokens + (grid.position == nullptr ? 1 : 2) * (grid.size - 1)) / grid.size;
 }
 __host__ __device__ inline int64_t chunk_count(const ChunkGrid& grid) {
-  const SequenceLayout& all = grid.tokens;
-  if (!is_packed(all)) return all.batch * chunks_in_row(grid);
-  return all.tokens / grid.size + (grid.position == nullptr ? 1 : 2) * all.sequences;
+  const SequenceLayout& layout = grid.tokens;
+  if (!is_packed(layout)) return layout.batch * chunks_in_row(grid);
+  return layout.tokens / grid.size + (grid.position == nullptr ? 1 : 2) * layout.sequences;
 }
 
 // A sequence and its chunks.
@@ -49,15 +51,15 @@ __device__ inline ChunkedSequence chunked_sequence(const ChunkGrid& grid, int64_
 struct Chunk {
   int64_t start;     // first token
   int length;        // tokens, 0..C
-  bool is_complete;  // has the last token of the chunk
+  bool is_complete;  // the sequence reaches the end of the chunk
 };
 
-// Chunk i of a sequence; a chunk without tokens for i >= of.chunks.
-__device__ inline Chunk chunk_of(const ChunkGrid& grid, const ChunkedSequence& of, int64_t i) {
-  const int64_t from = of.sequence.start - of.prior_tokens + i * grid.size, to = from + grid.size;
-  const int64_t start = from < of.sequence.start ? of.sequence.start : from;
-  const int64_t end = to < of.sequence.end ? to : of.sequence.end;
-  return {start, static_cast<int>(end > start ? end - start : 0), to <= of.sequence.end};
+// Chunk i of a sequence; a chunk without tokens for i >= chunked.chunks.
+__device__ inline Chunk chunk_of(const ChunkGrid& grid, const ChunkedSequence& chunked, int64_t i) {
+  const int64_t from = chunked.sequence.start - chunked.prior_tokens + i * grid.size, to = from + grid.size;
+  const int64_t start = from < chunked.sequence.start ? chunked.sequence.start : from;
+  const int64_t end = to < chunked.sequence.end ? to : chunked.sequence.end;
+  return {start, static_cast<int>(end > start ? end - start : 0), to <= chunked.sequence.end};
 }
 
 // The sequence that the chunk with a given number belongs to, and the index of the chunk in the sequence.
