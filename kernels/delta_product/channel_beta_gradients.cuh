@@ -28,7 +28,7 @@ namespace girih::kernels::delta_product {
 struct ReaderRows {
   int count, by, open;
 
-  // True if rows from 16 band on have weights for rows from 16 block on.
+  // True if rows 16 band to 16 band + 15 have weights for rows 16 block to 16 block + 15.
   __device__ bool has_weights(int band, int block) const {
     return kTileRows * band < count && kTileRows * block < by * (kTileRows * band + kTileRows - 1) + open;
   }
@@ -102,9 +102,9 @@ struct ChannelBetaBlock {
     load_state(p.states);
     const unsigned char* const prepared = prepared_at(p.prepared, number());
 #pragma unroll
-    for (int i = 0; i <= kDeltaHasInverseLo; i += kThreads * 16) {
+    for (int i = 0; i <= kDeltaHasInverseLoOffset; i += kThreads * 16) {
       const int at = i + static_cast<int>(threadIdx.x) * 16;
-      if (at < kDeltaInverseBytes || at == kDeltaHasInverseLo) {
+      if (at < kDeltaInverseBytes || at == kDeltaHasInverseLoOffset) {
         copy_async(shared_address(tile.prepared.data + at), prepared + at, true);
       }
     }

@@ -87,7 +87,7 @@ struct GradientBlock {
   __device__ float log_to_end(float log) const { return fmaxf(end_log() - log, -60.f); }
   // The factor beta that the rows of G lack: 1 if dz holds dv.
   __device__ float2 missing_beta(float2 steps) const {
-    return has_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
+    return is_dz_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
   }
   // The other query heads of a memory head contribute to dk by dP only; their other terms are multiplied by
   // zero.
@@ -120,7 +120,7 @@ struct GradientBlock {
 
   // dv_i = beta_i G_i, eight columns at a time, unless reverse has stored dv.
   __device__ void store_dv(int v) const {
-    if (!chunk_info.first || has_dv<T>(p, prepared)) return;
+    if (!chunk_info.first || is_dz_dv<T>(p, prepared)) return;
     constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaChunkRows / kStep;
     const int first = threadIdx.x / kPacks, col = threadIdx.x % kPacks * 8;
     const int rows = col < p.shape.V - v ? chunk_info.rows : 0;
@@ -196,7 +196,7 @@ struct GradientBlock {
       start_states<D, -1>(tile.origin, dk, tile.g, tile.states, coord.col);
       if (kSpillsDq) wgmma_wait<0>(dq);
       wgmma_wait<0>(dk);
-      if (!kHasNoFactors || !has_dv<T>(p, prepared)) {
+      if (!kHasNoFactors || !is_dz_dv<T>(p, prepared)) {
         const float2 left = missing_beta(factor_rows(kDeltaBeta));
         scale_rows(dk, mask_first_head({left.x * reads(log.x), left.y * reads(log.y)}));
       }

@@ -185,7 +185,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::store() const {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i <= Sizes::kValueGroups; ++i) sum += tile.sums->beta[i][thread];
-    if (has_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
+    if (is_dz_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
     static_cast<float*>(p.dbeta.data)[offset_of(p.dbeta, batch, first_row + thread, chunk_info.head)] = sum;
   }
   if (gated && warp == kThreads / 32 - 1)

@@ -58,10 +58,10 @@ class StateDot {
     }
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const int of_slab = row(i) % 64;
-      const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(of_slab, col(i)));
+      const int tile_row = row(i) % 64;
+      const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(tile_row, col(i)));
       const uint4 ds = Sizes::kHasBothStates
-                           ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(of_slab, col(i)))
+                           ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(tile_row, col(i)))
                            : ahead_[Sizes::kHasBothStates ? 0 : i];
       const uint32_t x[4] = {s.x, s.y, s.z, s.w}, y[4] = {ds.x, ds.y, ds.z, ds.w};
 #pragma unroll

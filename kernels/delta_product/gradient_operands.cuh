@@ -66,9 +66,9 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
     decay(products, chunk_factors, factor_rows(kDeltaLogDecay),
           [&](int block) { return block <= coord.band; });
   const float2 unit = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho),
-               beta = !tile.chunk_info->first                 ? make_float2(0.f, 0.f)
-                      : has_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
-                                                              : factor_rows(kDeltaBeta),
+               beta = !tile.chunk_info->first                   ? make_float2(0.f, 0.f)
+                      : is_dz_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
+                                                                : factor_rows(kDeltaBeta),
                of_unit = {-beta.x * unit.x, -beta.y * unit.y};
   float2 beta_sums = {0.f, 0.f}, of_row = {0.f, 0.f};
 #pragma unroll

@@ -21,11 +21,11 @@ struct GradientSizes {
   static constexpr int kQueryGroup = kGroups == 1 ? 0 : 1;  // index of the warpgroup with dP
 };
 
-// Factors of the rows besides beta: none (every rho is 1, every L is 0), lengths (rho only), or any. A
-// template parameter, because run-time branches cost time and registers: n = 2, 4 x 4096 tokens, 16 heads of
-// 128, 380 us instead of 345.
+// Kinds of factors of the rows besides beta: none (every rho is 1, every L is 0), lengths (rho only), or any.
+// A template parameter, because run-time branches cost time and registers: n = 2, 4 x 4096 tokens, 16 heads
+// of 128, 380 us instead of 345.
 enum class Factors { none, lengths, any };
-// dP contains the scale in both of its products.
+// True if dP contains the scale in both of its products.
 template <typename T, Factors factors>
 constexpr bool kCanScaleDp = factors == Factors::none&& kHasFp32Range<T>;
 
@@ -84,7 +84,7 @@ struct ChunkInfo {
   __device__ const T* state(const void* states, const DeltaShape& shape, int col) const {
     return state_at(static_cast<const T*>(states), shape, uint64_t{number}, col);
   }
-  // True if a token of 16 tokens reads a row of 16 rows.
+  // True if a token of tile `token_band` (16 tokens) reads a row of tile `row_band` (16 rows).
   __device__ static bool has_reads(int token_band, int row_band, int n) {
     return row_band < (token_band + 1) * n;
   }
@@ -131,7 +131,7 @@ struct GradientTiles {
   using Rows = BlockTile<T, D>;               // of k, q; 64 columns of a state
   using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
   static constexpr int kStateBytes = Sizes::kValueGroups * Rows::kBytes;
-  static constexpr int kPreparedBytes = kDeltaHasInverseLo + 16;  // prepared data with the flags
+  static constexpr int kPreparedBytes = kDeltaHasInverseLoOffset + 16;  // prepared data with the flags
   static constexpr int kFactorBytes = kDeltaChunkRows * 4,
                        kPartialBytes = 2 * kDeltaChunkRows * kDeltaChunkRows * 4;
   // Sets of blocks of N and dP as operands, in the memory of S and dS.
@@ -147,7 +147,8 @@ struct GradientTiles {
       kSpillsDq ? kBlockSets * OperandBlocks::kBytes + kDqSpillBytes - kStateBytes - Values::kBytes : 0;
   static_assert(kDqSpillExtraBytes % 1024 == 0, "");
 
-  // Queries have memory of their own. Otherwise they replace dS or U, or lie below the half tile of do.
+  // True if queries have memory of their own. Otherwise they replace dS or U, or lie below the half tile of
+  // do.
   __host__ __device__ static constexpr bool has_queries(bool many_tokens) {
     return !kHasNInRegisters && (Sizes::kHasBothStates || (many_tokens && !OneSlab));
   }
