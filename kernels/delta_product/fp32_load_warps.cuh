@@ -6,11 +6,11 @@
 namespace girih::kernels::delta_product::fp32_scan {
 
 // The thread's packs of the sixteen rows of a tile.
-template <int Tile>
+template <int Width>
 struct RowCopier {
-  static constexpr int kPacks = Tile / 4, kStep = 32 * kLoadWarps / kPacks;  // kStep: rows
+  static constexpr int kPacks = Width / 4, kStep = 32 * kLoadWarps / kPacks;  // kStep: rows
   static_assert(kStep > 0 && kRows % kStep == 0);
-  using Rows = RowTile<Tile>;
+  using Rows = RowTile<Width>;
 
   const float* from;  // first row of the sequence, at the thread's pack
   int64_t stride;
@@ -50,19 +50,19 @@ struct RowCopier {
 // A tile has one visit for each query head of the memory. Each visit loads k and the q of one head, at the
 // rows of the last steps of their tokens. Forward: the first visit also loads b and w. Reverse: every visit
 // loads do, the last also b. Rows and columns that do not exist are zero.
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                      const TileStorage<Tile>& storage, int slab, int thread) {
+                                      const TileStorage<Width>& storage, int first_block_col, int thread) {
   constexpr int kValuePacks = kBlockColumns / 4, kValueStep = 32 * kLoadWarps / kValuePacks;
   static_assert(kRows % kValueStep == 0);
   const DeltaFp32Shape& shape = p.shape;
   const int n = shape.n, query_head = work.head * work.group, D = round_up_to_4(shape.D);
-  const RowCopier<Tile> q(p.q, work, 1, query_head, D, thread), k(p.k, work, n, work.head, D, thread),
+  const RowCopier<Width> q(p.q, work, 1, query_head, D, thread), k(p.k, work, n, work.head, D, thread),
       b(p.b, work, n, work.head, D, thread);
   const int value_row = thread / kValuePacks, value_col = thread % kValuePacks * 4;
-  const bool value_valid = slab + value_col < round_up_to_4(shape.V);
+  const bool value_valid = first_block_col + value_col < round_up_to_4(shape.V);
   const float* const value = at<float>(p.value, work.sequence.batch, work.sequence.start * (Reverse ? 1 : n),
-                                       Reverse ? query_head : work.head, slab + value_col);
+                                       Reverse ? query_head : work.head, first_block_col + value_col);
   const float* const gates = static_cast<const float*>(p.g.data) +
                              offset_of(p.g, work.sequence.batch, work.sequence.start, work.head);
   TileBarriers& barriers = storage.barriers();

@@ -16,12 +16,12 @@ __device__ inline void mma_f64(double (&d)[2], double a, double b) {
 
 // x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops in this file are not unrolled,
 // so that the code of all roles fits the instruction cache.)
-template <int Tile>
-__device__ inline Accumulator<2> scores(const RowTile<Tile>& x, const RowTile<Tile>& y) {
+template <int Width>
+__device__ inline Accumulator<2> scores(const RowTile<Width>& x, const RowTile<Width>& y) {
   SplitAccumulator<2> sums;
   sums.clear();
 #pragma unroll 1
-  for (int col = 0; col < Tile; col += 16) {
+  for (int col = 0; col < Width; col += 16) {
     SplitAFragment block;
     block.load(x, 0, col);
     float right[2][4];
@@ -38,11 +38,11 @@ __device__ inline Accumulator<2> scores(const RowTile<Tile>& x, const RowTile<Ti
 using Scores64 = double[2][4];
 
 // b k^T, or with Reverse k b^T, in fp64, for 8 x 8 blocks where the row of b is not before that of k.
-template <bool Reverse, int Tile>
-__device__ inline void scores_fp64(Scores64& scores, const RowTile<Tile>& b, const RowTile<Tile>& k) {
+template <bool Reverse, int Width>
+__device__ inline void scores_fp64(Scores64& scores, const RowTile<Width>& b, const RowTile<Width>& k) {
   double sums[2][2][2] = {};
 #pragma unroll 1
-  for (int col = 0; col < Tile; col += 16) {
+  for (int col = 0; col < Width; col += 16) {
     double of_b[2][4], of_k[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -166,9 +166,9 @@ __device__ inline void store_p(TileMatrices& matrices, const Accumulator<2>& p) 
 // barrier.
 //
 //     A_ij = E_ij b_i . k_j  (j < i)     X = (1 + A)^-1     P_ij = scale E_ij q_i . k_j  (j <= i)
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 __device__ inline void run_matrix_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                        const TileStorage<Tile>& storage, int warp) {
+                                        const TileStorage<Width>& storage, int warp) {
   TileBarriers& barriers = storage.barriers();
   MatrixStorage& matrix_storage = storage.matrix_storage(warp);
   const bool gated = p.g.data != nullptr;

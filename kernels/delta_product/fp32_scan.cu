@@ -16,14 +16,14 @@ namespace girih::kernels {
 namespace delta_product::fp32_scan {
 namespace {
 
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp32Scan p, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   const DeltaFp32Shape& shape = p.shape;
   const int slabs = (shape.V + kBlockColumns - 1) / kBlockColumns;
-  const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;
+  const int first_block_col = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;
   const HeadWork work(shape, blockIdx.x / slabs);
-  const TileStorage<Tile> storage{shared, stages};
+  const TileStorage<Width> storage{shared, stages};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     TileBarriers& barriers = storage.barriers();
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
   const int warp = warp_index();
   if (warp < kStateWarps) {
     const int group = warp / kParts;
-    WarpState<Tile> state(p, work, slab, warp);
+    WarpState<Width> state(p, work, first_block_col, warp);
     PartialSumExchange exchange{storage.exchange(group), group, state.part};
     state.load();
     if constexpr (Reverse) {
@@ -52,28 +52,29 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
     }
     state.store();
   } else if (warp < kStateWarps + kMatrixWarps) {
-    run_matrix_warps<Tile, Reverse>(p, work, storage, warp - kStateWarps);
+    run_matrix_warps<Width, Reverse>(p, work, storage, warp - kStateWarps);
   } else {
-    run_load_warps<Tile, Reverse>(p, work, storage, slab, thread - 32 * (kStateWarps + kMatrixWarps));
+    run_load_warps<Width, Reverse>(p, work, storage, first_block_col,
+                                   thread - 32 * (kStateWarps + kMatrixWarps));
   }
-  if (!Reverse && p.position != nullptr && work.head == 0 && slab == 0 && thread == 0) {
+  if (!Reverse && p.position != nullptr && work.head == 0 && first_block_col == 0 && thread == 0) {
     p.position[work.sequence.index] =
         (initial_position(shape.segments, work.sequence) + work.tokens) % shape.segments.chunk;
   }
 }
 
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 cudaError_t launch(const DeltaFp32Scan& p, cudaStream_t stream) {
-  using Storage = TileStorage<Tile>;
+  using Storage = TileStorage<Width>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   int stages = kMaxStages;
   while (stages > 1 && Storage::bytes(stages) > limit) --stages;
   const int bytes = Storage::bytes(stages);
-  if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<scan<Width, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks =
       p.shape.segments.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockColumns);
-  return launch_grid<scan<Tile, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
+  return launch_grid<scan<Width, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
 }
 
 }  // namespace

@@ -33,8 +33,8 @@ struct PartialSumExchange {
 // Forward, visit of a tile by one query head: z = w - e^L S^T b, u = X z for the first head; o = scale e^L
 // S^T q + P u; S <- e^{L_C} S + k (e^{L_C - L} u) for the last head. The first warp of the group stores u,
 // the second computes o.
-template <int Tile>
-__device__ inline void run_forward_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& storage,
+template <int Width>
+__device__ inline void run_forward_state_warps(WarpState<Width>& state, const TileStorage<Width>& storage,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;
@@ -111,8 +111,8 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
 // Reverse, visit of a tile by one query head: r = e^{L_C - L} dS^T k for the first head; r += P^T do and dS
 // <- dS + scale e^L q do; du = X^T r and dS <- dS - e^L b du for the last head. The first warp of the group
 // stores du, the second adds P^T do.
-template <int Tile>
-__device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& storage,
+template <int Width>
+__device__ inline void run_reverse_state_warps(WarpState<Width>& state, const TileStorage<Width>& storage,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;

@@ -149,9 +149,9 @@ struct TileBarriers {
   uint64_t full[kMaxStages], matrices_full[kMaxStages], empty[kMaxStages];
 };
 
-template <int Tile>
+template <int Width>
 struct TileStorage {
-  using Rows = RowTile<Tile>;
+  using Rows = RowTile<Width>;
   static constexpr int kValuesOffset = 3 * Rows::kBytes,
                        kGatesOffset = kValuesOffset + kRows * kValuePitch * 4,
                        kMatricesOffset = kGatesOffset + kRows * 4,
@@ -171,9 +171,8 @@ struct TileStorage {
   __device__ Rows k(int i) const { return {floats(i, Rows::kBytes)}; }
   __device__ Rows b(int i) const { return {floats(i, 2 * Rows::kBytes)}; }
   __device__ float* values(int i) const { return floats(i, kValuesOffset); }
-  __device__ float* gates(int i) const {
-    return floats(i, kGatesOffset);
-  }  // zero except at first rows of tokens
+  // Zero except at the first rows of tokens.
+  __device__ float* gates(int i) const { return floats(i, kGatesOffset); }
   __device__ TileMatrices& matrices(int i) const {
     return *reinterpret_cast<TileMatrices*>(floats(i, kMatricesOffset));
   }

@@ -71,8 +71,8 @@ struct ChunkInfo {
   TokenRange range;
   uint32_t number;  // index of chunk and memory head
   int head, output_head, rows;
-  bool first;        // first query head of the memory head
-  bool many_tokens;  // a chunk can have more than 32 tokens
+  bool is_first_head;  // first query head of the memory head
+  bool many_tokens;    // a chunk can have more than 32 tokens
   uint32_t origin;
 
   __device__ int bands() const { return many_tokens ? kChunkTiles : kChunkTiles / 2; }  // groups of 16 tokens
@@ -159,7 +159,7 @@ struct GradientTiles {
            Sizes::kThreads * 4 + static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
   }
 
-  unsigned char *states, *gradients, *weights;
+  unsigned char *states, *gradients, *operand_data;
   Values u, g, dout;
   Rows k, q;
   unsigned char* prepared;
@@ -183,7 +183,7 @@ struct GradientTiles {
     g.data = reinterpret_cast<T*>(allocate(Values::kBytes));
     allocate(kDqSpillExtraBytes);
     u.data = reinterpret_cast<T*>(allocate(Values::kBytes));
-    weights = kHasNInRegisters ? reinterpret_cast<unsigned char*>(g.data) : states;
+    operand_data = kHasNInRegisters ? reinterpret_cast<unsigned char*>(g.data) : states;
     static_assert(kHasNInRegisters ||
                       kBlockSets * OperandBlocks::kBytes <=
                           (Sizes::kHasBothStates ? 2 : 1) * kStateBytes + (D == 64 ? Values::kBytes : 0),
@@ -216,10 +216,10 @@ struct GradientTiles {
   }
   __device__ Rows s(int col) const { return part(states, col); }
   __device__ Rows ds(int col) const { return part(gradients, col); }
-  __device__ OperandBlocks blocks(int i) const { return {weights + i * OperandBlocks::kBytes}; }
+  __device__ OperandBlocks blocks(int i) const { return {operand_data + i * OperandBlocks::kBytes}; }
   // Memory of the thread for dq; packs of 16 bytes.
   __device__ float4* dq_spill() const {
-    return reinterpret_cast<float4*>(weights + kBlockSets * OperandBlocks::kBytes) + threadIdx.x;
+    return reinterpret_cast<float4*>(operand_data + kBlockSets * OperandBlocks::kBytes) + threadIdx.x;
   }
 };
 

@@ -59,7 +59,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
     chunk_info.output_head = static_cast<int>(output_head);
     chunk_info.head = static_cast<int>(head);
     chunk_info.number = chunk_and_head;
-    chunk_info.first = output_head == head * grid.members.by;
+    chunk_info.is_first_head = output_head == head * grid.members.by;
     chunk_info.many_tokens = many_tokens;
     chunk_info.range = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
     chunk_info.rows = chunk_info.range.length * p.shape.n;
@@ -79,7 +79,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
   }
   has_tokens = many_tokens || coord.band < kChunkTiles / 2;
   has_values = Sizes::kValueGroups == Sizes::kGroups || coord.group < Sizes::kValueGroups;
-  has_state_dot = gated && chunk_info.first;
+  has_state_dot = gated && chunk_info.is_first_head;
   if (has_state_dot) state_dot_loads.load(p, chunk_info, 0);
   return true;
 }

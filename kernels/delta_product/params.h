@@ -17,7 +17,8 @@ struct ScanGrid {
   // which start from the identity matrix with zero values and end as the transition of the segment. The first
   // segment of a sequence starts from its initial state and has no transition; the others start from zero.
   // The last segment is skipped. First and last are in the order of the launch: in reverse, the segment with
-  // the last tokens is the first. The final states are [segments, H, D, V + D], [segments, H, D, V] in reverse.
+  // the last tokens is the first. The final states are [segments, H, D, V + D], [segments, H, D, V] in
+  // reverse.
   bool is_local;
   bool reverse;          // chunks from the last to the first
   Divider head_divider;  // divides by H
