@@ -168,7 +168,7 @@ BODIES = {
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
     "tile/tf32.h": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
-    "delta_product/fp32_producer_warps.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
+    "delta_product/fp32_matrix_warps.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
     "skinny_gemm/skinny_gemm.cu": {"uint4 load_streaming(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
