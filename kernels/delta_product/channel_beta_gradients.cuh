@@ -28,7 +28,7 @@ namespace girih::kernels::delta_product {
 struct ReaderRows {
   int count, by, open;
 
-  // True if rows from 16 band on have weights for rows from 16 block on.
+  // True if rows 16 band to 16 band + 15 have weights for rows 16 block to 16 block + 15.
   __device__ bool has_weights(int band, int block) const {
     return kTileRows * band < count && kTileRows * block < by * (kTileRows * band + kTileRows - 1) + open;
   }
@@ -102,9 +102,9 @@ struct ChannelBetaBlock {
     load_state(p.states);
     const unsigned char* const prepared = prepared_at(p.prepared, number());
 #pragma unroll
-    for (int i = 0; i <= kDeltaHasInverseLo; i += kThreads * 16) {
+    for (int i = 0; i <= kDeltaHasInverseLoOffset; i += kThreads * 16) {
       const int at = i + static_cast<int>(threadIdx.x) * 16;
-      if (at < kDeltaInverseBytes || at == kDeltaHasInverseLo) {
+      if (at < kDeltaInverseBytes || at == kDeltaHasInverseLoOffset) {
         copy_async(shared_address(tile.prepared.data + at), prepared + at, true);
       }
     }
@@ -181,7 +181,7 @@ struct ChannelBetaBlock {
 
   // weights = tril(left U^T), 16 x 32 of the warp, and gradient = left S^T, one after the other: the
   // registers of the first are free when the second starts.
-  __device__ void read(const ReaderRows& readers, Gradient& gradient) const {
+  __device__ void compute_left_products(const ReaderRows& readers, Gradient& gradient) const {
     fill(gradient, 0.f);
     if (row >= readers.count) return;
     if (readers.has_weights(band, 2 * half)) {
@@ -219,7 +219,7 @@ struct ChannelBetaBlock {
   }
 
   // dk = -dk + U dS^T
-  __device__ void add_end() {
+  __device__ void add_state_writes() {
     scale_rows(dk, {-1.f, -1.f});
     add_tile_product<kStateBlocks>(dk, tile.u, row, tile.state, col);
   }
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(ChannelBetaSizes<D>::kThreads, ChannelBetaSize
     block.load_right(pass);
     commit_copies();
     typename ChannelBetaBlock<T, D>::Gradient gradient;
-    block.read(readers, gradient);
+    block.compute_left_products(readers, gradient);
     if (steps) scale_rows(block.dk, {-p.shape.scale, -p.shape.scale});
     // `right` is loaded and the weights are stored; all warps have finished with `left`, and in the last pass
     // with S.
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(ChannelBetaSizes<D>::kThreads, ChannelBetaSize
   }
   wait_copies<0>();
   __syncthreads();
-  block.add_end();
+  block.add_state_writes();
   block.store(block.dk, p.dk, true, block.chunk_info.head, 1.f);
 }
 

@@ -37,8 +37,10 @@ struct ChannelBetaTiles {
   using Weights = PaddedTile<T, kDeltaChunkRows, kDeltaChunkRows>;
   static constexpr int kBytes =
       State::kBytes + 4 * Rows::kBytes + Weights::kBytes + static_cast<int>(sizeof(ChannelBetaChunkInfo));
-  static_assert(ChannelBetaSizes<D>::kBlocks * (kBytes + 1024) <= 228 * 1024, "a block gives 1 KB away");
-  static_assert(kDeltaHasInverseLo + 16 <= Weights::kBytes, "X is through before there are weights");
+  static_assert(ChannelBetaSizes<D>::kBlocks * (kBytes + 1024) <= 228 * 1024,
+                "the driver reserves 1 KB of a block");
+  static_assert(kDeltaHasInverseLoOffset + 16 <= Weights::kBytes,
+                "the last use of X precedes the first weights");
 
   State state;  // S^T, then dS^T
   Rows k, u, left, right;

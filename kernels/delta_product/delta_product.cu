@@ -23,12 +23,12 @@ cudaError_t by_instance(const DeltaShape& shape, const Launch& launch) {
 }
 
 cudaError_t launch_instance(const ScanParams& params, cudaStream_t stream) {
-  return by_instance(params.scan.shape, [&](auto element, auto width) {
+  return by_instance(params.problem.shape, [&](auto element, auto width) {
     return launch_scan<decltype(element), width()>(params, stream);
   });
 }
 cudaError_t launch_instance(const ReverseParams& params, cudaStream_t stream) {
-  return by_instance(params.scan.shape, [&](auto element, auto width) {
+  return by_instance(params.problem.shape, [&](auto element, auto width) {
     return launch_reverse<decltype(element), width()>(params, stream);
   });
 }
@@ -46,8 +46,8 @@ int64_t segment_tokens(const DeltaShape& shape, bool reverse) {
 int64_t end_columns(const DeltaShape& shape, bool reverse) { return shape.V + (reverse ? 0 : shape.D); }
 
 int64_t segment_count(const DeltaShape& shape, bool reverse) {
-  const int64_t segment = segment_tokens(shape, reverse);
-  return segment == 0 ? 0 : token_range_count(shape.tokens, segment);
+  const int64_t tokens = segment_tokens(shape, reverse);
+  return tokens == 0 ? 0 : token_range_count(shape.tokens, tokens);
 }
 
 int64_t workspace_bytes(const DeltaShape& shape, bool reverse) {
@@ -67,7 +67,7 @@ template <class Params, class Problem>
 cudaError_t launch_scans(const Problem& problem, bool reverse, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
   Params params{problem, ScanGrid(shape, segment_tokens(shape, reverse), reverse)};
-  if (params.grid.segment == 0) return launch_instance(params, stream);
+  if (params.grid.segment_tokens == 0) return launch_instance(params, stream);
 
   // 1. Scan every segment on its own: the first from the initial state, the others from zero. The scan also
   // computes the transitions.
@@ -76,12 +76,12 @@ cudaError_t launch_scans(const Problem& problem, bool reverse, cudaStream_t stre
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
   Params local_params = params;
   local_params.grid.is_local = true;
-  local_params.scan.final.data = states;
-  std::copy(stride, stride + 4, local_params.scan.final.stride);
+  local_params.problem.final.data = states;
+  std::copy(stride, stride + 4, local_params.problem.final.stride);
   if (const cudaError_t error = launch_instance(local_params, stream); error != cudaSuccess) return error;
 
   // 2. Join: the state before every segment.
-  const TransitionJoin join{shape.tokens,   params.grid.segment,
+  const TransitionJoin join{shape.tokens,   params.grid.segment_tokens,
                             shape.heads,    shape.D,
                             shape.V,        reverse,
                             states,         transitions(problem),
@@ -90,8 +90,8 @@ cudaError_t launch_scans(const Problem& problem, bool reverse, cudaStream_t stre
   if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
 
   // 3. Scan every segment from that state.
-  params.scan.initial.data = states;
-  std::copy(stride, stride + 4, params.scan.initial.stride);
+  params.problem.initial.data = states;
+  std::copy(stride, stride + 4, params.problem.initial.stride);
   return launch_instance(params, stream);
 }
 

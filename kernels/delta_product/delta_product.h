@@ -17,11 +17,12 @@
 // Forward has two kernels:
 //   prepare    X and the factors of the rows; chunks are independent
 //   scan       U, S and the output; chunks in order
-// Backward has two kernels, which read what forward saved. dS is the gradient of the state after the chunk
-// and r_t = scale rho_t e^{L_t}:
+// Backward has two kernels, which read what forward saved. dS is the gradient of the state after the chunk.
+// r_t = scale rho_t e^{L_t} is the factor of a query that reads S; read_i = beta_i rho_i e^{L_i} is the
+// factor of a key that reads S:
 //   reverse    chunks from the last to the first:
 //                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
-//                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i beta_i rho_i e^{L_i} G_i^T
+//                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T
 //   gradients  dq, dk, dv, dbeta, dg; chunks are independent
 #pragma once
 
@@ -48,7 +49,7 @@ struct DeltaShape {
   int heads;         // H, heads of the memory
   int output_heads;  // HO, heads of the output, a multiple of H
   int key_share;     // H / HK: heads of the memory that share a head of k
-  int query_share;   // HO / HQ: heads of the output that share a head of q; 1 if HO > H
+  int query_share;   // HO / HQ: heads of the output that share a head of q; always 1 if HO > H
   int D, V;
   int n;
   bool unit;    // q and k are divided by their length
@@ -56,29 +57,32 @@ struct DeltaShape {
   float scale;
 };
 
-// The output of prepare for one chunk and head: the blocks of X on and below the diagonal (16 x 16 each,
-// rounded), row factors (64 floats each), two flags stored as floats, and the rounding errors of X.
-//   flag     The rounding errors of X matter. If keys repeat and beta is large, products with X cancel almost
-//   all of
-//            their sums, or (steps close to reflections) the terms do not decay; the rounding errors of X
-//            then have the same sign in row after row.
-//   has_dv  reverse may store dv = beta G in place of G, because gradients can divide by beta: no beta_i is
-//            close to zero. Set only without gates and without l2norm_qk; dv is then also the operand of the
-//            update of dS.
+// The output of prepare for one chunk and head, in this order: the blocks of X on and below the diagonal
+// (16 x 16 each, rounded), row factors (64 floats each), two flags stored as floats, and the rounding errors
+// of X (X_lo, in the layout of X).
+//
+// has_inverse_lo: the rounding errors of X matter and are stored. If keys repeat and beta is large, products
+// with X cancel almost all of their sums, or (steps close to reflections) the terms do not decay; the
+// rounding errors of X then have the same sign in row after row.
+//
+// can_divide_by_beta: every |beta_i| is at least 2^-40, so reverse may store dv = beta G in place of G, and
+// gradients divides by beta. Set only for bf16 without gates and without l2norm_qk: read_i is beta_i then, so
+// dv is also the operand of the update of dS.
 constexpr int kDeltaInverseBlocks = 10;
 constexpr int kDeltaInverseBytes = kDeltaInverseBlocks * 512;
 enum DeltaFactor : int {
   kDeltaBeta,         // beta_i
-  kDeltaReadFactor,   // beta_i rho_i e^{L_i}
-  kDeltaWriteFactor,  // rho_i e^{L_C - L_i}
-  kDeltaLogDecay,     // L_i, in units of log 2
+  kDeltaReadFactor,   // read_i = beta_i rho_i e^{L_i}
+  kDeltaWriteFactor,  // w_i = rho_i e^{L_C - L_i}
+  kDeltaLogDecay,     // L_i log2(e); entry 63 is L_C log2(e) in every chunk
   kDeltaRho,          // rho_i
   kDeltaFactorCount
 };
-constexpr int kDeltaHasInverseLo = kDeltaInverseBytes + kDeltaFactorCount * kDeltaChunkRows * 4;
-constexpr int kDeltaHasDv = kDeltaHasInverseLo + 4;
-constexpr int kDeltaInverseLo = kDeltaHasInverseLo + 128;
-constexpr int kDeltaPreparedBytes = kDeltaInverseLo + kDeltaInverseBytes;
+// Byte offsets of the flags and of X_lo.
+constexpr int kDeltaHasInverseLoOffset = kDeltaInverseBytes + kDeltaFactorCount * kDeltaChunkRows * 4;
+constexpr int kDeltaCanDivideByBetaOffset = kDeltaHasInverseLoOffset + 4;
+constexpr int kDeltaInverseLoOffset = kDeltaHasInverseLoOffset + 128;
+constexpr int kDeltaPreparedBytes = kDeltaInverseLoOffset + kDeltaInverseBytes;
 
 struct DeltaPrepare {
   DeltaShape shape;
@@ -121,12 +125,12 @@ struct DeltaReverse {
   bool gated;
   const void* prepared;      // output of prepare in forward
   const float* transitions;  // output of the scan
-  float* factors;            // [chunks, HO, 64]: scale rho_t of the tokens of a chunk
+  float* factors;            // [chunks, HO, 64]: scale rho_t of the tokens of a chunk, then scale
   InputTensor<4> initial;    // [N, H, D, V] fp32: gradient of the final state; absent: zero
   OutputTensor<4> final;     // [N, H, D, V] fp32: gradient of the initial state
-  OutputTensor<4> dz;        // [B, T n, H, V], dtype: G or dv
+  OutputTensor<4> dz;        // [B, T n, H, V], dtype: G, or dv (see can_divide_by_beta)
   bool in_place;             // dz and dv are the same tensor, so reverse may store dv
-  void* gradients;           // dtype [chunks, H, V, D]: the transposed dS of every chunk
+  void* gradients;           // dtype [chunks, H, V, D]: dS^T of every chunk
   void* workspace;           // delta_reverse_workspace() bytes; null if that is 0
 };
 

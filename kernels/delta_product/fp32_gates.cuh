@@ -29,16 +29,16 @@ __device__ inline void SegmentGradients<Gated>::sum_gates() const {
     gates.decay_from_block_start[j] = expf(through);
   } else if (part == 1) {
     float after = 0.f;
-    for (int t = space.tokens - 1; t > j; --t) after += gate[t];
+    for (int t = segment_info.tokens - 1; t > j; --t) after += gate[t];
     gates.decay_to_block_end[j] = expf(after);
   }
   // E of rows: row i of sixteen, column j; zero if the token of j is later.
   if (j / kBlock > part) return;
   float* const to = decays + (part * (part + 1) / 2 + j / kBlock) * kBlock * kBlock + j % kBlock;
   float sum = 0.f;
-  int token = space.token[j];
+  int token = segment_info.token[j];
   for (int i = 0; i < kBlock; ++i) {
-    const int last = space.token[part * kBlock + i];
+    const int last = segment_info.token[part * kBlock + i];
     while (token < last) sum += gate[++token];
     to[i * kBlock] = token > last ? 0.f : expf(sum);
   }
@@ -49,8 +49,8 @@ __device__ inline void SegmentGradients<Gated>::sum_gates() const {
 template <bool Gated>
 __device__ inline void SegmentGradients<Gated>::sum_state_writes(Accumulator<4>& dk) const {
   const int row = from + lane_row();
-  scale_rows(dk,
-             {gates.decay_to_block_end[space.token[row]], gates.decay_to_block_end[space.token[row + 8]]});
+  scale_rows(dk, {gates.decay_to_block_end[segment_info.token[row]],
+                  gates.decay_to_block_end[segment_info.token[row + 8]]});
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float state_term = 0.f;
@@ -143,17 +143,17 @@ __device__ inline void SegmentGradients<Gated>::store_gates() const {
   for (int j = part; j < t * n && j < rows_of(true); j += kTokenLanes) {
     dg += gates.writes[0][j] + gates.writes[1][j];
   }
-  if (t < space.tokens) {
+  if (t < segment_info.tokens) {
     for (int w = part; w < kWarps; w += kTokenLanes) dg += gates.pairs[w][t * n];
   }
   dg += __shfl_xor_sync(~0u, dg, 1);
   dg += __shfl_xor_sync(~0u, dg, 2);
-  if (part == 0 && t < space.tokens) {
+  if (part == 0 && t < segment_info.tokens) {
     float whole = 0.f;
     for (int w = 0; w < kWarps; ++w) whole += gates.parts[w];
     const SequenceLayout& all = shape.segments.tokens;
-    p.dg[((slab * all.batch + space.batch) * all.tokens + space.start + t) * shape.heads + space.head] =
-        fmaf(gates.decay_from_block_start[space.tokens - 1], whole, dg);
+    p.dg[((slab * all.batch + segment_info.batch) * all.tokens + segment_info.start + t) * shape.heads +
+         segment_info.head] = fmaf(gates.decay_from_block_start[segment_info.tokens - 1], whole, dg);
   }
 }
 

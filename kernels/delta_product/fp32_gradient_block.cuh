@@ -2,7 +2,7 @@
 #pragma once
 
 #include "delta_product/fp32_products.cuh"
-#include "delta_product/segments.h"
+#include "delta_product/fp32_segments.h"
 
 namespace girih::kernels::delta_product::fp32_gradients {
 
@@ -43,13 +43,13 @@ struct GateStorage {
   float parts[kWarps];  // partial sums of S * dS
 };
 template <class Storage>
-constexpr int kSpaceFloats = (static_cast<int>(sizeof(Storage)) + 15) / 16 * 4;
+constexpr int kStorageFloats = (static_cast<int>(sizeof(Storage)) + 15) / 16 * 4;
 // Floats of E: 16 x 16 blocks on and below the diagonal.
 constexpr int kDecayFloats = kBlocks * (kBlocks + 1) / 2 * kBlock * kBlock;
 
 constexpr int gradient_floats(bool gated) {
-  return kTileCount * SwizzledTile::kFloats + kSpaceFloats<SegmentInfo> +
-         gated * (kDecayFloats + kSpaceFloats<GateStorage>);
+  return kTileCount * SwizzledTile::kFloats + kStorageFloats<SegmentInfo> +
+         gated * (kDecayFloats + kStorageFloats<GateStorage>);
 }
 
 // A block has one segment of a memory head and 64 columns of D. It processes two readers at a time, each by a
@@ -59,7 +59,7 @@ struct SegmentGradients {
   const DeltaFp32Gradients& p;
   const DeltaFp32Shape& shape;
   float* const shared;
-  SegmentInfo& space;
+  SegmentInfo& segment_info;
   GateStorage& gates;
   float* const decays;
   const int D, V, n;
@@ -71,10 +71,10 @@ struct SegmentGradients {
       : p(p),
         shape(p.shape),
         shared(shared),
-        space(*reinterpret_cast<SegmentInfo*>(shared + kTileCount * SwizzledTile::kFloats)),
+        segment_info(*reinterpret_cast<SegmentInfo*>(shared + kTileCount * SwizzledTile::kFloats)),
         gates(*reinterpret_cast<GateStorage*>(shared + kTileCount * SwizzledTile::kFloats +
-                                              kSpaceFloats<SegmentInfo>)),
-        decays(reinterpret_cast<float*>(&gates) + kSpaceFloats<GateStorage>),
+                                              kStorageFloats<SegmentInfo>)),
+        decays(reinterpret_cast<float*>(&gates) + kStorageFloats<GateStorage>),
         D(round_up_to_4(p.shape.D)),
         V(round_up_to_4(p.shape.V)),
         n(p.shape.n),
@@ -94,14 +94,14 @@ struct SegmentGradients {
       const int head = static_cast<int>(segment_head % shape.heads);
       const DeltaSegment segment = segment_at(shape.segments, number);
       if (thread == 0) {
-        space.batch = segment.sequence.batch, space.start = segment.start;
-        space.states = static_cast<int64_t>(segment_head) * shape.V * D;
-        space.head = head, space.tokens = segment.length;
-        space.has_between = segment.has_between;
-        space.readers = 1 + shape.query_heads / shape.heads;
+        segment_info.batch = segment.sequence.batch, segment_info.start = segment.start;
+        segment_info.states = static_cast<int64_t>(segment_head) * shape.V * D;
+        segment_info.head = head, segment_info.tokens = segment.length;
+        segment_info.has_between = segment.has_between;
+        segment_info.readers = 1 + shape.query_heads / shape.heads;
       }
       for (int i = thread; i < kTile; i += 32) {
-        space.token[i] = i / n;
+        segment_info.token[i] = i / n;
         if constexpr (Gated) {
           const int64_t at = offset_of(p.g, segment.sequence.batch, segment.start + i, head);
           gates.gate[i] = i < segment.length ? static_cast<const float*>(p.g.data)[at] : 0.f;
@@ -110,14 +110,14 @@ struct SegmentGradients {
     }
     if constexpr (Gated) clear_gates();
     __syncthreads();
-    return space.tokens > 0;
+    return segment_info.tokens > 0;
   }
 
   // The gradients of readers `first_reader` and the next, and their terms of dk.
   __device__ void add_readers(int first_reader);
   __device__ void store_gates() const;
 
-  __device__ int readers() const { return space.readers; }
+  __device__ int readers() const { return segment_info.readers; }
 
  private:
   // fp32_gates.cuh
@@ -128,13 +128,15 @@ struct SegmentGradients {
   __device__ void sum_pairs() const;
 
   __device__ SwizzledTile tile(int tile_index) const { return {shared + tile_index * SwizzledTile::kFloats}; }
-  __device__ int rows_of(bool of_steps) const { return of_steps ? space.tokens * n : space.tokens; }
-  __device__ int head_of(int of) const { return space.head * (readers() - 1) + of - 1; }
+  __device__ int rows_of(bool of_steps) const {
+    return of_steps ? segment_info.tokens * n : segment_info.tokens;
+  }
+  __device__ int head_of(int of) const { return segment_info.head * (readers() - 1) + of - 1; }
   // For the reader of the warp: rows (0 past the last reader), the token of a row, and the number of blocks
   // of 16 steps that its rows read. Recomputed at each use, because the products need the registers.
   __device__ bool steps() const { return reader == 0; }
   __device__ int rows() const { return reader < readers() ? rows_of(steps()) : 0; }
-  __device__ int token_of(int row) const { return steps() ? space.token[row] : row; }
+  __device__ int token_of(int row) const { return steps() ? segment_info.token[row] : row; }
   __device__ int blocks() const {
     const int before = (block + 1) * (steps() ? 1 : n), all = (rows_of(true) + kBlock - 1) / kBlock;
     return before < all ? before : all;
@@ -146,7 +148,7 @@ struct SegmentGradients {
   // Pointer to the rows of the segment, of a head, from column `at` on.
   template <class Array>
   __device__ auto rows_at(const Array& x, bool of_steps, int head, int at) const {
-    return kernels::at<float>(x, space.batch, space.start * (of_steps ? n : 1), head, at);
+    return kernels::at<float>(x, segment_info.batch, segment_info.start * (of_steps ? n : 1), head, at);
   }
   // Loads the rows of the segment to a tile, columns at..at+63 of `width`.
   __device__ void load_rows(int tile_index, const InputTensor<4>& x, bool of_steps, int head, int at,
@@ -156,14 +158,14 @@ struct SegmentGradients {
   }
   // Loads rows v..v+63 of S^T or dS^T, [V, D], to a tile.
   __device__ void load_state(int tile_index, const float* states, int v) const {
-    load_async<kThreads>(tile(tile_index), states + space.states + static_cast<int64_t>(v) * D + col, D,
-                         shape.V - v, D - col, thread);
+    load_async<kThreads>(tile(tile_index), states + segment_info.states + static_cast<int64_t>(v) * D + col,
+                         D, shape.V - v, D - col, thread);
   }
 
   // Loads columns v..v+63 of do or du of the two readers.
   __device__ void load_reads(int first_reader, int v) const {
     if (first_reader == 0) {
-      load_rows(kReaderTiles, p.du, true, space.head, v, V);
+      load_rows(kReaderTiles, p.du, true, segment_info.head, v, V);
     } else {
       load_rows(kReaderTiles, p.dout, false, head_of(first_reader), v, V);
     }
@@ -175,12 +177,12 @@ struct SegmentGradients {
   // itself.
   __device__ void finish_states(int first_reader, float& state_dot) const {
     const bool sums = Gated && first_reader == 0;
-    if (!space.has_between && !sums) return;
+    if (!segment_info.has_between && !sums) return;
 #pragma unroll 1
     for (int i = 0; i < kTile; i += kThreads * 4 / kTile) {
       const int row = i + thread * 4 / kTile, at = thread * 4 % kTile;
       Pack<4> state = load<4>(&tile(kStates).at(row, at));
-      if (space.has_between) {
+      if (segment_info.has_between) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) state.at[e] = phi(shape.segments.between, state.at[e]);
         store<4>(&tile(kStates).at(row, at), state);
@@ -197,7 +199,7 @@ struct SegmentGradients {
       __syncthreads();
       load_reads(first_reader, v);
       load_state(kStates, p.states, v);
-      if (V <= kTile) load_rows(kUTile, p.u, true, space.head, v, V);
+      if (V <= kTile) load_rows(kUTile, p.u, true, segment_info.head, v, V);
       if (first_reader == 0 && (Gated || V <= kTile)) load_state(kGradients, p.gradients, v);
       commit_copies();
       if constexpr (Gated) {
@@ -231,7 +233,7 @@ struct SegmentGradients {
       if (V > kTile) {
         __syncthreads();
         load(v);
-        load_rows(kUTile, p.u, true, space.head, v, V);
+        load_rows(kUTile, p.u, true, segment_info.head, v, V);
         commit_copies();
         wait_copies<0>();
         __syncthreads();
@@ -278,8 +280,8 @@ struct SegmentGradients {
   // Loads the rows of the two readers, and for the first readers the keys.
   __device__ void load_keys(int first_reader) const {
     if (first_reader == 0) {
-      load_rows(kKeys, p.k, true, space.head, col, D);
-      load_rows(kReaderRows, p.b, true, space.head, col, D);
+      load_rows(kKeys, p.k, true, segment_info.head, col, D);
+      load_rows(kReaderRows, p.b, true, segment_info.head, col, D);
     } else {
       load_rows(kReaderRows, p.q, false, head_of(first_reader), col, D);
     }
@@ -290,7 +292,7 @@ struct SegmentGradients {
 
   __device__ void store_reader(const Accumulator<8>& sums) const {
     float* const data =
-        steps() ? rows_at(p.db, true, space.head, col) : rows_at(p.dq, false, head_of(reader), col);
+        steps() ? rows_at(p.db, true, segment_info.head, col) : rows_at(p.dq, false, head_of(reader), col);
     const int64_t stride = steps() ? p.db.stride[1] : p.dq.stride[1];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -310,7 +312,8 @@ struct SegmentGradients {
       const bool of_steps = first_reader + i == 0;
       // Starts at the first block that reads a row of the warp.
 #pragma unroll 1
-      for (int b = of_steps ? block : space.token[from] / kBlock; kBlock * b < rows_of(of_steps); ++b) {
+      for (int b = of_steps ? block : segment_info.token[from] / kBlock; kBlock * b < rows_of(of_steps);
+           ++b) {
         SplitAFragment a;
         load_transposed(a, tile(kReaderTiles + i), kBlock * b, from);
         add_product(dk, a, tile(kReaderRows + i), kBlock * b, kHalf * team);
@@ -322,7 +325,7 @@ struct SegmentGradients {
   template <class F>
   __device__ void for_each_dk_pack(const F& f) const {
     const int at = col + kHalf * team + lane_four();
-    float* const data = rows_at(p.dk, true, space.head, at);
+    float* const data = rows_at(p.dk, true, segment_info.head, at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = from + lane_row() + 8 * i;

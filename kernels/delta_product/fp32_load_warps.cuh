@@ -6,11 +6,11 @@
 namespace girih::kernels::delta_product::fp32_scan {
 
 // The thread's packs of the sixteen rows of a tile.
-template <int Tile>
+template <int Width>
 struct RowCopier {
-  static constexpr int kPacks = Tile / 4, kStep = 32 * kLoadWarps / kPacks;  // kStep: rows
+  static constexpr int kPacks = Width / 4, kStep = 32 * kLoadWarps / kPacks;  // kStep: rows
   static_assert(kStep > 0 && kRows % kStep == 0);
-  using Rows = RowTile<Tile>;
+  using Rows = RowTile<Width>;
 
   const float* from;  // first row of the sequence, at the thread's pack
   int64_t stride;
@@ -50,37 +50,37 @@ struct RowCopier {
 // A tile has one visit for each query head of the memory. Each visit loads k and the q of one head, at the
 // rows of the last steps of their tokens. Forward: the first visit also loads b and w. Reverse: every visit
 // loads do, the last also b. Rows and columns that do not exist are zero.
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                      const TileStorage<Tile>& space, int slab, int thread) {
+                                      const TileStorage<Width>& storage, int first_block_col, int thread) {
   constexpr int kValuePacks = kBlockColumns / 4, kValueStep = 32 * kLoadWarps / kValuePacks;
   static_assert(kRows % kValueStep == 0);
   const DeltaFp32Shape& shape = p.shape;
   const int n = shape.n, query_head = work.head * work.group, D = round_up_to_4(shape.D);
-  const RowCopier<Tile> q(p.q, work, 1, query_head, D, thread), k(p.k, work, n, work.head, D, thread),
+  const RowCopier<Width> q(p.q, work, 1, query_head, D, thread), k(p.k, work, n, work.head, D, thread),
       b(p.b, work, n, work.head, D, thread);
   const int value_row = thread / kValuePacks, value_col = thread % kValuePacks * 4;
-  const bool value_valid = slab + value_col < round_up_to_4(shape.V);
+  const bool value_valid = first_block_col + value_col < round_up_to_4(shape.V);
   const float* const value = at<float>(p.value, work.sequence.batch, work.sequence.start * (Reverse ? 1 : n),
-                                       Reverse ? query_head : work.head, slab + value_col);
+                                       Reverse ? query_head : work.head, first_block_col + value_col);
   const float* const gates = static_cast<const float*>(p.g.data) +
                              offset_of(p.g, work.sequence.batch, work.sequence.start, work.head);
-  TileBarriers& barriers = space.barriers();
+  TileBarriers& barriers = storage.barriers();
   PipelineState pipe;
 #pragma unroll 1
   for (TileIterator<Reverse> tile_iterator(shape, work); tile_iterator.has_tile(); tile_iterator.next()) {
     const int rows = tile_iterator.rows();
 #pragma unroll 1
-    for (int member = 0; member < work.group; ++member, pipe.next(space.stages)) {
+    for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
       const bool steps = member == (Reverse ? work.group - 1 : 0);
       wait(&barriers.empty[stage], pipe.phase ^ 1);
-      k.start(space.k(stage), tile_iterator.row(), rows);
-      if (steps) b.start(space.b(stage), tile_iterator.row(), rows);
+      k.start(storage.k(stage), tile_iterator.row(), rows);
+      if (steps) b.start(storage.b(stage), tile_iterator.row(), rows);
       if (n == 1) {
-        q.start(space.q(stage), tile_iterator.row(), rows, member * p.q.stride[2]);
+        q.start(storage.q(stage), tile_iterator.row(), rows, member * p.q.stride[2]);
       } else {
-        q.start_tokens(space.q(stage), tile_iterator, member * p.q.stride[2]);
+        q.start_tokens(storage.q(stage), tile_iterator, member * p.q.stride[2]);
       }
       if (Reverse || steps) {
         const float* const from = value +
@@ -88,13 +88,13 @@ __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& wo
                                   (Reverse ? member * p.value.stride[2] : 0);
 #pragma unroll 1
         for (int i = value_row; i < kRows; i += kValueStep) {
-          copy_async(shared_address(space.values(stage) + i * kValuePitch + value_col),
+          copy_async(shared_address(storage.values(stage) + i * kValuePitch + value_col),
                      from + (Reverse ? tile_iterator.token_of_segment(i) : i) * p.value.stride[1],
                      value_valid && i < rows && (!Reverse || tile_iterator.ends_token(i)));
         }
       }
       if (p.g.data != nullptr && thread < kRows) {
-        copy_async_4(shared_address(space.gates(stage) + thread),
+        copy_async_4(shared_address(storage.gates(stage) + thread),
                      gates + (tile_iterator.token + tile_iterator.token_of_segment(thread)) * p.g.stride[1],
                      thread < rows && tile_iterator.begins_token(thread));
       }

@@ -1,12 +1,12 @@
 // The fp32 scan, forward and reverse. A block has 32 columns of the state of one head and loops over its
 // sequence by tiles of sixteen rows; a state warp has sixteen of the columns and half of D, in registers. A
 // tile costs three dependent products, S^T b, X z and k u. Two load warps load rows, stages ahead, and four
-// producer warps compute X and P, which do not depend on the state. Products are those of tile/tf32.h.
+// matrix warps compute X and P, which do not depend on the state. Products are those of tile/tf32.h.
 //
 // X is the inverse of a triangular matrix of sixteen rows, computed in fp64 by substitution, so that X z is
 // as accurate as the recurrence.
 #include "delta_product/fp32_load_warps.cuh"
-#include "delta_product/fp32_producer_warps.cuh"
+#include "delta_product/fp32_matrix_warps.cuh"
 #include "delta_product/fp32_state_warps.cuh"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -16,17 +16,17 @@ namespace girih::kernels {
 namespace delta_product::fp32_scan {
 namespace {
 
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp32Scan p, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   const DeltaFp32Shape& shape = p.shape;
   const int slabs = (shape.V + kBlockColumns - 1) / kBlockColumns;
-  const int slab = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;
+  const int first_block_col = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;
   const HeadWork work(shape, blockIdx.x / slabs);
-  const TileStorage<Tile> space{shared, stages};
+  const TileStorage<Width> storage{shared, stages};
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
-    TileBarriers& barriers = space.barriers();
+    TileBarriers& barriers = storage.barriers();
     for (int i = 0; i < stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoadWarps);
       init_barrier(&barriers.matrices_full[i], arrival_count(1));
@@ -35,44 +35,46 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
   }
   if (p.g.data == nullptr && thread < kRows) {
     for (int i = 0; i < stages; ++i)
-      space.matrices(i).decay_from_block_start[thread] = space.matrices(i).decay_to_block_end[thread] = 1.f;
+      storage.matrices(i).decay_from_block_start[thread] = storage.matrices(i).decay_to_block_end[thread] =
+          1.f;
   }
   __syncthreads();
   const int warp = warp_index();
   if (warp < kStateWarps) {
     const int group = warp / kParts;
-    WarpState<Tile> state(p, work, slab, warp);
-    PartialSumExchange exchange{space.exchange(group), group, state.part};
+    WarpState<Width> state(p, work, first_block_col, warp);
+    PartialSumExchange exchange{storage.exchange(group), group, state.part};
     state.load();
     if constexpr (Reverse) {
-      run_reverse_state_warps(state, space, exchange);
+      run_reverse_state_warps(state, storage, exchange);
     } else {
-      run_forward_state_warps(state, space, exchange);
+      run_forward_state_warps(state, storage, exchange);
     }
     state.store();
-  } else if (warp < kStateWarps + kProducerWarps) {
-    run_producer_warps<Tile, Reverse>(p, work, space, warp - kStateWarps);
+  } else if (warp < kStateWarps + kMatrixWarps) {
+    run_matrix_warps<Width, Reverse>(p, work, storage, warp - kStateWarps);
   } else {
-    run_load_warps<Tile, Reverse>(p, work, space, slab, thread - 32 * (kStateWarps + kProducerWarps));
+    run_load_warps<Width, Reverse>(p, work, storage, first_block_col,
+                                   thread - 32 * (kStateWarps + kMatrixWarps));
   }
-  if (!Reverse && p.position != nullptr && work.head == 0 && slab == 0 && thread == 0) {
+  if (!Reverse && p.position != nullptr && work.head == 0 && first_block_col == 0 && thread == 0) {
     p.position[work.sequence.index] =
         (initial_position(shape.segments, work.sequence) + work.tokens) % shape.segments.chunk;
   }
 }
 
-template <int Tile, bool Reverse>
+template <int Width, bool Reverse>
 cudaError_t launch(const DeltaFp32Scan& p, cudaStream_t stream) {
-  using Storage = TileStorage<Tile>;
+  using Storage = TileStorage<Width>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   int stages = kMaxStages;
   while (stages > 1 && Storage::bytes(stages) > limit) --stages;
   const int bytes = Storage::bytes(stages);
-  if (const cudaError_t error = allow_shared<scan<Tile, Reverse>>(bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared<scan<Width, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks =
       p.shape.segments.tokens.sequences * p.shape.heads * divide_up(p.shape.V, kBlockColumns);
-  return launch_grid<scan<Tile, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
+  return launch_grid<scan<Width, Reverse>>(blocks, kThreads, bytes, stream, p, stages);
 }
 
 }  // namespace

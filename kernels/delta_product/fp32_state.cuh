@@ -9,10 +9,10 @@ namespace girih::kernels::delta_product::fp32_scan {
 // Rows 8 n + lane_col() + j of a tile, the lane's two columns of V: at[n][2 h + j].
 using TileFragment = Accumulator<2>;
 
-template <int Tile>
+template <int Width>
 struct WarpState {
-  static constexpr int kBlocks = Tile / 16 / kParts;  // blocks of sixteen columns of D
-  using Rows = RowTile<Tile>;
+  static constexpr int kBlocks = Width / 16 / kParts;  // blocks of sixteen columns of D
+  using Rows = RowTile<Width>;
 
   const DeltaFp32Scan& p;
   const DeltaFp32Shape& shape;
@@ -22,14 +22,14 @@ struct WarpState {
   // S^T or dS^T: columns 4 (lane % 4) + 2 j + i of block m are at[2 m + i][2 h + j], in row `col` + 8 h of V.
   Accumulator<2 * kBlocks> s;
 
-  __device__ WarpState(const DeltaFp32Scan& p, const HeadWork& work, int slab, int warp)
+  __device__ WarpState(const DeltaFp32Scan& p, const HeadWork& work, int first_block_col, int warp)
       : p(p),
         shape(p.shape),
         work(work),
         part(warp % kParts),
         first_col(part * 16 * kBlocks),
         block_col(warp / kParts * kGroupColumns + lane_row()),
-        col(slab + block_col) {}
+        col(first_block_col + block_col) {}
 
   // Calls f(element, reference) for the lane's elements that exist, in an array of states.
   template <class T, class F>

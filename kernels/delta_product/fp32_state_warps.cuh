@@ -8,14 +8,15 @@ namespace girih::kernels::delta_product::fp32_scan {
 
 // Adds the partial sums over D of the two warps of a group.
 struct PartialSumExchange {
-  PartialSums& space;
+  PartialSums& partial_sums;
   const int group, part;
   int buffer = 0;
 
   __device__ void store_sums(int which, const TileFragment& x) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      space.lane_sums[buffer][part][2 * which + n][lane()] = {x.at[n][0], x.at[n][1], x.at[n][2], x.at[n][3]};
+      partial_sums.lane_sums[buffer][part][2 * which + n][lane()] = {x.at[n][0], x.at[n][1], x.at[n][2],
+                                                                     x.at[n][3]};
     }
   }
   // Barrier: both warps have stored their sums, and have read those of the previous exchange.
@@ -23,7 +24,7 @@ struct PartialSumExchange {
   __device__ void add(int which, TileFragment& x) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float4 y = space.lane_sums[buffer][1 - part][2 * which + n][lane()];
+      const float4 y = partial_sums.lane_sums[buffer][1 - part][2 * which + n][lane()];
       x.at[n][0] += y.x, x.at[n][1] += y.y, x.at[n][2] += y.z, x.at[n][3] += y.w;
     }
   }
@@ -32,13 +33,13 @@ struct PartialSumExchange {
 // Forward, visit of a tile by one query head: z = w - e^L S^T b, u = X z for the first head; o = scale e^L
 // S^T q + P u; S <- e^{L_C} S + k (e^{L_C - L} u) for the last head. The first warp of the group stores u,
 // the second computes o.
-template <int Tile>
-__device__ inline void run_forward_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& space,
+template <int Width>
+__device__ inline void run_forward_state_warps(WarpState<Width>& state, const TileStorage<Width>& storage,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;
   const HeadWork& work = state.work;
-  TileBarriers& barriers = space.barriers();
+  TileBarriers& barriers = storage.barriers();
   const bool makes_o = state.part == 1;
   const int64_t batch = work.sequence.batch, start = work.sequence.start;
   float* const o = at<float>(p.o, batch, start, work.head * work.group, state.col);
@@ -59,17 +60,17 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
     }
     TileFragment solved;
 #pragma unroll 1
-    for (int member = 0; member < work.group; ++member, pipe.next(space.stages)) {
+    for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
-      const TileMatrices& matrices = space.matrices(stage);
+      const TileMatrices& matrices = storage.matrices(stage);
       wait(&barriers.matrices_full[stage], pipe.phase);
       TileFragment sums[2], &read = sums[0], &out = sums[1];  // S^T b, S^T q
       if (member == 0) {
-        state.template read<2>(sums, {space.b(stage), space.q(stage)});
+        state.template read<2>(sums, {storage.b(stage), storage.q(stage)});
         exchange.store_sums(0, read);
         if (!makes_o) exchange.store_sums(1, out);
         TileFragment z;
-        load_values(z, space.values(stage), state.block_col);
+        load_values(z, storage.values(stage), state.block_col);
         exchange.sync();
         exchange.add(0, read);
         scale_tile(read, matrices.decay_from_block_start);
@@ -80,7 +81,7 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
                       round_up_to_4(shape.V));
         }
       } else {
-        state.template read<1>(reinterpret_cast<TileFragment(&)[1]>(out), {space.q(stage)});
+        state.template read<1>(reinterpret_cast<TileFragment(&)[1]>(out), {storage.q(stage)});
         if (!makes_o) exchange.store_sums(1, out);
         exchange.sync();
       }
@@ -93,7 +94,7 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
       if (member + 1 == work.group) {
         scale_tile(solved, matrices.decay_to_block_end);
         state.decay(matrices);
-        state.add_update(solved, space.k(stage));
+        state.add_update(solved, storage.k(stage));
       }
       arrive_warp(&barriers.empty[stage]);
       exchange.buffer ^= 1;
@@ -110,13 +111,13 @@ __device__ inline void run_forward_state_warps(WarpState<Tile>& state, const Til
 // Reverse, visit of a tile by one query head: r = e^{L_C - L} dS^T k for the first head; r += P^T do and dS
 // <- dS + scale e^L q do; du = X^T r and dS <- dS - e^L b du for the last head. The first warp of the group
 // stores du, the second adds P^T do.
-template <int Tile>
-__device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const TileStorage<Tile>& space,
+template <int Width>
+__device__ inline void run_reverse_state_warps(WarpState<Width>& state, const TileStorage<Width>& storage,
                                                PartialSumExchange& exchange) {
   const DeltaFp32Scan& p = state.p;
   const DeltaFp32Shape& shape = state.shape;
   const HeadWork& work = state.work;
-  TileBarriers& barriers = space.barriers();
+  TileBarriers& barriers = storage.barriers();
   float* const u = at<float>(p.u, work.sequence.batch, work.sequence.start * shape.n, work.head, state.col);
   const int u_stride = static_cast<int>(p.u.stride[1]);
   float* u_segment = nullptr;
@@ -129,22 +130,22 @@ __device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const Til
     }
     TileFragment rows[1], &r = rows[0];
 #pragma unroll 1
-    for (int member = 0; member < work.group; ++member, pipe.next(space.stages)) {
+    for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
-      const TileMatrices& matrices = space.matrices(stage);
+      const TileMatrices& matrices = storage.matrices(stage);
       wait(&barriers.matrices_full[stage], pipe.phase);
       if (member == 0) {
-        state.template read<1>(rows, {space.k(stage)});
+        state.template read<1>(rows, {storage.k(stage)});
         scale_tile(r, matrices.decay_to_block_end);
         state.decay(matrices);
       }
       TileFragment dout;
-      load_values(dout, space.values(stage), state.block_col);
+      load_values(dout, storage.values(stage), state.block_col);
       if (state.part == 1) add(r, multiply_scores(dout, matrices.p));
       const bool last = member + 1 == work.group;
       if (last) exchange.store_sums(0, r);
       scale_tile(dout, matrices.decay_from_block_start, shape.scale);
-      state.add_update(dout, space.q(stage));
+      state.add_update(dout, storage.q(stage));
       if (last) {
         exchange.sync();
         exchange.add(0, r);
@@ -154,7 +155,7 @@ __device__ inline void run_reverse_state_warps(WarpState<Tile>& state, const Til
                       round_up_to_4(shape.V));
         }
         scale_tile(du, matrices.decay_from_block_start, -1.f);
-        state.add_update(du, space.b(stage));
+        state.add_update(du, storage.b(stage));
         exchange.buffer ^= 1;
       }
       arrive_warp(&barriers.empty[stage]);

@@ -1,7 +1,7 @@
 // Tiles of sixteen rows of the fp32 scan: the iterator over a sequence, and the shared memory of a block.
 #pragma once
 
-#include "delta_product/segments.h"
+#include "delta_product/fp32_segments.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
 
@@ -9,8 +9,8 @@ namespace girih::kernels::delta_product::fp32_scan {
 
 constexpr int kRows = 16;
 // Numbers of warps. A group of kParts state warps has sixteen columns of V; each of its warps has half of D.
-constexpr int kGroups = 2, kParts = 2, kStateWarps = kGroups * kParts, kProducerWarps = 4, kLoadWarps = 2;
-constexpr int kThreads = 32 * (kStateWarps + kProducerWarps + kLoadWarps);
+constexpr int kGroups = 2, kParts = 2, kStateWarps = kGroups * kParts, kMatrixWarps = 4, kLoadWarps = 2;
+constexpr int kThreads = 32 * (kStateWarps + kMatrixWarps + kLoadWarps);
 constexpr int kGroupColumns = 16, kBlockColumns = kGroups * kGroupColumns;  // columns of V
 constexpr int kMaxStages = 4;
 
@@ -122,7 +122,7 @@ __device__ inline void load_four(To (&to)[4], const From* from) {
 // conflicts.
 constexpr int kValuePitch = kBlockColumns + 4;
 
-// Results of the producer warps for a tile. X and P are stored as B operands: row n is a column of the
+// Results of the matrix warps for a tile. X and P are stored as B operands: row n is a column of the
 // product, and terms 2c, 2c + 1, 2c + 8, 2c + 9 of the sum are neighbours. X is the sum of three tf32
 // numbers.
 constexpr int kInverseParts = 3;
@@ -134,8 +134,8 @@ struct TileMatrices {
   int token[kRows];  // token that a row ends, in its segment; else -1
 };
 
-// Memory of a producer warp.
-struct ProducerStorage {
+// Memory of a matrix warp.
+struct MatrixStorage {
   double gates[kRows];     // prefix sums
   double a[kRows][kRows];  // A
 };
@@ -149,16 +149,18 @@ struct TileBarriers {
   uint64_t full[kMaxStages], matrices_full[kMaxStages], empty[kMaxStages];
 };
 
-template <int Tile>
+template <int Width>
 struct TileStorage {
-  using Rows = RowTile<Tile>;
-  static constexpr int kValues = 3 * Rows::kBytes, kGates = kValues + kRows * kValuePitch * 4,
-                       kMatrices = kGates + kRows * 4,
-                       kStageBytes = (kMatrices + static_cast<int>(sizeof(TileMatrices)) + 127) / 128 * 128;
-  static constexpr int kProducerOffset = kGroups * static_cast<int>(sizeof(PartialSums)),
-                       kBarrierOffset =
-                           kProducerOffset + kProducerWarps * static_cast<int>(sizeof(ProducerStorage)),
-                       kFixedBytes = kBarrierOffset + static_cast<int>(sizeof(TileBarriers));
+  using Rows = RowTile<Width>;
+  static constexpr int kValuesOffset = 3 * Rows::kBytes,
+                       kGatesOffset = kValuesOffset + kRows * kValuePitch * 4,
+                       kMatricesOffset = kGatesOffset + kRows * 4,
+                       kStageBytes =
+                           (kMatricesOffset + static_cast<int>(sizeof(TileMatrices)) + 127) / 128 * 128;
+  static constexpr int kMatrixStorageOffset = kGroups * static_cast<int>(sizeof(PartialSums)),
+                       kBarriersOffset =
+                           kMatrixStorageOffset + kMatrixWarps * static_cast<int>(sizeof(MatrixStorage)),
+                       kFixedBytes = kBarriersOffset + static_cast<int>(sizeof(TileBarriers));
 
   unsigned char* data;
   int stages;
@@ -168,19 +170,20 @@ struct TileStorage {
   __device__ Rows q(int i) const { return {floats(i, 0)}; }
   __device__ Rows k(int i) const { return {floats(i, Rows::kBytes)}; }
   __device__ Rows b(int i) const { return {floats(i, 2 * Rows::kBytes)}; }
-  __device__ float* values(int i) const { return floats(i, kValues); }
-  __device__ float* gates(int i) const { return floats(i, kGates); }  // zero except at first rows of tokens
+  __device__ float* values(int i) const { return floats(i, kValuesOffset); }
+  // Zero except at the first rows of tokens.
+  __device__ float* gates(int i) const { return floats(i, kGatesOffset); }
   __device__ TileMatrices& matrices(int i) const {
-    return *reinterpret_cast<TileMatrices*>(floats(i, kMatrices));
+    return *reinterpret_cast<TileMatrices*>(floats(i, kMatricesOffset));
   }
   __device__ PartialSums& exchange(int group) const {
     return reinterpret_cast<PartialSums*>(floats(stages, 0))[group];
   }
-  __device__ ProducerStorage& producer(int i) const {
-    return reinterpret_cast<ProducerStorage*>(floats(stages, kProducerOffset))[i];
+  __device__ MatrixStorage& matrix_storage(int i) const {
+    return reinterpret_cast<MatrixStorage*>(floats(stages, kMatrixStorageOffset))[i];
   }
   __device__ TileBarriers& barriers() const {
-    return *reinterpret_cast<TileBarriers*>(floats(stages, kBarrierOffset));
+    return *reinterpret_cast<TileBarriers*>(floats(stages, kBarriersOffset));
   }
 
  private:

@@ -83,23 +83,23 @@ __device__ inline void store_tile_rows(const Tile& tile, typename Tile::Element*
 // Load warp `which` of kLoadWarps: fills the stages.
 template <typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_load_warp(const ScanParams& params, const BlockWork& work,
-                                           const FusedStorage<T, D, Rows, StateGroups>& space, int which) {
+                                           const FusedStorage<T, D, Rows, StateGroups>& storage, int which) {
   constexpr int kRows = kDeltaChunkRows / kLoadWarps;
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), first_row = which * kRows;
   const int64_t batch = work.range.sequence.batch;
-  FusedBarriers& barriers = space.barriers();
+  FusedBarriers& barriers = storage.barriers();
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, work.first_chunk, work.head);
   int64_t row = work.range.start * n;
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
-    const auto stage = space.stage(key_pipe.stage);
+    const auto stage = storage.stage(key_pipe.stage);
     const int rows = chunk_length(work, tokens, c) * n, lane = recomputed_lane<StateGroups>();
     start_copy_rows<kRows>(stage.k(), at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
                            rows, p.shape.D, first_row, lane);
-    start_copy_rows<kRows>(space.values(key_pipe.stage), at<T>(p.v, batch, row, work.head, work.col),
+    start_copy_rows<kRows>(storage.values(key_pipe.stage), at<T>(p.v, batch, row, work.head, work.col),
                            p.v.stride[1], rows, p.shape.V - work.col, first_row, lane);
     stage.start_prepared(prepared, 32 * which + lane);
     arrive_after_copies(&barriers.full[key_pipe.stage]);
@@ -114,9 +114,9 @@ __device__ inline void run_fused_load_warp(const ScanParams& params, const Block
 // Store warp: stores the states before the chunks.
 template <typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_store_warp(const ScanParams& params, const BlockWork& work,
-                                            const FusedStorage<T, D, Rows, StateGroups>& space) {
+                                            const FusedStorage<T, D, Rows, StateGroups>& storage) {
   using State = typename FusedStorage<T, D, Rows, StateGroups>::State;
-  store_states<T>(params, work, space, [](const State& state, T* to, int rows, int cols) {
+  store_states<T>(params, work, storage, [](const State& state, T* to, int rows, int cols) {
     store_tile_rows<State::kRows, StateGroups == 1 ? 8 : 4>(state, to, cols, rows, cols, 0,
                                                             recomputed_lane<StateGroups>());
   });
@@ -125,20 +125,20 @@ __device__ inline void run_fused_store_warp(const ScanParams& params, const Bloc
 // Token warp `warp_of_role` of `Warps`: loads queries and stores outputs.
 template <int Warps, typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_token_warps(const ScanParams& params, const BlockWork& work,
-                                             const FusedStorage<T, D, Rows, StateGroups>& space,
+                                             const FusedStorage<T, D, Rows, StateGroups>& storage,
                                              int warp_of_role) {
   // A warp loads and stores the same rows, so it overwrites only queries' memory that it has stored itself.
   constexpr int kRows = Rows / Warps, kBatch = StateGroups == 1 ? 8 : 4;
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   const int tokens = delta_chunk_tokens(p.shape.n), first_row = warp_of_role * kRows;
   const int64_t batch = work.range.sequence.batch;
-  FusedBarriers& barriers = space.barriers();
+  FusedBarriers& barriers = storage.barriers();
   const auto load_query = [&](int c, int stage) {
     if (c >= work.chunks) return;
     const T* const from =
         at<T>(p.q, batch, work.range.start + c * tokens, work.head / p.shape.query_share, 0);
-    start_copy_rows<kRows>(space.query(stage), from, p.q.stride[1], chunk_length(work, tokens, c), p.shape.D,
-                           first_row, recomputed_lane<StateGroups>());
+    start_copy_rows<kRows>(storage.query(stage), from, p.q.stride[1], chunk_length(work, tokens, c),
+                           p.shape.D, first_row, recomputed_lane<StateGroups>());
     arrive_after_copies(&barriers.query_full[stage]);
   };
 #pragma unroll 1
@@ -148,7 +148,7 @@ __device__ inline void run_fused_token_warps(const ScanParams& params, const Blo
   for (int c = 0; c < work.chunks; ++c) {
     T* const to = at<T>(p.o, batch, work.range.start + c * tokens, work.head, work.col);
     wait(&barriers.output_full[query_pipe.stage], query_pipe.phase);
-    store_tile_rows<kRows, kBatch>(space.output(query_pipe.stage), to, p.o.stride[1],
+    store_tile_rows<kRows, kBatch>(storage.output(query_pipe.stage), to, p.o.stride[1],
                                    chunk_length(work, tokens, c), p.shape.V - work.col, first_row,
                                    recomputed_lane<StateGroups>());
     __syncwarp();

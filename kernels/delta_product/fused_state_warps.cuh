@@ -28,10 +28,10 @@ __device__ inline void load_values(ColumnFragments& values, const BlockTile<T, C
 
 // o_t *= r_t, or o_t *= scale without factors.
 template <bool HasFactors, int N>
-__device__ inline void scale_output(Accumulator<N>& o, const float* read_factors, float scale) {
+__device__ inline void scale_output(Accumulator<N>& o, const float* query_factors, float scale) {
   if constexpr (HasFactors) {
-    scale_columns(o,
-                  [&](int i) { return *reinterpret_cast<const float2*>(read_factors + 8 * i + lane_col()); });
+    scale_columns(
+        o, [&](int i) { return *reinterpret_cast<const float2*>(query_factors + 8 * i + lane_col()); });
   } else {
     scale_columns(o, [&](int) { return float2{scale, scale}; });
   }
@@ -41,12 +41,12 @@ __device__ inline void scale_output(Accumulator<N>& o, const float* read_factors
 // L from 0.
 template <bool HasFactors, typename T, int D, int Rows, int StateGroups>
 __device__ inline void run_fused_state_warps(const ScanParams& params, const BlockWork& work,
-                                             const FusedStorage<T, D, Rows, StateGroups>& space, int warp) {
+                                             const FusedStorage<T, D, Rows, StateGroups>& storage, int warp) {
   constexpr int kTokenGroups = Rows / 8;
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   const int first_col = work.col + 16 * warp;
-  const bool stores_states = p.states != nullptr;
-  FusedBarriers& barriers = space.barriers();
+  const bool has_states = p.states != nullptr;
+  FusedBarriers& barriers = storage.barriers();
 
   State<D> s;  // S^T
   load_initial_state(s, p.shape, params.grid, work, first_col, p.initial);
@@ -65,21 +65,21 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
       wait(&barriers.query_empty[previous_query_pipe.stage], previous_query_pipe.phase);
     } else {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
-      named_barrier_sync(1 + FusedRoles<1>::kProducerGroups,
+      named_barrier_sync(1 + FusedRoles<1>::kIntraChunkGroups,
                          32 * FusedRoles<1>::kStateWarps);  // mma.sync is per warp
 #endif
     }
-    store_transposed(space.output(previous_query_pipe.stage), output, warp);
+    store_transposed(storage.output(previous_query_pipe.stage), output, warp);
     arrive_warp(&barriers.output_full[previous_query_pipe.stage]);
   };
   const auto load_next_values = [&] {
     wait(&barriers.scores_full[query_pipe.stage], query_pipe.phase);
-    load_values(values, space.values(key_pipe.stage), warp);
+    load_values(values, storage.values(key_pipe.stage), warp);
   };
   if (work.chunks > 0) load_next_values();
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    const auto stage = space.stage(key_pipe.stage);
+    const auto stage = storage.stage(key_pipe.stage);
     const Prepared prepared = stage.prepared();
     const ChunkFactors chunk_factors = prepared.chunk_factors();
 
@@ -87,9 +87,9 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
     const bool has_inverse_lo = prepared.has_inverse_lo();
     const float log_end = HasFactors ? chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1) : 0.f;
     const bool is_inverse_weighted = can_weigh_inverse<T>(has_inverse_lo, log_end);
-    const RowFactorFragment read = HasFactors && StateGroups == 1
-                                       ? RowFactorFragment(chunk_factors, kDeltaReadFactor)
-                                       : RowFactorFragment();
+    const RowFactorFragment read_factors = HasFactors && StateGroups == 1
+                                               ? RowFactorFragment(chunk_factors, kDeltaReadFactor)
+                                               : RowFactorFragment();
 
     // Y^T = S^T K^T, or directly v^T - Y^T; and S^T Q^T, with two state warpgroups later because registers
     // are scarce.
@@ -103,20 +103,21 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
       start_read<true, -1>(z, rounded, stage.k());
     }
     Accumulator<kTokenGroups> o;
-    if constexpr (StateGroups == 1) start_read<false, 1>(o, rounded, space.query(query_pipe.stage));
+    if constexpr (StateGroups == 1) start_read<false, 1>(o, rounded, storage.query(query_pipe.stage));
     if (c > 0) store_output();
-    if (stores_states) {
+    if (has_states) {
       wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
-      rounded.store(s, space.state(state_pipe.stage), warp);
+      rounded.store(s, storage.state(state_pipe.stage), warp);
       arrive_warp(&barriers.state_full[state_pipe.stage]);
       state_pipe.next(params.state_stages);
     }
-    // Z_i = v_i - r_i Y_i (the producer warps have replaced beta r by r). If `has_inverse_lo`, X does not
-    // contain beta, and Z_i is multiplied by beta_i.
+    // Z_i = v_i - a_i Y_i (the intra-chunk warps have replaced read_i by a_i). If `has_inverse_lo`, X does
+    // not contain beta, and Z_i is multiplied by beta_i.
     if constexpr (HasFactors) {
       convert_values<T>(z, values);
       wgmma_wait<2 - StateGroups>(y);
-      subtract_read(z, StateGroups == 2 ? RowFactorFragment(chunk_factors, kDeltaReadFactor) : read, y);
+      subtract_read(z, StateGroups == 2 ? RowFactorFragment(chunk_factors, kDeltaReadFactor) : read_factors,
+                    y);
     } else {
       wgmma_wait<2 - StateGroups>(z);
     }
@@ -128,15 +129,15 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
 
     // U^T = Z^T Xb^T; S decays during the product
     ChunkAccumulator u;
-    start_solution<T>(u, rounded_z, stage.inverse());
-    if constexpr (StateGroups == 2) start_read<false, 1>(o, rounded, space.query(query_pipe.stage));
+    start_inverse_product<T>(u, rounded_z, stage.inverse());
+    if constexpr (StateGroups == 2) start_read<false, 1>(o, rounded, storage.query(query_pipe.stage));
     if (HasFactors) scale(s, exp2_fast(log_end));
     wgmma_wait<StateGroups - 1>(u[0], u[1]);
     keep_registers(rounded_z);
     if constexpr (StateGroups == 1) rounded.keep();
     if (__builtin_expect(has_inverse_lo, false)) {
-      add_inverse_lo_solution<T>(u, rounded_z,
-                                 prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
+      add_inverse_lo_product<T>(u, rounded_z,
+                                prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K; if `is_inverse_weighted`, X yields w U
@@ -168,9 +169,9 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
       keep_registers(solution);
       round_to_a_fragment<T>(solution, u);
     }
-    scale_output<HasFactors>(o, space.read_factors(previous_query_pipe.stage), p.shape.scale);
+    scale_output<HasFactors>(o, storage.query_factors(previous_query_pipe.stage), p.shape.scale);
     wgmma_fence(o);
-    wgmma_start<T>(o, solution, space.masked_scores(previous_query_pipe.stage));
+    wgmma_start<T>(o, solution, storage.masked_scores(previous_query_pipe.stage));
     wgmma_commit();
     wait_state<1>(s);
     rounded.set(s);

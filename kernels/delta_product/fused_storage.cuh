@@ -8,13 +8,14 @@ namespace girih::kernels::delta_product {
 // StateGroups: 1 or 2 state warpgroups with 64 columns of V each.
 template <int StateGroups>
 struct FusedRoles {  // numbers of warps
-  static constexpr int kStateWarps = 4 * StateGroups, kProducerGroupWarps = 4,
-                       kProducerGroups = StateGroups == 1 ? 2 : 1;
-  static constexpr int kThreads = 32 * (kStateWarps + kProducerGroups * kProducerGroupWarps + 2 + kLoadWarps);
+  static constexpr int kStateWarps = 4 * StateGroups, kIntraChunkGroupWarps = 4,
+                       kIntraChunkGroups = StateGroups == 1 ? 2 : 1;
+  static constexpr int kThreads =
+      32 * (kStateWarps + kIntraChunkGroups * kIntraChunkGroupWarps + 2 + kLoadWarps);
   static constexpr int kStateRegisters = StateGroups == 1 ? 240 : 208,
-                       kProducerRegisters = StateGroups == 1 ? 96 : 64,
+                       kIntraChunkRegisters = StateGroups == 1 ? 96 : 64,
                        kOtherRegisters = StateGroups == 1 ? 80 : 32;
-  static_assert(StateGroups * kStateRegisters + kProducerGroups * kProducerRegisters + kOtherRegisters <=
+  static_assert(StateGroups * kStateRegisters + kIntraChunkGroups * kIntraChunkRegisters + kOtherRegisters <=
                 launch_registers(kThreads));
 };
 
@@ -41,7 +42,7 @@ struct FusedStorage {
   static constexpr int kBlockColumns = StateGroups * kScanColumns;
 
   using State = BlockTile<T, D, kBlockColumns>;
-  using Keys = Stage<T, D, false>;
+  using KeyStage = Stage<T, D, false>;
   using V = BlockTile<T, kBlockColumns>;
   // A stage of queries holds the queries of a chunk, later its output, and P^T.
   using Query = BlockTile<T, D, Rows>;
@@ -49,11 +50,11 @@ struct FusedStorage {
   using MaskedScores = BlockTile<T, 64>;             // P^T
   static_assert(Output::kBytes <= Query::kBytes);
 
-  static constexpr int kStageBytes = Keys::kBytes + V::kBytes, kStateStageBytes = State::kBytes;
+  static constexpr int kStageBytes = KeyStage::kBytes + V::kBytes, kStateStageBytes = State::kBytes;
   static constexpr int kQueryStageBytes = Query::kBytes + MaskedScores::kBytes;
-  // Offset of the factors of tokens in a stage, after the row factors.
-  static constexpr int kTokens = Keys::kPrepared + kDeltaInverseLo;
-  static_assert(kTokens + Rows * 8 <= Keys::kBytes);
+  // Offset of the factors of tokens in a stage, after the flags.
+  static constexpr int kTokenFactorsOffset = KeyStage::kPreparedOffset + kDeltaInverseLoOffset;
+  static_assert(kTokenFactorsOffset + Rows * 8 <= KeyStage::kBytes);
   static constexpr int kBarrierBytes = 256;
   static_assert(sizeof(FusedBarriers) <= kBarrierBytes);
 
@@ -65,21 +66,22 @@ struct FusedStorage {
            state_stages * kStateStageBytes;
   }
 
-  __device__ Keys stage(int i) const { return {data + i * kStageBytes}; }
-  __device__ V values(int i) const { return {reinterpret_cast<T*>(data + i * kStageBytes + Keys::kBytes)}; }
+  __device__ KeyStage stage(int i) const { return {data + i * kStageBytes}; }
+  __device__ V values(int i) const {
+    return {reinterpret_cast<T*>(data + i * kStageBytes + KeyStage::kBytes)};
+  }
   __device__ Query query(int i) const { return {reinterpret_cast<T*>(query_stage(i))}; }
   __device__ Output output(int i) const { return {reinterpret_cast<T*>(query_stage(i))}; }
   __device__ MaskedScores masked_scores(int i) const {
     return {reinterpret_cast<T*>(query_stage(i) + Query::kBytes)};
   }
   __device__ State state(int i) const { return {reinterpret_cast<T*>(state_stage(i))}; }
-  // {scale rho_t, L_t} of the tokens of stage i; if can_weigh_inverse() the first is scale rho_t e^{L_t -
-  // L_C}.
-  __device__ float2* tokens(int i) const {
-    return reinterpret_cast<float2*>(data + i * kStageBytes + kTokens);
+  // {scale rho_t, L_t} of the tokens of stage i, or with can_weigh_inverse() {scale rho_t e^{L_t - L_C}, 0}.
+  __device__ float2* token_factors(int i) const {
+    return reinterpret_cast<float2*>(data + i * kStageBytes + kTokenFactorsOffset);
   }
-  // scale rho_t e^{L_t} of the tokens of query stage i.
-  __device__ float* read_factors(int i) const {
+  // r_t = scale rho_t e^{L_t} of the tokens of query stage i.
+  __device__ float* query_factors(int i) const {
     return reinterpret_cast<float*>(state_stage(state_stages) + kBarrierBytes) + i * kDeltaChunkRows;
   }
   __device__ FusedBarriers& barriers() const {

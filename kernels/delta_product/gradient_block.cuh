@@ -65,7 +65,7 @@ struct GradientBlock {
   // gradient_finish.cuh: products with N and dP, after all slabs. `left` is the A fragment of the product in
   // flight.
   __device__ void compute_operands(const Divider& steps, AFragment<kChunkTiles>& left);
-  __device__ void start_left(const AFragment<kChunkTiles>& left, Gradient& sums) const;
+  __device__ void start_key_product(const AFragment<kChunkTiles>& left, Gradient& sums) const;
   __device__ void start_dq(AFragment<kChunkTiles>& left);
   template <int Bands>
   __device__ void add_queries(const AFragment<kChunkTiles>& left);
@@ -87,11 +87,13 @@ struct GradientBlock {
   __device__ float log_to_end(float log) const { return fmaxf(end_log() - log, -60.f); }
   // The factor beta that the rows of G lack: 1 if dz holds dv.
   __device__ float2 missing_beta(float2 steps) const {
-    return has_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
+    return is_dz_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
   }
   // The other query heads of a memory head contribute to dk by dP only; their other terms are multiplied by
   // zero.
-  __device__ float2 mask_first_head(float2 x) const { return chunk_info.first ? x : make_float2(0.f, 0.f); }
+  __device__ float2 mask_first_head(float2 x) const {
+    return chunk_info.is_first_head ? x : make_float2(0.f, 0.f);
+  }
   template <class Tile>
   __device__ WarpRows<Tile> rows_of(const Tile& of, int col) const {
     return WarpRows<Tile>(tile.origin, of, col);
@@ -120,7 +122,7 @@ struct GradientBlock {
 
   // dv_i = beta_i G_i, eight columns at a time, unless reverse has stored dv.
   __device__ void store_dv(int v) const {
-    if (!chunk_info.first || has_dv<T>(p, prepared)) return;
+    if (!chunk_info.is_first_head || is_dz_dv<T>(p, prepared)) return;
     constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaChunkRows / kStep;
     const int first = threadIdx.x / kPacks, col = threadIdx.x % kPacks * 8;
     const int rows = col < p.shape.V - v ? chunk_info.rows : 0;
@@ -152,8 +154,8 @@ struct GradientBlock {
   // sums G_i . S^T k_i. ks: K S.
   __device__ void compute_residual(const Accumulator<8>& ks, bool last) {
     const float2 log = log_rows(), steps = factor_rows(kDeltaBeta);
-    const float2 unit = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho);
-    const float2 a = {unit.x * gate_power(log.x), unit.y * gate_power(log.y)};
+    const float2 rho = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho);
+    const float2 a = {rho.x * gate_power(log.x), rho.y * gate_power(log.y)};
     const auto rows_of_v = rows_of(tile.u, value_column()), rows_of_g = rows_of(tile.g, value_column());
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -196,7 +198,7 @@ struct GradientBlock {
       start_states<D, -1>(tile.origin, dk, tile.g, tile.states, coord.col);
       if (kSpillsDq) wgmma_wait<0>(dq);
       wgmma_wait<0>(dk);
-      if (!kHasNoFactors || !has_dv<T>(p, prepared)) {
+      if (!kHasNoFactors || !is_dz_dv<T>(p, prepared)) {
         const float2 left = missing_beta(factor_rows(kDeltaBeta));
         scale_rows(dk, mask_first_head({left.x * reads(log.x), left.y * reads(log.y)}));
       }
@@ -242,7 +244,7 @@ struct GradientBlock {
   }
 
   // Starts G U^T or do U^T.
-  __device__ void start_steps() {
+  __device__ void start_u_products() {
     fill(products, 0.f);
     wgmma_fence(products);
     if (!kHasOneGroup && coord.group == Sizes::kQueryGroup) {
@@ -258,12 +260,12 @@ struct GradientBlock {
     const float2 log = log_rows();
     if constexpr (OneSlab) {
       start_states<D>(tile.origin, dk, tile.u, tile.gradients, coord.col);
-      if (!kSpillsDq) start_steps();
+      if (!kSpillsDq) start_u_products();
       wgmma_wait<0>(products);
       wgmma_wait<0>(dk);
       if (kHasGates) {
         scale_rows(dk, mask_first_head({gate_power(log_to_end(log.x)), gate_power(log_to_end(log.y))}));
-      } else if (!chunk_info.first) {
+      } else if (!chunk_info.is_first_head) {
         fill(dk, 0.f);
       }
     } else {
@@ -272,7 +274,7 @@ struct GradientBlock {
       add_states<D>(tile.origin, of_state, tile.u, tile.gradients, coord.col);
       const float end = end_log();
       add_scaled(dk, of_state, mask_first_head({exp2_fast(end - log.x), exp2_fast(end - log.y)}));
-      start_steps();
+      start_u_products();
       wgmma_wait<0>(products);
     }
   }
@@ -345,12 +347,12 @@ struct GradientBlock {
     if (kSpillsDq) {
       // The load of dS overlaps: dS replaces S only now.
       loads.start_gradients(chunk_info, v);
-      start_steps();
+      start_u_products();
       store_dv(v);
       loads.wait_gradients(number);
     }
     add_state_writes();
-    if (gated && chunk_info.first && Sizes::kHasBothStates) add_state_dot(v);
+    if (gated && chunk_info.is_first_head && Sizes::kHasBothStates) add_state_dot(v);
     if (kHasOneGroup && !kHasNInRegisters) {
       fill(do_products, 0.f);
       add_scores<T>(tile.origin, do_products, tile.dout, tile.u);

@@ -23,7 +23,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::compute_operands(c
   }
   if (coord.group == 0) compute_step_operands<factors>(p, coord, tile, chunk_factors, steps, products, left);
   if (kHasNInRegisters) {
-    start_left(left, dk);
+    start_key_product(left, dk);
     fill(do_products, 0.f);
     add_scores<T>(tile.origin, do_products, tile.dout, tile.u);
     wgmma_wait<0>(dk);
@@ -56,8 +56,8 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::compute_operands(c
 
 // Starts sums += left K.
 template <typename T, int D, bool OneSlab, Factors factors>
-__device__ inline void GradientBlock<T, D, OneSlab, factors>::start_left(const AFragment<kChunkTiles>& left,
-                                                                         Gradient& sums) const {
+__device__ inline void GradientBlock<T, D, OneSlab, factors>::start_key_product(
+    const AFragment<kChunkTiles>& left, Gradient& sums) const {
   wgmma_fence(sums);
   wgmma_start<T>(tile.origin, sums, left, tile.k, coord.col);
   wgmma_commit();
@@ -86,7 +86,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::start_dq(AFragment
           .load(left.at[j], OperandBlocks::token_block_index(many_tokens, coord.band, j));
     }
   }
-  start_left(left, dq);
+  start_key_product(left, dq);
 }
 
 // dk_j += sum_t dP_tj q_t for 16 Bands tokens, dP with its factors; waits for dq, whose A fragment is `left`.
@@ -127,7 +127,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_keys(AFragment
 #pragma unroll
     for (int i = 0; i < 4; ++i) left.at[j][i] |= above[i];
   }
-  start_left(left, dk);
+  start_key_product(left, dk);
   wgmma_wait<0>(dk);
   keep_registers(left);
 }
@@ -181,11 +181,11 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::store() const {
   }
 
   const int thread = static_cast<int>(threadIdx.x);
-  if (chunk_info.first && thread < chunk_info.rows) {
+  if (chunk_info.is_first_head && thread < chunk_info.rows) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i <= Sizes::kValueGroups; ++i) sum += tile.sums->beta[i][thread];
-    if (has_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
+    if (is_dz_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
     static_cast<float*>(p.dbeta.data)[offset_of(p.dbeta, batch, first_row + thread, chunk_info.head)] = sum;
   }
   if (gated && warp == kThreads / 32 - 1)

@@ -58,10 +58,10 @@ class StateDot {
     }
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
-      const int of_slab = row(i) % 64;
-      const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(of_slab, col(i)));
+      const int tile_row = row(i) % 64;
+      const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(tile_row, col(i)));
       const uint4 ds = Sizes::kHasBothStates
-                           ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(of_slab, col(i)))
+                           ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(tile_row, col(i)))
                            : ahead_[Sizes::kHasBothStates ? 0 : i];
       const uint32_t x[4] = {s.x, s.y, s.z, s.w}, y[4] = {ds.x, ds.y, ds.z, ds.w};
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
   using Sizes = GradientSizes<D>;
   const int n = p.shape.n, bands = chunk_info.bands();
   float state_dot = 0.f;
-  if (chunk_info.first && lane() < Sizes::kThreads / 32) {
+  if (chunk_info.is_first_head && lane() < Sizes::kThreads / 32) {
     state_dot =
         sums.state_dot[lane()] * exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1));
   }
@@ -92,7 +92,7 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
   for (int i = 0; i < 2; ++i) {
     const int row = lane() + 32 * i;
     float sum = 0.f;
-    if (chunk_info.first) {
+    if (chunk_info.is_first_head) {
       float read = 0.f, state = 0.f;
       for (int w = 0; w < Sizes::kValueGroups; ++w) read += sums.read[w][row];
       for (int w = 0; w < Sizes::kGroups; ++w) state += finish_sums.state[w][row];

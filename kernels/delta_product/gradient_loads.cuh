@@ -128,7 +128,7 @@ class GradientLoads {
       copy_rows(tile.g, maps.dz, row, v, chunk_info.head, chunk_info, barrier);
       if (Sizes::kHasBothStates) {
         copy_state(tile.gradients, maps.gradients, chunk_info.number, v, barrier);
-      } else if (!(p.gated && chunk_info.first)) {
+      } else if (!(p.gated && chunk_info.is_first_head)) {
         for_each_box_of_state(chunk_info.number, v,
                               [&](int, const TmaCoords& at) { tma_prefetch(maps.gradients, at); });
       }
@@ -144,7 +144,7 @@ class GradientLoads {
                             p.dout.stride[1], cols, chunk_info);
       if (Sizes::kHasBothStates) {
         load_state(tile.gradients, p.gradients, chunk_info.number, v);
-      } else if (!(p.gated && chunk_info.first)) {
+      } else if (!(p.gated && chunk_info.is_first_head)) {
         prefetch_state(p.gradients, chunk_info.number, v);
       }
       commit_copies();

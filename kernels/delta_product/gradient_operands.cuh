@@ -65,11 +65,11 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
   if (gated)
     decay(products, chunk_factors, factor_rows(kDeltaLogDecay),
           [&](int block) { return block <= coord.band; });
-  const float2 unit = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho),
-               beta = !tile.chunk_info->first                 ? make_float2(0.f, 0.f)
-                      : has_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
-                                                              : factor_rows(kDeltaBeta),
-               of_unit = {-beta.x * unit.x, -beta.y * unit.y};
+  const float2 rho = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho),
+               beta = !tile.chunk_info->is_first_head           ? make_float2(0.f, 0.f)
+                      : is_dz_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
+                                                                : factor_rows(kDeltaBeta),
+               minus_beta_rho = {-beta.x * rho.x, -beta.y * rho.y};
   float2 beta_sums = {0.f, 0.f}, of_row = {0.f, 0.f};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -91,25 +91,25 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
       uint32_t(&with_col)[4] = Tiles::kHasNInRegisters ? left.at[col / kTileRows] : apart;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 unit_j =
+        const float2 rho_j =
             kHasNoFactors ? make_float2(1.f, 1.f) : chunk_factors.pair(kDeltaRho, col + 8 * i);
         float pair_terms[4], of_col[4], of_own[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int r = thread_row + j / 2 * 8, c = col + 8 * i + lane_col() + j % 2;
           const float x = c < r ? products.at[col / 8 + i][j] : 0.f,
-                      with_rho = x * (j % 2 == 0 ? unit_j.x : unit_j.y),
+                      with_rho = x * (j % 2 == 0 ? rho_j.x : rho_j.y),
                       with_m = with_rho * m.at[2 * block + i][j];
           (j < 2 ? beta_sums.x : beta_sums.y) += with_m;
           pair_terms[j] = c < (j < 2 ? token_row : token_row_below) ? with_m : 0.f;
           // fmaf(..., 0) makes zeros positive, because the two halves of a diagonal block are combined by a
           // bitwise or.
           of_col[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
-          of_own[j] = fmaf(x, j < 2 ? of_unit.x : of_unit.y, 0.f);
+          of_own[j] = fmaf(x, j < 2 ? minus_beta_rho.x : minus_beta_rho.y, 0.f);
         }
         round_half<T>(with_col, i, of_col);
         if (!kHasNoFactors) round_half<T>(with_row, i, of_own);
-        if (gated) add_pair_sums(of_row, cols + 4 * block + 2 * i, pair_terms, of_unit);
+        if (gated) add_pair_sums(of_row, cols + 4 * block + 2 * i, pair_terms, minus_beta_rho);
       }
       if (!Tiles::kHasNInRegisters && !kHasNoFactors)
         step_rows.store(inverse_block_index(coord.band, 2 * half + block), with_col);
@@ -119,10 +119,11 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
   }
   beta_sums = sum_over_rows(beta_sums);
   store_warp_rows(tile.sums->beta[GradientSizes<D>::kValueGroups], thread_row,
-                  {-unit.x * beta_sums.x, -unit.y * beta_sums.y});
+                  {-rho.x * beta_sums.x, -rho.y * beta_sums.y});
   if (gated) {
     of_row = sum_over_rows(of_row);
-    store_warp_rows(tile.finish_sums->row, thread_row, {of_unit.x * of_row.x, of_unit.y * of_row.y});
+    store_warp_rows(tile.finish_sums->row, thread_row,
+                    {minus_beta_rho.x * of_row.x, minus_beta_rho.y * of_row.y});
   }
 }
 
@@ -170,7 +171,7 @@ __device__ inline void compute_query_operands(const DeltaGradients& p, const War
       uint32_t with_token[4], with_row[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 unit_j =
+        const float2 rho_j =
             kHasNoFactors ? make_float2(1.f, 1.f) : chunk_factors.pair(kDeltaRho, col + 8 * i);
         float pair_terms[4], of_factor[4], of_rho[4];
 #pragma unroll
@@ -178,7 +179,7 @@ __device__ inline void compute_query_operands(const DeltaGradients& p, const War
           const int start = j < 2 ? first : first_below, r = col + 8 * i + lane_col() + j % 2;
           const float x = r < start + n ? products.at[col / 8 + i][j] : 0.f;
           of_factor[j] = (j < 2 ? factor.x : factor.y) * x;
-          of_rho[j] = (j % 2 == 0 ? unit_j.x : unit_j.y) * x;
+          of_rho[j] = (j % 2 == 0 ? rho_j.x : rho_j.y) * x;
           pair_terms[j] = r < start ? scores.at[2 * block + i][j] * of_rho[j] : 0.f;
         }
         round_half<T>(with_token, i, of_factor);

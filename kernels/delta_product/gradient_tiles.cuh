@@ -21,11 +21,11 @@ struct GradientSizes {
   static constexpr int kQueryGroup = kGroups == 1 ? 0 : 1;  // index of the warpgroup with dP
 };
 
-// Factors of the rows besides beta: none (every rho is 1, every L is 0), lengths (rho only), or any. A
-// template parameter, because run-time branches cost time and registers: n = 2, 4 x 4096 tokens, 16 heads of
-// 128, 380 us instead of 345.
+// Kinds of factors of the rows besides beta: none (every rho is 1, every L is 0), lengths (rho only), or any.
+// A template parameter, because run-time branches cost time and registers: n = 2, 4 x 4096 tokens, 16 heads
+// of 128, 380 us instead of 345.
 enum class Factors { none, lengths, any };
-// dP contains the scale in both of its products.
+// True if dP contains the scale in both of its products.
 template <typename T, Factors factors>
 constexpr bool kCanScaleDp = factors == Factors::none&& kHasFp32Range<T>;
 
@@ -71,8 +71,8 @@ struct ChunkInfo {
   TokenRange range;
   uint32_t number;  // index of chunk and memory head
   int head, output_head, rows;
-  bool first;        // first query head of the memory head
-  bool many_tokens;  // a chunk can have more than 32 tokens
+  bool is_first_head;  // first query head of the memory head
+  bool many_tokens;    // a chunk can have more than 32 tokens
   uint32_t origin;
 
   __device__ int bands() const { return many_tokens ? kChunkTiles : kChunkTiles / 2; }  // groups of 16 tokens
@@ -84,7 +84,7 @@ struct ChunkInfo {
   __device__ const T* state(const void* states, const DeltaShape& shape, int col) const {
     return state_at(static_cast<const T*>(states), shape, uint64_t{number}, col);
   }
-  // True if a token of 16 tokens reads a row of 16 rows.
+  // True if a token of tile `token_band` (16 tokens) reads a row of tile `row_band` (16 rows).
   __device__ static bool has_reads(int token_band, int row_band, int n) {
     return row_band < (token_band + 1) * n;
   }
@@ -131,7 +131,7 @@ struct GradientTiles {
   using Rows = BlockTile<T, D>;               // of k, q; 64 columns of a state
   using Values = BlockTile<T, Sizes::kSlab>;  // of G, do; of v, then Z, then U
   static constexpr int kStateBytes = Sizes::kValueGroups * Rows::kBytes;
-  static constexpr int kPreparedBytes = kDeltaHasInverseLo + 16;  // prepared data with the flags
+  static constexpr int kPreparedBytes = kDeltaHasInverseLoOffset + 16;  // prepared data with the flags
   static constexpr int kFactorBytes = kDeltaChunkRows * 4,
                        kPartialBytes = 2 * kDeltaChunkRows * kDeltaChunkRows * 4;
   // Sets of blocks of N and dP as operands, in the memory of S and dS.
@@ -147,7 +147,8 @@ struct GradientTiles {
       kSpillsDq ? kBlockSets * OperandBlocks::kBytes + kDqSpillBytes - kStateBytes - Values::kBytes : 0;
   static_assert(kDqSpillExtraBytes % 1024 == 0, "");
 
-  // Queries have memory of their own. Otherwise they replace dS or U, or lie below the half tile of do.
+  // True if queries have memory of their own. Otherwise they replace dS or U, or lie below the half tile of
+  // do.
   __host__ __device__ static constexpr bool has_queries(bool many_tokens) {
     return !kHasNInRegisters && (Sizes::kHasBothStates || (many_tokens && !OneSlab));
   }
@@ -158,7 +159,7 @@ struct GradientTiles {
            Sizes::kThreads * 4 + static_cast<int>(sizeof(GradientSums<D>)) + (OneSlab ? 0 : kPartialBytes);
   }
 
-  unsigned char *states, *gradients, *weights;
+  unsigned char *states, *gradients, *operand_data;
   Values u, g, dout;
   Rows k, q;
   unsigned char* prepared;
@@ -182,7 +183,7 @@ struct GradientTiles {
     g.data = reinterpret_cast<T*>(allocate(Values::kBytes));
     allocate(kDqSpillExtraBytes);
     u.data = reinterpret_cast<T*>(allocate(Values::kBytes));
-    weights = kHasNInRegisters ? reinterpret_cast<unsigned char*>(g.data) : states;
+    operand_data = kHasNInRegisters ? reinterpret_cast<unsigned char*>(g.data) : states;
     static_assert(kHasNInRegisters ||
                       kBlockSets * OperandBlocks::kBytes <=
                           (Sizes::kHasBothStates ? 2 : 1) * kStateBytes + (D == 64 ? Values::kBytes : 0),
@@ -215,10 +216,10 @@ struct GradientTiles {
   }
   __device__ Rows s(int col) const { return part(states, col); }
   __device__ Rows ds(int col) const { return part(gradients, col); }
-  __device__ OperandBlocks blocks(int i) const { return {weights + i * OperandBlocks::kBytes}; }
+  __device__ OperandBlocks blocks(int i) const { return {operand_data + i * OperandBlocks::kBytes}; }
   // Memory of the thread for dq; packs of 16 bytes.
   __device__ float4* dq_spill() const {
-    return reinterpret_cast<float4*>(weights + kBlockSets * OperandBlocks::kBytes) + threadIdx.x;
+    return reinterpret_cast<float4*>(operand_data + kBlockSets * OperandBlocks::kBytes) + threadIdx.x;
   }
 };
 

@@ -1,11 +1,13 @@
 // gradients: a block has a chunk and a query head. S is the state before the chunk, dS the gradient of the
 // state after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j}, M_ij = D_ij k_i . k_j (j < i),
-// and r, w, read as in the scan and reverse:
+// and r_t, w_j, read_j as in delta_product.h:
 //
-//     E_i  = v_i - a_i S^T k_i - sum_j M_ij U_j                       the residual (prediction error): U =
-//     beta E dv_i = beta_i G_i dbeta_i = G_i . E_i = G_i . (v_i - a_i S^T k_i) - sum_j M_ij G_i . U_j dP_tj =
-//     do_t . U_j      N_ij = -beta_i G_i . U_j (j < i) dq_t = r_t S do_t + sum_j scale rho_t rho_j e^{L_t -
-//     L_j} dP_tj k_j dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
+//     E_i = v_i - a_i S^T k_i - sum_j M_ij U_j          the residual (prediction error); U_i = beta_i E_i
+//     dv_i = beta_i G_i
+//     dbeta_i = G_i . E_i = G_i . (v_i - a_i S^T k_i) - sum_j M_ij G_i . U_j
+//     dP_tj = do_t . U_j          N_ij = -beta_i G_i . U_j (j < i)
+//     dq_t = r_t S do_t + sum_j scale rho_t rho_j e^{L_t - L_j} dP_tj k_j
+//     dk_j = w_j dS U_j - read_j S G_j + sum_t scale rho_t rho_j e^{L_t - L_j} dP_tj q_t
 //            + sum_{i<j} D_ji N_ji k_i + sum_{i>j} D_ij N_ij k_i
 //
 // With normalised q and k the components of dq parallel to q and of dk parallel to k are subtracted. The
@@ -16,18 +18,19 @@
 //
 // without the pairs of rows of the same token, on which no gate acts, plus <state after the chunk, dS>.
 //
-// If reverse has stored dv instead of G, the factor beta_i is omitted from N and dk, and dbeta_i is divided
+// If dz holds dv instead of G (is_dz_dv), the factor beta_i is omitted from N and dk, and dbeta_i is divided
 // by it.
 //
 // A warpgroup has half of the columns of D of dq and dk (at D = 64 all of them), and of each slab 64 columns
 // of U. The first warpgroup has N, the second (or the only one) dP. Loads are not pipelined within a block;
 // latency is hidden by the other resident blocks, so shared memory and registers are the limit: with one slab
 // four blocks at D = 64, two at D = 128.
-//   D = 64    Queries replace dS, and N K takes N from registers.
-//   D = 128   dS replaces S. Up to 32 queries are stored below the half tile of do, more replace U. With one
-//   slab dq is
-//             stored in the memory of G while N and dP are computed, because registers do not suffice
-//             (loading S again instead was a sixth of the global loads).
+//
+// At D = 64 queries replace dS, and N K takes N from registers.
+//
+// At D = 128 dS replaces S. Up to 32 queries are stored below the half tile of do, more replace U. With one
+// slab dq is stored in the memory of G while N and dP are computed, because registers do not suffice (loading
+// S again instead was a sixth of the global loads).
 #pragma once
 
 #include "delta_product/gradient_finish.cuh"
@@ -56,7 +59,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
     chunk_info.output_head = static_cast<int>(output_head);
     chunk_info.head = static_cast<int>(head);
     chunk_info.number = chunk_and_head;
-    chunk_info.first = output_head == head * grid.members.by;
+    chunk_info.is_first_head = output_head == head * grid.members.by;
     chunk_info.many_tokens = many_tokens;
     chunk_info.range = chunk_at(p.shape.tokens, chunk, grid.tokens, grid.sequence_chunks);
     chunk_info.rows = chunk_info.range.length * p.shape.n;
@@ -76,7 +79,7 @@ __device__ inline bool GradientBlock<T, D, OneSlab, factors>::start(const Gradie
   }
   has_tokens = many_tokens || coord.band < kChunkTiles / 2;
   has_values = Sizes::kValueGroups == Sizes::kGroups || coord.group < Sizes::kValueGroups;
-  has_state_dot = gated && chunk_info.first;
+  has_state_dot = gated && chunk_info.is_first_head;
   if (has_state_dot) state_dot_loads.load(p, chunk_info, 0);
   return true;
 }
@@ -120,7 +123,7 @@ cudaError_t launch_gradients_instance(const DeltaGradients& p, cudaStream_t stre
   constexpr auto kernel = gradients<T, D, OneSlab, factors>;
   using Tiles = GradientTiles<T, D, OneSlab>;
   static_assert(!OneSlab || Tiles::bytes(true) <= (D == 64 ? 56 : 113) * 1024,
-                "four blocks or two have 228 KB, of which each gives away one");
+                "four blocks or two share 228 KB, of which each reserves 1 KB");
   if (const cudaError_t error = allow_shared<kernel>(Tiles::bytes(true)); error != cudaSuccess) {
     return error;
   }

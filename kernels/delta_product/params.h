@@ -11,35 +11,35 @@ namespace girih::kernels::delta_product {
 
 // How one launch of the scan or of reverse covers the sequences: whole or cut into segments.
 struct ScanGrid {
-  // Tokens of a segment, a multiple of the tokens of a chunk; 0: sequences are not cut. With segments the
-  // initial states are those of the segments.
-  int64_t segment;
+  // Tokens of a segment, a multiple of the tokens of a chunk; 0: sequences are not cut.
+  int64_t segment_tokens;
   // The launch scans every segment on its own and stores nothing but end states. The scan has D more columns,
   // which start from the identity matrix with zero values and end as the transition of the segment. The first
-  // segment starts from the initial state of the sequence and has no transition; the others start from zero.
-  // The final states are [segments, H, D, V + D], in reverse [segments, H, D, V]. The last segment of a
-  // sequence is skipped.
+  // segment of a sequence starts from its initial state and has no transition; the others start from zero.
+  // The last segment is skipped. First and last are in the order of the launch: in reverse, the segment with
+  // the last tokens is the first. The final states are [segments, H, D, V + D], [segments, H, D, V] in
+  // reverse.
   bool is_local;
-  bool reverse;   // chunks from the last to the first
-  Divider heads;  // divides by H
-  // Sizes of a sequence if cu_seqlens is absent, so that a block finds its tokens without 64-bit divisions.
-  // Not read if cu_seqlens is present.
-  Divider segments;        // divides by the segments of a sequence; 1 if sequences are not cut
-  int64_t chunks;          // of a sequence
-  int64_t segment_chunks;  // of a segment, or of the sequence
+  bool reverse;          // chunks from the last to the first
+  Divider head_divider;  // divides by H
+  // The others belong to a sequence if cu_seqlens is absent, so that a block finds its tokens without 64-bit
+  // divisions. Not read if cu_seqlens is present.
+  Divider segment_divider;  // divides by the number of segments of a sequence; by 1 if sequences are not cut
+  int64_t chunks;           // chunks of a sequence
+  int64_t segment_chunks;   // chunks of a segment, or of the sequence if sequences are not cut
 
-  ScanGrid(const DeltaShape& shape, int64_t segment, bool reverse)
-      : segment(segment),
+  ScanGrid(const DeltaShape& shape, int64_t segment_tokens, bool reverse)
+      : segment_tokens(segment_tokens),
         is_local(false),
         reverse(reverse),
-        heads(std::max(shape.heads, 1)),
-        segments(segment == 0 ? 1 : divide_up(shape.tokens.tokens, segment)),
+        head_divider(std::max(shape.heads, 1)),
+        segment_divider(segment_tokens == 0 ? 1 : divide_up(shape.tokens.tokens, segment_tokens)),
         chunks(divide_up(shape.tokens.tokens, delta_chunk_tokens(shape.n))),
-        segment_chunks(segment == 0 ? chunks : segment / delta_chunk_tokens(shape.n)) {}
+        segment_chunks(segment_tokens == 0 ? chunks : segment_tokens / delta_chunk_tokens(shape.n)) {}
 };
 
 struct ScanParams {
-  DeltaScan scan;
+  DeltaScan problem;
   ScanGrid grid;
   int state_groups = 0;   // state warpgroups of a block of `scan`
   int stages = 0;         // ring of keys, values and prepared data
@@ -49,9 +49,10 @@ struct ScanParams {
 };
 
 struct ReverseParams {
-  DeltaReverse scan;
+  DeltaReverse problem;
   ScanGrid grid;
-  int stages = 0, state_stages = 0;
+  int stages = 0;        // ring of keys and prepared data, and as many of the ring of query heads
+  int state_stages = 0;  // ring of dS and dz of a chunk
 };
 
 // Columns of V of a state warpgroup: the M of its wgmma products.

@@ -2,7 +2,7 @@
 // a time; the loads of the next chunk overlap with the inversion of the current one.
 //
 //     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j (j < i)        rho_i = 1 / |k_i|, or 1
-//     read_i = beta_i rho_i e^{L_i}        write_i = rho_i e^{L_C - L_i}
+//     read_i = beta_i rho_i e^{L_i}        w_i = rho_i e^{L_C - L_i}
 //
 // With b, b_i . k_j replaces beta_i k_i . k_j, and beta_i is 1.
 //
@@ -17,7 +17,7 @@
 namespace girih::kernels::delta_product {
 
 // Blocks of a multiprocessor, limited by registers, or with b by shared memory.
-constexpr int prepare_blocks(bool read_keys) { return read_keys ? 2 : 4; }
+constexpr int prepare_blocks(bool has_b) { return has_b ? 2 : 4; }
 
 // Inclusive prefix sum over the lanes.
 __device__ inline double prefix_sum(double x) {
@@ -31,8 +31,8 @@ __device__ inline double prefix_sum(double x) {
 
 // Converts beta and the gates of a chunk from their own types. L is summed in fp64, because differences of L
 // are used. rho is set to 1, and to 0 for rows that do not exist.
-template <typename T, int Slabs, bool ReadKeys>
-__device__ inline void convert_rows(const DeltaPrepare& p, const PrepareStorage<T, Slabs, ReadKeys>& space,
+template <typename T, int Slabs, bool HasB>
+__device__ inline void convert_rows(const DeltaPrepare& p, const PrepareStorage<T, Slabs, HasB>& storage,
                                     const ChunkLoads<T>& chunk) {
   double log_before = 0;
 #pragma unroll
@@ -41,29 +41,29 @@ __device__ inline void convert_rows(const DeltaPrepare& p, const PrepareStorage<
     float log = 0.f;
     if (p.g.data != nullptr) {
       const float gate =
-          clamp_gate(convert_element(space.log_decay() + row, p.g.dtype, chunk.upper >> (half + 2) & 1));
+          clamp_gate(convert_element(storage.log_decay() + row, p.g.dtype, chunk.upper >> (half + 2) & 1));
       const double sum = log_before + prefix_sum(static_cast<double>(gate) * 1.4426950408889634);
       log_before = __shfl_sync(~0u, sum, 31);
       log = static_cast<float>(sum);
     }
-    space.beta()[row] =
-        ReadKeys ? 1.f : convert_element(space.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
-    space.log_decay()[row] = log;
-    space.rho()[row] = row < chunk.rows ? 1.f : 0.f;
+    storage.beta()[row] =
+        HasB ? 1.f : convert_element(storage.beta() + row, p.beta.dtype, chunk.upper >> half & 1);
+    storage.log_decay()[row] = log;
+    storage.rho()[row] = row < chunk.rows ? 1.f : 0.f;
   }
 }
 
 // K K^T, or B K^T, by slabs of 64 columns. After each slab the loads of a later slab start into its memory.
-template <typename T, int Slabs, bool ReadKeys>
+template <typename T, int Slabs, bool HasB>
 __device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const DeltaPrepare& p,
-                                     const PrepareStorage<T, Slabs, ReadKeys>& space,
+                                     const PrepareStorage<T, Slabs, HasB>& storage,
                                      const ChunkLoads<T>& chunk) {
   const int l = lane();
 #pragma unroll 1
   for (int slab = 0; slab * kSlab < p.shape.D; ++slab) {
     wait_copies<Slabs - 1>();
     __syncwarp();
-    const auto keys = space.keys(slab), read_keys = space.read_keys(slab);
+    const auto keys = storage.keys(slab), b_or_k = storage.b_or_k(slab);
 #pragma unroll 2
     for (int col = 0; col < kSlab; col += 16) {
       // B fragments are loaded by ldmatrix on their own: forming them from A fragments costs a third of the
@@ -72,7 +72,7 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const Delt
 #pragma unroll
       for (int i = 0; i < kChunkTiles; ++i) {
         uint32_t left[4];
-        load_block(left, read_keys, kTileRows * i, col);
+        load_block(left, b_or_k, kTileRows * i, col);
         ldmatrix(right[i], keys.address(kTileRows * i, col, (l & 7) + (l >> 4) * 8, (l >> 3 & 1) * 8));
 #pragma unroll
         for (int j = 0; j <= i; ++j) {
@@ -82,53 +82,54 @@ __device__ inline void multiply_keys(Block (&a)[kDeltaInverseBlocks], const Delt
       }
     }
     __syncwarp();
-    load_keys(p, space, chunk, slab + Slabs);
+    load_keys(p, storage, chunk, slab + Slabs);
   }
 }
 
 // rho_i from the diagonal of K K^T. A key of zeros has rho = 1: rho then scales the gradient only, and 1 /
 // sqrt(1e-6) = 1000 could overflow.
 template <class Storage>
-__device__ inline void compute_rho(const Storage& space, const Block (&a)[kDeltaInverseBlocks], int rows) {
+__device__ inline void compute_rho(const Storage& storage, const Block (&a)[kDeltaInverseBlocks], int rows) {
 #pragma unroll
   for (int i = 0; i < kDeltaChunkRows / 8; ++i) {
     const float(&block)[4] = a[inverse_block_index(i / 2, i / 2)].at[i % 2];
     const float square = lane() & 4 ? block[i % 2 * 2 + 1] : block[i % 2 * 2];
     const int at = 8 * i + lane_row();
     if (lane_col() == (lane_row() & ~1) && at < rows && square > 0.f) {
-      space.rho()[at] = rsqrtf(square + 1e-6f);
+      storage.rho()[at] = rsqrtf(square + 1e-6f);
     }
   }
   __syncwarp();
 }
 
-// Stores beta, read, write, L and rho of every row. Returns `has_dv` and that |beta| of the lane's rows is
-// large enough to divide by.
+// Stores the factors of every row. Returns `can_divide_by_beta` if |beta| of the lane's rows is large enough
+// to divide by, else false.
 template <class Storage>
-__device__ inline bool store_factors(float* chunk_factors, const Storage& space, int rows, bool has_dv) {
-  constexpr float kLeastStep = 0x1p-40f;
-  const float log_end = space.log_decay()[kDeltaChunkRows - 1];
+__device__ inline bool store_factors(float* chunk_factors, const Storage& storage, int rows,
+                                     bool can_divide_by_beta) {
+  constexpr float kMinBeta = 0x1p-40f;
+  const float log_end = storage.log_decay()[kDeltaChunkRows - 1];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = half * 32 + lane();
-    const float beta = space.beta()[row], log = space.log_decay()[row], unit = space.rho()[row];
-    has_dv = has_dv && (row >= rows || fabsf(beta) >= kLeastStep);
+    const float beta = storage.beta()[row], log = storage.log_decay()[row], rho = storage.rho()[row];
+    can_divide_by_beta = can_divide_by_beta && (row >= rows || fabsf(beta) >= kMinBeta);
     chunk_factors[kDeltaBeta * kDeltaChunkRows + row] = beta;
-    chunk_factors[kDeltaReadFactor * kDeltaChunkRows + row] = beta * unit * exp2_fast(log);
-    chunk_factors[kDeltaWriteFactor * kDeltaChunkRows + row] = unit * exp2_fast(log_end - log);
+    chunk_factors[kDeltaReadFactor * kDeltaChunkRows + row] = beta * rho * exp2_fast(log);
+    chunk_factors[kDeltaWriteFactor * kDeltaChunkRows + row] = rho * exp2_fast(log_end - log);
     chunk_factors[kDeltaLogDecay * kDeltaChunkRows + row] = log;
-    chunk_factors[kDeltaRho * kDeltaChunkRows + row] = unit;
+    chunk_factors[kDeltaRho * kDeltaChunkRows + row] = rho;
   }
-  return has_dv;
+  return can_divide_by_beta;
 }
 
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Below the diagonal blocks, L_i - L_j is
 // a sum of three differences, each at most 0: L_i minus L at the first row of the block row, that minus L at
 // the last row of the block column, and that minus L_j.
 template <class Storage>
-__device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Storage& space, bool gated,
+__device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Storage& storage, bool gated,
                                          bool unit) {
-  const float *const beta = space.beta(), *const log = space.log_decay(), *const rho = space.rho();
+  const float *const beta = storage.beta(), *const log = storage.log_decay(), *const rho = storage.rho();
 #pragma unroll
   for (int i = 0; i < kChunkTiles; ++i) {
     const int row = kTileRows * i + lane_row();
@@ -205,14 +206,14 @@ __device__ inline bool has_repeated_keys(const Block (&a)[kDeltaInverseBlocks], 
   return sum_over_col(sum) > 0.6f * rows;
 }
 
-template <typename T, int Slabs, bool ReadKeys>
-__global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
+template <typename T, int Slabs, bool HasB>
+__global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(HasB))
     prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider sequence_chunks) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const DeltaShape& shape = p.shape;
   const int warp = warp_index();
-  using Storage = PrepareStorage<T, Slabs, ReadKeys>;
-  const Storage space{shared + warp * Storage::kBytes};
+  using Storage = PrepareStorage<T, Slabs, HasB>;
+  const Storage storage{shared + warp * Storage::kBytes};
   const int tokens = delta_chunk_tokens(shape.n);
   const int64_t chunk_count = token_range_count(shape.tokens, tokens);
   const bool gated = p.g.data != nullptr;
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
                  heads = shape.heads;
   const ChunkHead step = {warps / heads, static_cast<int>(warps % heads)};
   ChunkHead next = {first / heads, static_cast<int>(first % heads)};
-  ChunkLoads<T> chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
+  ChunkLoads<T> chunk = start_chunk_loads(p, storage, next, chunk_count, sequence_chunks);
 #pragma unroll 1
   while (next.chunk < chunk_count) {
     const ChunkHead chunk_head = next;
@@ -230,39 +231,39 @@ __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(ReadKeys))
 #pragma unroll
     for (int i = 0; i < kDeltaInverseBlocks; ++i) fill(a[i], 0.f);
     if (rows > 0) {
-      if (Slabs == 1) prefetch_keys<ReadKeys>(p, chunk);
+      if (Slabs == 1) prefetch_keys<HasB>(p, chunk);
       wait_copies<Slabs>();
-      convert_rows(p, space, chunk);
-      multiply_keys(a, p, space, chunk);
+      convert_rows(p, storage, chunk);
+      multiply_keys(a, p, storage, chunk);
     }
     next.advance(step, shape.heads);
     if (rows == 0) {
-      chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
+      chunk = start_chunk_loads(p, storage, next, chunk_count, sequence_chunks);
       continue;
     }
-    if (shape.unit) compute_rho(space, a, rows);
+    if (shape.unit) compute_rho(storage, a, rows);
 
     unsigned char* const out = static_cast<unsigned char*>(p.prepared) +
                                (chunk_head.chunk * shape.heads + chunk_head.head) * kDeltaPreparedBytes;
-    bool has_dv = store_factors(reinterpret_cast<float*>(out + kDeltaInverseBytes), space, rows,
-                                kHasFp32Range<T> && !gated && !shape.unit);
-    apply_row_factors(a, space, gated, shape.unit);
+    bool can_divide_by_beta = store_factors(reinterpret_cast<float*>(out + kDeltaInverseBytes), storage, rows,
+                                            kHasFp32Range<T> && !gated && !shape.unit);
+    apply_row_factors(a, storage, gated, shape.unit);
     const bool has_inverse_lo = has_repeated_keys(a, rows);
-    has_dv = __all_sync(~0u, has_dv);
+    can_divide_by_beta = __all_sync(~0u, can_divide_by_beta);
     if (lane() == 0) {
-      *reinterpret_cast<float*>(out + kDeltaHasInverseLo) = has_inverse_lo;
-      *reinterpret_cast<float*>(out + kDeltaHasDv) = has_dv;
+      *reinterpret_cast<float*>(out + kDeltaHasInverseLoOffset) = has_inverse_lo;
+      *reinterpret_cast<float*>(out + kDeltaCanDivideByBetaOffset) = can_divide_by_beta;
     }
     __syncwarp();
-    chunk = start_chunk_loads(p, space, next, chunk_count, sequence_chunks);
-    invert(a, space, InverseOutput<T>{out, has_inverse_lo});
+    chunk = start_chunk_loads(p, storage, next, chunk_count, sequence_chunks);
+    invert(a, storage, InverseOutput<T>{out, has_inverse_lo});
   }
 }
 
-template <typename T, int Slabs, bool ReadKeys>
+template <typename T, int Slabs, bool HasB>
 cudaError_t launch_prepare_instance(const DeltaPrepare& p, cudaStream_t stream) {
-  constexpr auto kKernel = prepare<T, Slabs, ReadKeys>;
-  constexpr int kBytes = PrepareStorage<T, Slabs, ReadKeys>::kBlockBytes;
+  constexpr auto kKernel = prepare<T, Slabs, HasB>;
+  constexpr int kBytes = PrepareStorage<T, Slabs, HasB>::kBlockBytes;
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
   const int64_t jobs = token_range_count(p.shape.tokens, delta_chunk_tokens(p.shape.n)) * p.shape.heads;
   if (jobs == 0) return cudaSuccess;

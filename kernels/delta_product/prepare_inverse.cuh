@@ -33,7 +33,7 @@ struct InverseOutput {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 back = unpack_pair<T>(block.at[0][m]);
-      to[kDeltaInverseLo / 4 + 32 * m] =
+      to[kDeltaInverseLoOffset / 4 + 32 * m] =
           pack_pair<T>(x.at[m / 2][m % 2 * 2] - back.x, x.at[m / 2][m % 2 * 2 + 1] - back.y);
     }
   }
@@ -43,7 +43,7 @@ struct InverseOutput {
 // column of blocks l / 8 and l / 8 + 4, and stores it as a row. The order of the stored rows is 0, 2, 4, 6,
 // 1, 3, 5, 7, so that loads of pairs have no bank conflicts.
 template <class Storage>
-__device__ inline void invert_8x8_blocks(const Storage& space) {
+__device__ inline void invert_8x8_blocks(const Storage& storage) {
   const int column = lane() % kSubstitutionRows;
   float columns[2][kSubstitutionRows];
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ inline void invert_8x8_blocks(const Storage& space) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const float* const row =
-          space.substitution_block(lane() / kSubstitutionRows + 4 * b) + i * kSubstitutionRows;
+          storage.substitution_block(lane() / kSubstitutionRows + 4 * b) + i * kSubstitutionRows;
       float even = column == i ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
       for (int j = 0; j < i; j += 4) {
@@ -67,8 +67,9 @@ __device__ inline void invert_8x8_blocks(const Storage& space) {
   __syncwarp();
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    auto* const to = reinterpret_cast<float4*>(space.substitution_block(lane() / kSubstitutionRows + 4 * b) +
-                                               (column / 2 + column % 2 * 4) * kSubstitutionRows);
+    auto* const to =
+        reinterpret_cast<float4*>(storage.substitution_block(lane() / kSubstitutionRows + 4 * b) +
+                                  (column / 2 + column % 2 * 4) * kSubstitutionRows);
     to[0] = {columns[b][0], columns[b][1], columns[b][2], columns[b][3]};
     to[1] = {columns[b][4], columns[b][5], columns[b][6], columns[b][7]};
   }
@@ -78,7 +79,7 @@ __device__ inline void invert_8x8_blocks(const Storage& space) {
 // Returned as A fragments, as they are and transposed.
 template <class Storage, typename T>
 __device__ inline void join_8x8_blocks(Split (&x)[kChunkTiles], Split (&x_transposed)[kChunkTiles],
-                                       const Block (&n)[kDeltaInverseBlocks], const Storage& space,
+                                       const Block (&n)[kDeltaInverseBlocks], const Storage& storage,
                                        const InverseOutput<T>& out, int i) {
   Block block_x[2];
   Parts upper[2], left[2], lower[2];
@@ -87,7 +88,7 @@ __device__ inline void join_8x8_blocks(Split (&x)[kChunkTiles], Split (&x_transp
     Block& block = block_x[b];
     fill(block, 0.f);
     const float* const first =
-        space.substitution_block(2 * (i + b)) + lane() % 4 * kSubstitutionRows + lane_row();
+        storage.substitution_block(2 * (i + b)) + lane() % 4 * kSubstitutionRows + lane_row();
     const float* const second = first + kSubstitutionRows * kSubstitutionRows;
 #pragma unroll
     for (int y = 0; y < 2; ++y) {
@@ -116,22 +117,22 @@ __device__ inline void join_8x8_blocks(Split (&x)[kChunkTiles], Split (&x_transp
 
 // Inverts I - N; the warp has the blocks of N on and below the diagonal in registers.
 template <class Storage, typename T>
-__device__ inline void invert(const Block (&n)[kDeltaInverseBlocks], const Storage& space,
+__device__ inline void invert(const Block (&n)[kDeltaInverseBlocks], const Storage& storage,
                               const InverseOutput<T>& out) {
   // 8 x 8 blocks
 #pragma unroll
   for (int i = 0; i < kDeltaChunkRows / kSubstitutionRows; ++i) {
     const float* const two = n[inverse_block_index(i / 2, i / 2)].at[i % 2] + i % 2 * 2;
-    reinterpret_cast<float2*>(space.substitution_block(i))[lane()] = {two[0], two[1]};
+    reinterpret_cast<float2*>(storage.substitution_block(i))[lane()] = {two[0], two[1]};
   }
   __syncwarp();
-  invert_8x8_blocks(space);
+  invert_8x8_blocks(storage);
   __syncwarp();
 
   // 16 x 16 blocks, two diagonal blocks at a time
   Split x[kChunkTiles], x_transposed[kChunkTiles];
 #pragma unroll
-  for (int i = 0; i < kChunkTiles; i += 2) join_8x8_blocks(x, x_transposed, n, space, out, i);
+  for (int i = 0; i < kChunkTiles; i += 2) join_8x8_blocks(x, x_transposed, n, storage, out, i);
 
   // 32 x 32 blocks
   const Split s10 = split(split_product(x_transposed[0], split(n[inverse_block_index(1, 0)]))),

@@ -16,29 +16,30 @@ constexpr int kSubstitutionRows = 8;  // rows of the blocks of forward substitut
 // slab of b. Only one slab is kept: with two, three blocks instead of four fit on a multiprocessor, and later
 // slabs wait in the L2 cache. For D <= 64, Slabs is 2 although there is only one slab: that code needs fewer
 // registers.
-template <typename T, int Slabs, bool ReadKeys = false>
+template <typename T, int Slabs, bool HasB = false>
 struct PrepareStorage {
   using Keys = SharedTile<T, kDeltaChunkRows, kSlab>;
-  static constexpr bool kReadKeys = ReadKeys;
+  static constexpr bool kHasB = HasB;
   static constexpr int kVectorBytes = kDeltaChunkRows * 4;
-  static constexpr int kSmallBytes = kSubstitutionRows * kSubstitutionRows * 4;
-  static constexpr int kKeys = 3 * kVectorBytes + kDeltaChunkRows / kSubstitutionRows * kSmallBytes;
-  static constexpr int kBytes = kKeys + (ReadKeys ? 2 : 1) * Keys::kBytes;
+  static constexpr int kSubstitutionBytes = kSubstitutionRows * kSubstitutionRows * 4;
+  static constexpr int kKeysOffset =
+      3 * kVectorBytes + kDeltaChunkRows / kSubstitutionRows * kSubstitutionBytes;
+  static constexpr int kBytes = kKeysOffset + (HasB ? 2 : 1) * Keys::kBytes;
   static constexpr int kBlockBytes = kPrepareWarps * kBytes;
 
   unsigned char* data;
 
   __device__ Keys keys(int slab) const {
-    return {reinterpret_cast<T*>(data + kKeys + slab % Slabs * Keys::kBytes)};
+    return {reinterpret_cast<T*>(data + kKeysOffset + slab % Slabs * Keys::kBytes)};
   }
-  __device__ Keys read_keys(int slab) const {
-    return ReadKeys ? Keys{reinterpret_cast<T*>(data + kKeys + Keys::kBytes)} : keys(slab);
+  __device__ Keys b_or_k(int slab) const {
+    return HasB ? Keys{reinterpret_cast<T*>(data + kKeysOffset + Keys::kBytes)} : keys(slab);
   }
   __device__ float* beta() const { return reinterpret_cast<float*>(data); }
   __device__ float* log_decay() const { return reinterpret_cast<float*>(data + kVectorBytes); }
   __device__ float* rho() const { return reinterpret_cast<float*>(data + 2 * kVectorBytes); }
   __device__ float* substitution_block(int block) const {
-    return reinterpret_cast<float*>(data + 3 * kVectorBytes + block * kSmallBytes);
+    return reinterpret_cast<float*>(data + 3 * kVectorBytes + block * kSubstitutionBytes);
   }
 };
 
@@ -77,7 +78,7 @@ __device__ inline float convert_element(const float* at, DType dtype, bool upper
 // The chunk and head whose loads a warp has started.
 template <typename T>
 struct ChunkLoads {
-  const T *keys, *read_keys;
+  const T *keys, *b;
   int rows = 0;        // 0: the chunk does not exist or has no tokens
   uint32_t upper = 0;  // is_upper of the lane's rows l and l + 32: bits 0 and 1 for beta, 2 and 3 for gates
 };
@@ -109,19 +110,19 @@ __device__ inline void start_keys(const Keys& keys, const T* first, int64_t stri
   }
 }
 template <class Storage, typename T>
-__device__ inline void load_keys(const DeltaPrepare& p, const Storage& space, const ChunkLoads<T>& chunk,
+__device__ inline void load_keys(const DeltaPrepare& p, const Storage& storage, const ChunkLoads<T>& chunk,
                                  int slab) {
   if (slab * kSlab < p.shape.D && chunk.rows > 0) {
-    start_keys(space.keys(slab), chunk.keys, p.k.stride[1], chunk.rows, p.shape.D, slab);
-    if (Storage::kReadKeys) {
-      start_keys(space.read_keys(slab), chunk.read_keys, p.b.stride[1], chunk.rows, p.shape.D, slab);
+    start_keys(storage.keys(slab), chunk.keys, p.k.stride[1], chunk.rows, p.shape.D, slab);
+    if (Storage::kHasB) {
+      start_keys(storage.b_or_k(slab), chunk.b, p.b.stride[1], chunk.rows, p.shape.D, slab);
     }
   }
   commit_copies();
 }
 
 // Prefetches the slabs after the first to the L2 cache.
-template <bool ReadKeys, typename T>
+template <bool HasB, typename T>
 __device__ inline void prefetch_keys(const DeltaPrepare& p, const ChunkLoads<T>& chunk) {
 #pragma unroll
   for (int row = lane(); row < kDeltaChunkRows; row += 32) {
@@ -130,7 +131,7 @@ __device__ inline void prefetch_keys(const DeltaPrepare& p, const ChunkLoads<T>&
 #pragma unroll 1
     for (int col = kSlab; col < p.shape.D; col += kSlab) {
       prefetch(from + col);
-      if (ReadKeys) prefetch(chunk.read_keys + row * p.b.stride[1] + col);
+      if (HasB) prefetch(chunk.b + row * p.b.stride[1] + col);
     }
   }
 }
@@ -149,9 +150,9 @@ struct ChunkHead {
 
 // Starts the loads of beta, of the gates and of the first slabs of keys of a chunk, into the memory of the
 // previous chunk.
-template <typename T, int Slabs, bool ReadKeys>
+template <typename T, int Slabs, bool HasB>
 __device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
-                                                  const PrepareStorage<T, Slabs, ReadKeys>& space,
+                                                  const PrepareStorage<T, Slabs, HasB>& storage,
                                                   const ChunkHead& chunk_head, int64_t chunk_count,
                                                   const Divider& sequence_chunks) {
   const int n = p.shape.n;
@@ -162,27 +163,27 @@ __device__ inline ChunkLoads<T> start_chunk_loads(const DeltaPrepare& p,
     const int64_t batch = range.sequence.batch, first_row = range.start * n;
     chunk.rows = range.length * n;
     chunk.keys = at<T>(p.k, batch, first_row, chunk_head.head / p.shape.key_share, 0);
-    if (ReadKeys) chunk.read_keys = at<T>(p.b, batch, first_row, chunk_head.head, 0);
+    if (HasB) chunk.b = at<T>(p.b, batch, first_row, chunk_head.head, 0);
     if (chunk.rows > 0) {  // else no thread waits for the copies
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = half * 32 + lane();
         const bool exists = row < chunk.rows;
-        if (!ReadKeys) {
+        if (!HasB) {
           const int64_t beta = offset_of(p.beta, batch, first_row + row, chunk_head.head);
-          copy_element_async(space.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
+          copy_element_async(storage.beta() + row, p.beta.data, p.beta.dtype, beta, exists);
           chunk.upper |= is_upper(p.beta.data, beta) << half;
         }
         if (p.g.data == nullptr) continue;
         const int64_t gate = offset_of(p.g, batch, range.start + row / n, chunk_head.head);
-        copy_element_async(space.log_decay() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
+        copy_element_async(storage.log_decay() + row, p.g.data, p.g.dtype, gate, exists && row % n == 0);
         chunk.upper |= is_upper(p.g.data, gate) << (half + 2);
       }
     }
   }
   commit_copies();
 #pragma unroll 1
-  for (int slab = 0; slab < Slabs; ++slab) load_keys(p, space, chunk, slab);
+  for (int slab = 0; slab < Slabs; ++slab) load_keys(p, storage, chunk, slab);
   return chunk;
 }
 

@@ -9,13 +9,13 @@
 
 namespace girih::kernels::delta_product {
 
-constexpr int kTileRows = 16;  // rows of one warp of a product
+constexpr int kTileRows = 16;  // rows of a warp in a product
 constexpr int kChunkTiles = kDeltaChunkRows / kTileRows;
 
 // Index of block (i, j) of X, j <= i, among the ten blocks.
 __host__ __device__ constexpr int inverse_block_index(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// The factors of the rows of a chunk, in shared memory (enum DeltaFactor).
+// The factors of the rows of a chunk, in shared memory; `kind` is a DeltaFactor.
 struct ChunkFactors {
   const float* data;
 
@@ -39,16 +39,19 @@ struct RowFactorFragment {
   }
 };
 
-// The prepared data of a chunk and head, in shared memory; the rounding errors of X stay in global memory.
+// The prepared data of a chunk and head, in shared memory with the offsets of global memory; the rounding
+// errors of X stay in global memory.
 struct Prepared {
   const unsigned char* data;
 
   // Block (i, j) of X as an A fragment.
   __device__ void load(uint32_t (&x)[4], int i, int j) const { ldmatrix(x, block(i, j)); }
   __device__ bool has_inverse_lo() const {
-    return *reinterpret_cast<const float*>(data + kDeltaHasInverseLo) != 0.f;
+    return *reinterpret_cast<const float*>(data + kDeltaHasInverseLoOffset) != 0.f;
   }
-  __device__ bool has_dv() const { return *reinterpret_cast<const float*>(data + kDeltaHasDv) != 0.f; }
+  __device__ bool can_divide_by_beta() const {
+    return *reinterpret_cast<const float*>(data + kDeltaCanDivideByBetaOffset) != 0.f;
+  }
   __device__ ChunkFactors chunk_factors() const {
     return {reinterpret_cast<const float*>(data + kDeltaInverseBytes)};
   }
@@ -69,35 +72,39 @@ __device__ inline const unsigned char* prepared_at(const void* prepared, const D
   return prepared_at(prepared, chunk * shape.heads + head);
 }
 
-// Factors may move from one operand to another before rounding: bf16 has the exponent range of fp32. In fp16
-// small elements would lose digits.
+// True if a factor may move from one operand of a product to the other before rounding: bf16 has the exponent
+// range of fp32, while small elements of fp16 lose digits.
 template <typename T>
 constexpr bool kHasFp32Range = std::is_same_v<T, __nv_bfloat16>;
-// True if reverse stores dv = beta G in place of G. p: the arguments of reverse or of gradients.
+// True if the dz of the chunk holds dv = beta G, else it holds G. p: the arguments of reverse or of
+// gradients.
 template <typename T, class Params>
-__device__ inline bool has_dv(const Params& p, const Prepared& prepared) {
-  return kHasFp32Range<T> && p.in_place && prepared.has_dv();
+__device__ inline bool is_dz_dv(const Params& p, const Prepared& prepared) {
+  return kHasFp32Range<T> && p.in_place && prepared.can_divide_by_beta();
 }
 
 // Loads the rounding errors of block (i, j) of X.
 __device__ inline void load_inverse_lo(uint32_t (&x)[4], const unsigned char* prepared, int i, int j) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    x[m] = reinterpret_cast<const uint32_t*>(prepared + kDeltaInverseLo + inverse_block_index(i, j) * 512 +
-                                             m * 128)[lane()];
+    x[m] = reinterpret_cast<const uint32_t*>(prepared + kDeltaInverseLoOffset +
+                                             inverse_block_index(i, j) * 512 + m * 128)[lane()];
   }
 }
 
-// X in shared memory in the layout of wgmma's B operand without swizzle. Rows 0 to 31 come first, then rows
-// 32 to 63; each half is stored by 16 columns, including the zero blocks right of the diagonal that complete
-// squares of 32. Of 16 columns the four 8 x 8 matrices of the first 8 columns come first, then the four of
-// the other 8.
+// X in shared memory in the layout of wgmma's B operand without swizzle: 8 x 8 matrices of 128 bytes, in the
+// order
+//     rows 0 to 31, then rows 32 to 63         (a product has N = 32)
+//       2 groups of 16 columns, or then 4      (the zero blocks (0, 1) and (2, 3) are stored too)
+//         8 columns, then the other 8
+//           four matrices of 8 rows
 struct InverseTile {
   static constexpr int kBytes = 12 * 512;
   static constexpr int kColumnStride = 512;  // bytes from the first 8 of 16 columns to the other 8
 
   const unsigned char* data;
 
+  // Byte offset of block (i, j), j < 2 (i / 2 + 1).
   __host__ __device__ static constexpr int block(int i, int j) {
     return 2048 * (i / 2) + 1024 * j + 256 * (i % 2);
   }

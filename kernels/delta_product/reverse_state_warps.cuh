@@ -6,20 +6,21 @@
 
 namespace girih::kernels::delta_product {
 
-// Starts S^T += a Q with a = (r * dO)^T, the columns of the warp.
-template <int Bands, typename T, int D, int Rows>
-__device__ inline void start_queries(State<D>& s, AFragment<Bands>& a, const QueryStage<T, D, Rows>& query,
-                                     int warp) {
+// Starts dS^T += (r * dO)^T Q for the columns of the warp. `weighted_dout`: receives (r * dO)^T.
+template <int TokenTiles, typename T, int D, int Rows>
+__device__ inline void start_query_update(State<D>& s, AFragment<TokenTiles>& weighted_dout,
+                                          const QueryStage<T, D, Rows>& query, int warp) {
 #pragma unroll
-  for (int b = 0; b < Bands; ++b) {
-    load_scaled_transposed<T>(a.at[b], query.dout(), 16 * warp, kTileRows * b, query.read() + kTileRows * b);
+  for (int t = 0; t < TokenTiles; ++t) {
+    load_scaled_transposed<T>(weighted_dout.at[t], query.dout(), 16 * warp, kTileRows * t,
+                              query.query_factors() + kTileRows * t);
   }
   fence_state(s);
 #pragma unroll
-  for (int b = 0; b < Bands; ++b) {
+  for (int t = 0; t < TokenTiles; ++t) {
 #pragma unroll
     for (int i = 0; i < State<D>::kSlabs; ++i) {
-      wgmma_start<T>(s.slab[i], a.at[b], query.q(), 64 * i, kTileRows * b);
+      wgmma_start<T>(s.slab[i], weighted_dout.at[t], query.q(), 64 * i, kTileRows * t);
     }
   }
   wgmma_commit();
@@ -27,8 +28,8 @@ __device__ inline void start_queries(State<D>& s, AFragment<Bands>& a, const Que
 
 // G^T += dU^T X with mma of single warps; load(x, i, j) loads block (i, j) of X, transposed.
 template <typename T, class Load>
-__device__ inline void add_transposed_solution(ChunkAccumulator& g, const AFragment<kChunkTiles>& du,
-                                               const Load& load) {
+__device__ inline void add_transposed_inverse_product(ChunkAccumulator& g, const AFragment<kChunkTiles>& du,
+                                                      const Load& load) {
 #pragma unroll
   for (int i = 0; i < kChunkTiles; ++i) {
 #pragma unroll
@@ -41,10 +42,11 @@ __device__ inline void add_transposed_solution(ChunkAccumulator& g, const AFragm
   }
 }
 
-// Starts G^T = dU^T X.
+// Starts G^T = dU^T X. X is lower triangular, so columns 32 to 63 of G^T, g[1], have terms from rows 32 to 63
+// of X only. The first product of each half clears the half.
 template <typename T>
-__device__ inline void start_transposed_solution(ChunkAccumulator& g, const AFragment<kChunkTiles>& du,
-                                                 const InverseTile& x) {
+__device__ inline void start_transposed_inverse_product(ChunkAccumulator& g, const AFragment<kChunkTiles>& du,
+                                                        const InverseTile& x) {
   wgmma_fence();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const auto matrices = [&](int i, int half) {
@@ -58,39 +60,41 @@ __device__ inline void start_transposed_solution(ChunkAccumulator& g, const AFra
   for (int i = 1; i < kChunkTiles; ++i) wgmma_mma<T, Major::mn, 32>(g[0].at, du.at[i], matrices(i, 0));
 #else
   fill(g[0], 0.f), fill(g[1], 0.f);
-  add_transposed_solution<T>(g, du,
-                             [&](uint32_t(&block)[4], int i, int j) { x.load_transposed(block, i, j); });
+  add_transposed_inverse_product<T>(
+      g, du, [&](uint32_t(&block)[4], int i, int j) { x.load_transposed(block, i, j); });
 #endif
   wgmma_commit();
 }
 
-// G^T += dU^T E, E the rounding errors of X.
+// G^T += dU^T X_lo, X_lo the rounding errors of X.
 template <typename T>
-__device__ inline void add_inverse_lo_transposed(ChunkAccumulator& g, const AFragment<kChunkTiles>& du,
-                                                 const unsigned char* prepared) {
-  add_transposed_solution<T>(g, du, [&](uint32_t(&x)[4], int i, int j) {
+__device__ inline void add_transposed_inverse_lo_product(ChunkAccumulator& g,
+                                                         const AFragment<kChunkTiles>& du,
+                                                         const unsigned char* prepared) {
+  add_transposed_inverse_product<T>(g, du, [&](uint32_t(&x)[4], int i, int j) {
     load_inverse_lo(x, prepared, i, j);
 #pragma unroll
     for (int m = 0; m < 4; ++m) x[m] = transpose_pairs(x[m]);
   });
 }
 
-// y_j <- values_j + w_j y_j, 16 rows j at a time. If `LoadsRows`, load(j) loads values_j here.
+// y_j <- du_local_j + w_j y_j, 16 rows j at a time. With `LoadsRows`, load() loads these rows of du_local
+// just before their use.
 template <typename T, bool LoadsRows, class Load>
-__device__ inline void add_weighted_rows(Accumulator<8>& y, const RowFactorFragment& write,
-                                         const ColumnFragments& values, const Load& load) {
+__device__ inline void add_du_local(Accumulator<8>& y, const RowFactorFragment& write_factors,
+                                    const ColumnFragments& du_local, const Load& load) {
 #pragma unroll
   for (int j = 0; j < kChunkTiles; ++j) {
     if (LoadsRows) load(j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float(&of)[4] = y.at[2 * j + half];
-      const float2 by = write.at[2 * j + half];
+      float(&x)[4] = y.at[2 * j + half];
+      const float2 by = write_factors.at[2 * j + half];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 value = unpack_pair<T>(values[j][2 * half + i]);
-        of[2 * i] = fmaf(by.x, of[2 * i], value.x);
-        of[2 * i + 1] = fmaf(by.y, of[2 * i + 1], value.y);
+        const float2 term = unpack_pair<T>(du_local[j][2 * half + i]);
+        x[2 * i] = fmaf(by.x, x[2 * i], term.x);
+        x[2 * i + 1] = fmaf(by.y, x[2 * i + 1], term.y);
       }
     }
   }
@@ -98,8 +102,8 @@ __device__ inline void add_weighted_rows(Accumulator<8>& y, const RowFactorFragm
 
 // Stores dv or G. (Selecting a reference would place both in local memory.)
 template <class Tile>
-__device__ inline void store_update(const Tile& tile, bool stores_dv, const AFragment<kChunkTiles>& dv,
-                                    const AFragment<kChunkTiles>& g, int warp) {
+__device__ inline void store_dz(const Tile& tile, bool stores_dv, const AFragment<kChunkTiles>& dv,
+                                const AFragment<kChunkTiles>& g, int warp) {
   if (stores_dv) {
     store_transposed(tile, dv, warp);
   } else {
@@ -107,59 +111,64 @@ __device__ inline void store_update(const Tile& tile, bool stores_dv, const AFra
   }
 }
 
-__device__ inline void wait_for_queries(ReverseBarriers& barriers, const PipelineState& query_pipe) {
+__device__ inline void wait_for_query_stage(ReverseBarriers& barriers, const PipelineState& query_pipe) {
   wait(&barriers.query_factors_full[query_pipe.stage], query_pipe.phase);
   fence_async_proxy();
 }
 
-template <typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool HasB>
 __device__ inline void run_reverse_state_warps(const ReverseParams& params, const BlockWork& work,
-                                               const ReverseStorage<T, D, Rows, ReadKeys>& space, int warp) {
+                                               const ReverseStorage<T, D, Rows, HasB>& storage, int warp) {
   constexpr bool kHasAllSlabs = RoundedState<T, D>::kHasAllSlabs;
-  const DeltaReverse& p = params.scan;
+  const DeltaReverse& p = params.problem;
   const int group = p.shape.output_heads / p.shape.heads, first_col = work.col + 16 * warp;
-  const bool stores_states = !params.grid.is_local;
-  ReverseBarriers& barriers = space.barriers();
+  const bool has_output = !params.grid.is_local;  // stores dS and dz of every chunk
+  ReverseBarriers& barriers = storage.barriers();
   State<D> s;  // dS^T
   load_initial_state(s, p.shape, params.grid, work, first_col, p.initial);
   RoundedState<T, D> rounded;
   rounded.set(s);
 
-  PipelineState key_pipe, query_pipe, state_pipe, du_pipe;
-  ColumnFragments values;
-  const auto load_values = [&](int j) {
-    load_block_transposed(values[j], space.du(du_pipe.stage), 16 * warp, 16 * j);
+  PipelineState key_pipe, query_pipe, state_pipe, du_local_pipe;
+  ColumnFragments du_local;
+  const auto load_du_local = [&](int j) {
+    load_block_transposed(du_local[j], storage.du_local(du_local_pipe.stage), 16 * warp, 16 * j);
   };
   const auto wait_for_stage = [&] {
     wait(&barriers.full[key_pipe.stage], key_pipe.phase);
-    wait_for_queries(barriers, query_pipe);
+    wait_for_query_stage(barriers, query_pipe);
   };
   if (work.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = work.chunks - 1; c >= 0; --c) {
-    const auto stage = space.stage(key_pipe.stage);
+    const auto stage = storage.stage(key_pipe.stage);
     const Prepared prepared = stage.prepared();
     const ChunkFactors chunk_factors = prepared.chunk_factors();
 
     // Y^T = dS^T K^T; with gates dS decays during the product.
     Accumulator<8> y;
     rounded.start_read(y, s, stage.k());
-    const RowFactorFragment write(chunk_factors, kDeltaWriteFactor);
-    if (stores_states) {
+    const RowFactorFragment write_factors(chunk_factors, kDeltaWriteFactor);
+    if (has_output) {
       wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
-      rounded.store(s, space.state(state_pipe.stage), warp);
+      rounded.store(s, storage.state(state_pipe.stage), warp);
       arrive_warp(&barriers.state_full[state_pipe.stage]);
     }
-    // The products of S are complete. Without this wait the compiler would wait for Y before it uses S.
+    // At most Y is in flight: the products of dS are complete since the previous chunk. Without this wait the
+    // compiler would wait for Y before it uses dS.
     wait_state<1>(s);
     if (p.gated) scale(s, exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1)));
     const bool has_inverse_lo = prepared.has_inverse_lo();
 
     // dS^T += (r * dO)^T Q for every query head; the product of the last one overlaps with the wait for Y.
-    // All query heads come before the wait for dU, because query heads may outnumber the stages.
+    // All query heads come before the wait for du_local: the intra-chunk warps need all query heads to
+    // complete du_local, and a query stage is free only after these warps have read it. If query heads
+    // outnumber the stages, the opposite order is a deadlock.
     AFragment<Rows / kTileRows> weighted_dout;
-    const auto add_queries = [&] { start_queries(s, weighted_dout, space.query(query_pipe.stage), warp); };
-    const auto release_queries = [&] {
+    const auto add_query_update = [&] {
+      start_query_update(s, weighted_dout, storage.query(query_pipe.stage), warp);
+    };
+    const auto release_query_stage = [&] {
       wait_state<0>(s);
       keep_registers(weighted_dout);
       arrive_warp(&barriers.query_empty[query_pipe.stage]);
@@ -167,48 +176,50 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     };
 #pragma unroll 1
     for (int member = 1; member < group; ++member) {
-      add_queries();
-      release_queries();
-      wait_for_queries(barriers, query_pipe);
+      add_query_update();
+      release_query_stage();
+      wait_for_query_stage(barriers, query_pipe);
     }
-    add_queries();
-    wait(&barriers.du_full[du_pipe.stage], du_pipe.phase);
+    add_query_update();
+    wait(&barriers.du_local_full[du_local_pipe.stage], du_local_pipe.phase);
 #pragma unroll
     for (int j = 0; j < kChunkTiles; ++j) {
-      if (kHasAllSlabs) load_values(j);
+      if (kHasAllSlabs) load_du_local(j);
     }
     wgmma_wait<kHasAllSlabs ? 1 : 0>(y);
     rounded.keep();
 
-    // dU_j += w_j Y_j
-    add_weighted_rows<T, !kHasAllSlabs>(y, write, values, load_values);
-    arrive_warp(&barriers.du_empty[du_pipe.stage]);
-    du_pipe.next(kReverseDuStages);
+    // dU_j = du_local_j + w_j Y_j
+    add_du_local<T, !kHasAllSlabs>(y, write_factors, du_local, load_du_local);
+    arrive_warp(&barriers.du_local_empty[du_local_pipe.stage]);
+    du_local_pipe.next(kReverseDuLocalStages);
     AFragment<kChunkTiles> du;
     round_to_a_fragment<T>(du, y);
 
     // G^T = dU^T X
     ChunkAccumulator g;
-    start_transposed_solution<T>(g, du, stage.inverse());
-    const RowFactorFragment read(chunk_factors, kDeltaReadFactor);
+    start_transposed_inverse_product<T>(g, du, stage.inverse());
+    const RowFactorFragment read_factors(chunk_factors, kDeltaReadFactor);
     wgmma_wait<0>(g[0], g[1]);
     keep_registers(du);
-    release_queries();
+    release_query_stage();
     if (__builtin_expect(has_inverse_lo, false)) {
-      add_inverse_lo_transposed<T>(g, du, prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
+      add_transposed_inverse_lo_product<T>(g, du,
+                                           prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K, or B. The output is G, or dv where dv = read * G.
+    // dS^T <- dS^T - (read * G)^T K, or B. dz is G, or dv: without gates and l2norm_qk, dv = beta * G is
+    // read * G, the operand `update`.
     AFragment<kChunkTiles> rounded_g, update;
-    const bool stores_dv = has_dv<T>(p, prepared);
-    if (stores_states && !stores_dv) round_to_a_fragment<T>(rounded_g, g);
-    scale_chunk_rows(g, [&](int row) { return read.at[row / 8]; });
+    const bool stores_dv = is_dz_dv<T>(p, prepared);
+    if (has_output && !stores_dv) round_to_a_fragment<T>(rounded_g, g);
+    scale_chunk_rows(g, [&](int row) { return read_factors.at[row / 8]; });
     round_to_a_fragment<T>(update, g);
-    start_update<T, -1>(s, update, space.read_keys(key_pipe.stage));
-    if (stores_states) {
-      wait(&barriers.update_empty[state_pipe.stage], state_pipe.phase ^ 1);
-      store_update(space.update(state_pipe.stage), stores_dv, update, rounded_g, warp);
-      arrive_warp(&barriers.update_full[state_pipe.stage]);
+    start_update<T, -1>(s, update, storage.b_or_k(key_pipe.stage));
+    if (has_output) {
+      wait(&barriers.dz_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      store_dz(storage.dz(state_pipe.stage), stores_dv, update, rounded_g, warp);
+      arrive_warp(&barriers.dz_full[state_pipe.stage]);
       state_pipe.next(params.state_stages);
     }
     uint64_t* const empty_barrier = &barriers.empty[key_pipe.stage];

@@ -1,4 +1,4 @@
-// The kernel of the scan, chunk after chunk:
+// The kernel of the scan, chunk after chunk; the letters are those of delta_product.h:
 //
 //     Y = K S        Z_i = beta_i v_i - read_i Y_i        U = X Z        S <- e^{L_C} S + K^T (w * U)
 //     Y = B S        with b in place of beta k
@@ -19,11 +19,11 @@
 
 namespace girih::kernels::delta_product {
 
-template <typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool HasB>
 __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     scan(const __grid_constant__ ScanParams params) {
   using Roles = ScanRoles<D, Rows>;
-  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, HasB>;
   using Registers = ScanRegisters<D, Rows>;
   // The registers of all warpgroups do not exceed the registers at launch.
   static_assert(Roles::kStateGroups * Registers::kState + Roles::kOutputGroups * Registers::kOutput +
@@ -31,16 +31,16 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
                 launch_registers(Roles::kThreads));
   extern __shared__ __align__(1024) unsigned char shared[];
   BlockWork work;
-  if (!find_work(params.scan.shape, params.grid, blockIdx.x, work, 0, params.state_groups)) return;
+  if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, params.state_groups)) return;
   BlockWork second;
   bool has_second = false;
   if constexpr (Roles::kStateGroups == 2) {
     has_second =
-        params.state_groups == 2 && find_work(params.scan.shape, params.grid, blockIdx.x, second, 1, 2);
+        params.state_groups == 2 && find_work(params.problem.shape, params.grid, blockIdx.x, second, 1, 2);
   }
-  const Storage space{shared, params.stages, params.state_stages, params.output_groups};
+  const Storage storage{shared, params.stages, params.state_stages, params.output_groups};
   if (threadIdx.x == 0) {
-    ScanBarriers& barriers = space.barriers();
+    ScanBarriers& barriers = storage.barriers();
     for (int i = 0; i < params.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoadWarps);
       init_barrier(&barriers.proxy_full[i], arrival_count(1));
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     for (int i = 0; i < params.state_stages; ++i) {
       init_barrier(&barriers.state_full[i], arrival_count(Roles::kStateGroupWarps));
       init_barrier(&barriers.update_full[i], arrival_count(Roles::kStateGroupWarps));
-      init_barrier(
-          &barriers.state_empty[i],
-          arrival_count(Roles::kOutputGroupWarps + (params.scan.states == nullptr ? 0 : Roles::kStoreWarps)));
+      init_barrier(&barriers.state_empty[i],
+                   arrival_count(Roles::kOutputGroupWarps +
+                                 (params.problem.states == nullptr ? 0 : Roles::kStoreWarps)));
     }
   }
   __syncthreads();
@@ -62,10 +62,10 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     if constexpr (Roles::kStateGroups == 2) {
       const bool is_second = warp >= Roles::kStateGroupWarps;
       if (is_second && !has_second) return;
-      return run_state_warps(params, is_second ? second : work, space, is_second,
+      return run_state_warps(params, is_second ? second : work, storage, is_second,
                              warp % Roles::kStateGroupWarps);
     } else {
-      return run_state_warps(params, work, space, 0, warp);
+      return run_state_warps(params, work, storage, 0, warp);
     }
   }
   if constexpr (Rows == kStateOnly) {
@@ -79,28 +79,28 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
                 warp_of_group = output_warp % Roles::kOutputGroupWarps;
       setmaxnreg_dec<Registers::kOutput>();
       if constexpr (Rows == Storage::kTokens) {
-        return run_transposed_output_warps<false>(params, work, space, output_group, warp_of_group);
+        return run_transposed_output_warps<false>(params, work, storage, output_group, warp_of_group);
       } else {
-        return run_output_warps<false>(params, work, space, output_group, warp_of_group);
+        return run_output_warps<false>(params, work, storage, output_group, warp_of_group);
       }
     }
     setmaxnreg_dec<Registers::kOther>();
-    if (other == 0) return store_states<T>(params, work, space);
-    if (other == 1) return fence_stages(params, work, space);
+    if (other == 0) return store_states<T>(params, work, storage);
+    if (other == 1) return fence_stages(params, work, storage);
   }
-  load_stages<T, D>(params, work, space, true, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
+  load_stages<T, D>(params, work, storage, true, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
 }
 
 // Minimal shared memory of a block in bytes.
-template <typename T, int D, bool ReadKeys = false>
+template <typename T, int D, bool HasB = false>
 constexpr int scan_min_bytes() {
-  return std::max(ScanStorage<T, D, kDeltaChunkRows, ReadKeys>::bytes(1, 1, 1),
-                  ScanStorage<T, D, kDeltaChunkRows / 2, ReadKeys>::bytes(1, 1, 1));
+  return std::max(ScanStorage<T, D, kDeltaChunkRows, HasB>::bytes(1, 1, 1),
+                  ScanStorage<T, D, kDeltaChunkRows / 2, HasB>::bytes(1, 1, 1));
 }
 
-template <typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool HasB>
 cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t stream) {
-  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
+  using Storage = ScanStorage<T, D, Rows, HasB>;
   ScanParams params = base_params;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
@@ -124,16 +124,16 @@ cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t str
     if (params.stages == 0) fit_stages(1, 1);
   }
   if (params.stages < 1) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t error = allow_shared<scan<T, D, Rows, ReadKeys>>(limit); error != cudaSuccess)
+  if (const cudaError_t error = allow_shared<scan<T, D, Rows, HasB>>(limit); error != cudaSuccess)
     return error;
   // 1 x 32768 tokens, 8 heads of 128: 94 us instead of 122.
   params.state_groups = ScanRoles<D, Rows>::kStateGroups == 2 &&
-                                count_local_groups(params.scan.shape, params.grid) > kMultiprocessors
+                                count_local_groups(params.problem.shape, params.grid) > kMultiprocessors
                             ? 2
                             : 1;
-  const int64_t blocks = block_count(params.scan.shape, params.grid, params.state_groups);
+  const int64_t blocks = block_count(params.problem.shape, params.grid, params.state_groups);
   if (blocks == 0) return cudaSuccess;
-  if constexpr (D == 64 && Rows != kStateOnly && !ReadKeys) {  // D = 128 uses scan_fused in one block
+  if constexpr (D == 64 && Rows != kStateOnly && !HasB) {  // D = 128 uses scan_fused in one block
     bool can = false;
     if (blocks <= kMultiprocessors / 2 && params.stages >= kClusterOutputGroups &&
         Storage::bytes(params.stages, kClusterOutputGroups, kClusterOutputGroups) <= limit) {
@@ -142,25 +142,25 @@ cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t str
     }
     if (can) return launch_scan_cluster<T, D, Rows>(params, blocks, limit, stream);
   }
-  if constexpr (D == 128 && Rows != kStateOnly && !ReadKeys) {
+  if constexpr (D == 128 && Rows != kStateOnly && !HasB) {
     bool launched = false;
     const cudaError_t error = try_launch_fused<T, D, Rows>(params, limit, stream, launched);
     if (launched || error != cudaSuccess) return error;
   }
   const int bytes = Storage::bytes(params.stages, params.state_stages, params.output_groups);
-  return launch_grid<scan<T, D, Rows, ReadKeys>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, params);
+  return launch_grid<scan<T, D, Rows, HasB>>(blocks, ScanRoles<D, Rows>::kThreads, bytes, stream, params);
 }
 
-template <typename T, int D, bool ReadKeys>
+template <typename T, int D, bool HasB>
 cudaError_t launch_scan_by_rows(const ScanParams& params, cudaStream_t stream) {
-  if (params.grid.is_local) return launch_scan_instance<T, D, kStateOnly, ReadKeys>(params, stream);
-  return has_many_tokens(delta_chunk_tokens(params.scan.shape.n))
-             ? launch_scan_instance<T, D, kDeltaChunkRows, ReadKeys>(params, stream)
-             : launch_scan_instance<T, D, kDeltaChunkRows / 2, ReadKeys>(params, stream);
+  if (params.grid.is_local) return launch_scan_instance<T, D, kStateOnly, HasB>(params, stream);
+  return has_many_tokens(delta_chunk_tokens(params.problem.shape.n))
+             ? launch_scan_instance<T, D, kDeltaChunkRows, HasB>(params, stream)
+             : launch_scan_instance<T, D, kDeltaChunkRows / 2, HasB>(params, stream);
 }
 template <typename T, int D>
 cudaError_t launch_scan(const ScanParams& params, cudaStream_t stream) {
-  if (params.scan.b.data == nullptr) return launch_scan_by_rows<T, D, false>(params, stream);
+  if (params.problem.b.data == nullptr) return launch_scan_by_rows<T, D, false>(params, stream);
   if constexpr (D <= kDeltaChannelBetaMaxWidth) return launch_scan_by_rows<T, D, true>(params, stream);
   return cudaErrorInvalidValue;
 }

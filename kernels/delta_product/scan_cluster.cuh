@@ -15,26 +15,26 @@ namespace girih::kernels::delta_product {
 
 constexpr int kClusterOutputGroups = 3;
 static_assert(kClusterOutputGroups <= kMaxStages && kClusterOutputGroups <= kMaxStateStages,
-              "a place for each");
+              "every output warpgroup has a stage of each ring");
 
 // A warp of block 0 copies S and U to block 1 as soon as they are stored.
 template <typename T, int D, int Rows>
 __device__ inline void send_states(const BlockWork& work, int state_stages,
-                                   const ScanStorage<T, D, Rows>& space) {
+                                   const ScanStorage<T, D, Rows>& storage) {
   using Storage = ScanStorage<T, D, Rows>;
-  ScanBarriers& barriers = space.barriers();
+  ScanBarriers& barriers = storage.barriers();
   PipelineState state_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
     if (lane() == 0)
-      copy_to_remote(space.state(state_pipe.stage).data, Storage::State::kBytes,
+      copy_to_remote(storage.state(state_pipe.stage).data, Storage::State::kBytes,
                      &barriers.state_full[state_pipe.stage], 1);
     __syncwarp();
     wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
     __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
     if (lane() == 0)
-      copy_to_remote(space.update(state_pipe.stage).data, Storage::Update::kBytes,
+      copy_to_remote(storage.update(state_pipe.stage).data, Storage::Update::kBytes,
                      &barriers.update_full[state_pipe.stage], 1);
     __syncwarp();
     state_pipe.next(state_stages);
@@ -44,14 +44,14 @@ __device__ inline void send_states(const BlockWork& work, int state_stages,
 // Selects the role of a warp in either block.
 template <typename T, int D, int Rows>
 __device__ inline void run_cluster_block(const ScanParams& params, const BlockWork& work,
-                                         const ScanStorage<T, D, Rows>& space, bool has_output) {
+                                         const ScanStorage<T, D, Rows>& storage, bool has_output) {
   using Roles = ScanRoles<D, Rows>;
   using Registers = ScanRegisters<D, Rows>;
   const int warp = warp_index(),
             other = warp - Roles::kStateGroupWarps - Roles::kOutputGroups * Roles::kOutputGroupWarps;
   if (warp < Roles::kStateGroupWarps && !has_output) {
     setmaxnreg_inc<Registers::kState>();
-    return run_state_warps(params, work, space, 0, warp);
+    return run_state_warps(params, work, storage, 0, warp);
   }
   if (other < 0) {
     static_assert(kClusterOutputGroups * Roles::kOutputGroupWarps ==
@@ -61,22 +61,22 @@ __device__ inline void run_cluster_block(const ScanParams& params, const BlockWo
     const int output_group = warp / Roles::kOutputGroupWarps, warp_of_group = warp % Roles::kOutputGroupWarps;
     setmaxnreg_dec<Registers::kOutput>();
     if (!has_output) {
-      if (warp == Roles::kStateGroupWarps) send_states(work, params.state_stages, space);
+      if (warp == Roles::kStateGroupWarps) send_states(work, params.state_stages, storage);
       return;
     }
     if constexpr (Rows == ScanStorage<T, D, Rows>::kTokens) {
-      return run_transposed_output_warps<true>(params, work, space, output_group, warp_of_group);
+      return run_transposed_output_warps<true>(params, work, storage, output_group, warp_of_group);
     } else {
-      return run_output_warps<true>(params, work, space, output_group, warp_of_group);
+      return run_output_warps<true>(params, work, storage, output_group, warp_of_group);
     }
   }
   setmaxnreg_dec<Registers::kOther>();
   if (other == 0) {
-    if (!has_output) store_states<T>(params, work, space);
+    if (!has_output) store_states<T>(params, work, storage);
   } else if (other == 1) {
-    fence_stages(params, work, space);
+    fence_stages(params, work, storage);
   } else {
-    load_stages<T, D>(params, work, space, !has_output, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
+    load_stages<T, D>(params, work, storage, !has_output, threadIdx.x - (Roles::kThreads - 32 * kLoadWarps));
   }
 }
 
@@ -86,11 +86,11 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   using Roles = ScanRoles<D, Rows>;
   extern __shared__ __align__(1024) unsigned char shared[];
   BlockWork work;
-  if (!find_work(params.scan.shape, params.grid, blockIdx.x / 2, work)) return;
+  if (!find_work(params.problem.shape, params.grid, blockIdx.x / 2, work)) return;
   const bool has_output = cluster_rank() == 1;
-  const ScanStorage<T, D, Rows> space{shared, params.stages, params.state_stages, params.output_groups};
+  const ScanStorage<T, D, Rows> storage{shared, params.stages, params.state_stages, params.output_groups};
   if (threadIdx.x == 0) {
-    ScanBarriers& barriers = space.barriers();
+    ScanBarriers& barriers = storage.barriers();
     for (int i = 0; i < params.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoadWarps);
       init_barrier(&barriers.proxy_full[i], arrival_count(1));
@@ -100,14 +100,14 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     for (int i = 0; i < params.state_stages; ++i) {
       init_barrier(&barriers.state_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
       init_barrier(&barriers.update_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
-      init_barrier(
-          &barriers.state_empty[i],
-          Roles::kOutputGroupWarps + (params.scan.states == nullptr ? 0 : arrival_count(Roles::kStoreWarps)));
+      init_barrier(&barriers.state_empty[i],
+                   Roles::kOutputGroupWarps +
+                       (params.problem.states == nullptr ? 0 : arrival_count(Roles::kStoreWarps)));
     }
     fence_barrier_init();
   }
   cluster_sync();
-  run_cluster_block(params, work, space, has_output);
+  run_cluster_block(params, work, storage, has_output);
   // A block must not exit while the other block accesses its shared memory.
   cluster_sync();
 }

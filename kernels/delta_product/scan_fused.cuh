@@ -5,20 +5,20 @@
 //     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
 //
 // so they do not go through shared memory. The time of a chunk is the instruction time of the state warps (a
-// product with its A operand in registers blocks its warps). Producer warpgroups therefore compute all that
-// does not depend on S, for chunks round-robin: P, and the factors of X in
+// product with its A operand in registers blocks its warps). Intra-chunk warpgroups therefore compute all
+// that does not depend on S, for chunks round-robin: P, and the factors of X in
 //
-//     U = Xb (v - r Y)        Xb = X diag(beta), r_i = rho_i e^{L_i}
+//     U = Xb (v - a Y)        Xb = X diag(beta), a_i = rho_i e^{L_i}
 //
 // The other warps load queries and store outputs, store states, and load keys and values. (n = 2, 4 x 4096
 // tokens, 16 heads, no gates: 135 us instead of 163 by output warps, which read S and U from shared memory.)
-// A block has one state warpgroup and two producer warpgroups. If the GPU is full (has_two_state_groups), a
-// block has two state warpgroups with 64 columns of V each and one producer warpgroup: both use the same
+// A block has one state warpgroup and two intra-chunk warpgroups. If the GPU is full (has_two_state_groups),
+// a block has two state warpgroups with 64 columns of V each and one intra-chunk warpgroup: both use the same
 // loads and scores, and the products of one run while the other waits.
 #pragma once
 
+#include "delta_product/fused_intra_chunk_warps.cuh"
 #include "delta_product/fused_load_store_warps.cuh"
-#include "delta_product/fused_producer_warps.cuh"
 #include "delta_product/fused_state_warps.cuh"
 #include "tile/launch.h"
 #include "tile/segments.h"
@@ -33,17 +33,17 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
   using Storage = FusedStorage<T, D, Rows, StateGroups>;
   extern __shared__ __align__(1024) unsigned char shared[];
   BlockWork work;
-  if (!find_work(params.scan.shape, params.grid, blockIdx.x, work, 0, StateGroups)) return;
-  const Storage space{shared, params.stages, params.query_stages, params.state_stages};
-  FusedBarriers& barriers = space.barriers();
+  if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, StateGroups)) return;
+  const Storage storage{shared, params.stages, params.query_stages, params.state_stages};
+  FusedBarriers& barriers = storage.barriers();
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.stages; ++i) {
       init_barrier(&barriers.full[i], 32 * kLoadWarps);
       init_barrier(&barriers.empty[i], arrival_count(Roles::kStateWarps));
     }
     for (int i = 0; i < params.query_stages; ++i) {
-      init_barrier(&barriers.query_full[i], params.scan.states == nullptr ? 64 : 32);
-      init_barrier(&barriers.scores_full[i], arrival_count(Roles::kProducerGroupWarps));
+      init_barrier(&barriers.query_full[i], params.problem.states == nullptr ? 64 : 32);
+      init_barrier(&barriers.scores_full[i], arrival_count(Roles::kIntraChunkGroupWarps));
       init_barrier(&barriers.query_empty[i], arrival_count(Roles::kStateWarps));
       init_barrier(&barriers.output_full[i], arrival_count(Roles::kStateWarps));
     }
@@ -53,23 +53,25 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
     }
   }
   __syncthreads();
-  const int warp = warp_index(), producer = warp - Roles::kStateWarps,
-            other = producer - Roles::kProducerGroups * Roles::kProducerGroupWarps;
-  if (producer < 0) {
+  const int warp = warp_index(), intra_chunk_warp = warp - Roles::kStateWarps,
+            other = intra_chunk_warp - Roles::kIntraChunkGroups * Roles::kIntraChunkGroupWarps;
+  if (intra_chunk_warp < 0) {
     setmaxnreg_inc<Roles::kStateRegisters>();
-    return run_fused_state_warps<HasFactors>(params, work, space, warp);
+    return run_fused_state_warps<HasFactors>(params, work, storage, warp);
   }
   if (other < 0) {
-    setmaxnreg_dec<Roles::kProducerRegisters>();
-    return run_fused_producer_warps<HasFactors>(params, work, space, producer / Roles::kProducerGroupWarps,
-                                                producer % Roles::kProducerGroupWarps);
+    setmaxnreg_dec<Roles::kIntraChunkRegisters>();
+    return run_fused_intra_chunk_warps<HasFactors>(params, work, storage,
+                                                   intra_chunk_warp / Roles::kIntraChunkGroupWarps,
+                                                   intra_chunk_warp % Roles::kIntraChunkGroupWarps);
   }
   setmaxnreg_dec<Roles::kOtherRegisters>();
-  // If no states are stored, both of these warps serve tokens.
-  if (other < 2 && params.scan.states == nullptr) return run_fused_token_warps<2>(params, work, space, other);
-  if (other == 0) return run_fused_store_warp(params, work, space);
-  if (other == 1) return run_fused_token_warps<1>(params, work, space, 0);
-  run_fused_load_warp(params, work, space, other - 2);
+  // If no states are stored, the store warp of the states is a second token warp.
+  if (other < 2 && params.problem.states == nullptr)
+    return run_fused_token_warps<2>(params, work, storage, other);
+  if (other == 0) return run_fused_store_warp(params, work, storage);
+  if (other == 1) return run_fused_token_warps<1>(params, work, storage, 0);
+  run_fused_load_warp(params, work, storage, other - 2);
 #endif
 }
 
@@ -78,17 +80,17 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
 // us instead of 430 with prepare; 8 x 8192 tokens, 16 heads, with gates: 484 instead of 497). With segments
 // it is false: some blocks of packed sequences are empty, so the number of waves is unknown.
 inline bool has_two_state_groups(const ScanParams& params, bool has_factors) {
-  const DeltaShape& shape = params.scan.shape;
+  const DeltaShape& shape = params.problem.shape;
   const int64_t blocks = block_count(shape, params.grid);
   const int hundredths = has_factors && shape.n == 1 ? 194 : 175;
-  return params.grid.segment == 0 && column_groups(shape.V) % 2 == 0 &&
+  return params.grid.segment_tokens == 0 && column_groups(shape.V) % 2 == 0 &&
          hundredths * divide_up(blocks / 2, kMultiprocessors) <= 100 * divide_up(blocks, kMultiprocessors);
 }
 
 // Chooses the largest rings that fit, with at least as many stages of queries as of keys. False if none fits.
 template <class Storage>
 inline bool fit_fused_stages(ScanParams& params, int limit) {
-  params.state_stages = params.scan.states == nullptr ? 0 : Storage::kStateGroups == 1 ? 2 : 1;
+  params.state_stages = params.problem.states == nullptr ? 0 : Storage::kStateGroups == 1 ? 2 : 1;
   for (params.stages = kMaxStages; params.stages > 1; --params.stages) {
     for (params.query_stages = kMaxQueryStages; params.query_stages >= std::max(params.stages, 3);
          --params.query_stages) {
@@ -102,7 +104,7 @@ template <typename T, int D, int Rows, bool HasFactors, int StateGroups>
 cudaError_t launch_fused(const ScanParams& params, int limit, cudaStream_t stream) {
   const int bytes =
       FusedStorage<T, D, Rows, StateGroups>::bytes(params.stages, params.query_stages, params.state_stages);
-  const int64_t blocks = block_count(params.scan.shape, params.grid, StateGroups);
+  const int64_t blocks = block_count(params.problem.shape, params.grid, StateGroups);
   return launch_kernel<scan_fused<T, D, Rows, HasFactors, StateGroups>>(
       params, blocks, FusedRoles<StateGroups>::kThreads, bytes, stream, limit);
 }
@@ -111,14 +113,14 @@ cudaError_t launch_fused(const ScanParams& params, int limit, cudaStream_t strea
 // `launched`.
 template <typename T, int D, int Rows>
 cudaError_t try_launch_fused(ScanParams params, int limit, cudaStream_t stream, bool& launched) {
-  const DeltaShape& shape = params.scan.shape;
+  const DeltaShape& shape = params.problem.shape;
   if (shape.heads != shape.output_heads) return cudaSuccess;
   bool can = false;
   if (const cudaError_t error = has_warpgroups<scan_fused<T, D, Rows, false, 1>>(can);
       error != cudaSuccess || !can) {
     return error;
   }
-  const bool has_factors = params.scan.gated || shape.unit;
+  const bool has_factors = params.problem.gated || shape.unit;
   if (has_two_state_groups(params, has_factors) &&
       fit_fused_stages<FusedStorage<T, D, Rows, 2>>(params, limit)) {
     launched = true;

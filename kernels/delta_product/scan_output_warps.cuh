@@ -24,8 +24,8 @@ __device__ inline float2 inverse_lengths(const AFragment<K>& q) {
   return {rsqrtf(sum_over_row(square.x) + 1e-6f), rsqrtf(sum_over_row(square.y) + 1e-6f)};
 }
 
-// P from scores q_t . k_j, for 16 tokens from `first` on. factor: scale rho_t, log: L_t, both of the lane's
-// two rows.
+// P from scores q_t . k_j, for 16 tokens from `first` on: multiplies by the factors, and clears the rows j of
+// tokens after t. factor: scale rho_t, log: L_t, both of the lane's two tokens.
 __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFactors& chunk_factors, int n,
                                            int first, bool has_factors, float2 factor, float2 log) {
   const int visible_to_all = (first + 1) * n, visible = (first + kTileRows) * n;
@@ -36,12 +36,12 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
 #pragma unroll
       for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
         float(&x)[4] = scores.at[i];
-        const float2 before = chunk_factors.pair(kDeltaLogDecay, 8 * i),
-                     unit = chunk_factors.pair(kDeltaRho, 8 * i);
-        x[0] *= factor.x * unit.x * exp2_fast(log.x - before.x);
-        x[1] *= factor.x * unit.y * exp2_fast(log.x - before.y);
-        x[2] *= factor.y * unit.x * exp2_fast(log.y - before.x);
-        x[3] *= factor.y * unit.y * exp2_fast(log.y - before.y);
+        const float2 row_log = chunk_factors.pair(kDeltaLogDecay, 8 * i),
+                     rho = chunk_factors.pair(kDeltaRho, 8 * i);
+        x[0] *= factor.x * rho.x * exp2_fast(log.x - row_log.x);
+        x[1] *= factor.x * rho.y * exp2_fast(log.x - row_log.y);
+        x[2] *= factor.y * rho.x * exp2_fast(log.y - row_log.x);
+        x[3] *= factor.y * rho.y * exp2_fast(log.y - row_log.y);
       }
     }
   } else {
@@ -61,21 +61,21 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
   }
 }
 
-template <bool Cluster, typename T, int D, int Rows, bool ReadKeys>
+template <bool Cluster, typename T, int D, int Rows, bool HasB>
 __device__ inline void run_output_warps(const ScanParams& params, const BlockWork& work,
-                                        const ScanStorage<T, D, Rows, ReadKeys>& space, int output_group,
+                                        const ScanStorage<T, D, Rows, HasB>& storage, int output_group,
                                         int warp) {
   if (output_group >= params.output_groups || output_group >= work.chunks) return;
   // The next scores are computed while an output is stored, if registers suffice for both. (Across the end of
   // the loop the compiler would insert a wait after each wgmma.)
   constexpr bool kPrefetchScores = D == 64;
-  const DeltaScan& p = params.scan;
-  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
+  const DeltaScan& p = params.problem;
+  using Storage = ScanStorage<T, D, Rows, HasB>;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads,
             cols = p.shape.V - work.col;
   const int first = kTileRows * warp, row = first + lane_row();
   const bool has_factors = p.gated || p.shape.unit;  // else every factor but the scale is 1
-  ScanBarriers& barriers = space.barriers();
+  ScanBarriers& barriers = storage.barriers();
   PipelineState key_pipe, state_pipe;
   if (output_group > 0)
     key_pipe.skip(output_group, params.stages), state_pipe.skip(output_group, params.state_stages);
@@ -84,7 +84,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
 
   // A warp loads its own rows of q as soon as the previous rows are in registers; the two load warps are
   // busy.
-  const auto query_tile = space.query(output_group, warp);
+  const auto query_tile = storage.query(output_group, warp);
   const auto load_query = [&](int chunk, int member) {
     if (chunk < work.chunks) {
       const TileCopier<32, typename Storage::Query> rows(
@@ -107,7 +107,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
     __syncwarp();
     member + 1 < group ? load_query(chunk, member + 1) : load_query(chunk + params.output_groups, 0);
     wgmma_fence();
-    wgmma_start_transposed<T, false>(scores, q, space.stage(key_pipe.stage).k());
+    wgmma_start_transposed<T, false>(scores, q, storage.stage(key_pipe.stage).k());
     wgmma_commit();
   };
   load_query(output_group, 0);
@@ -118,20 +118,20 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       const bool last = member + 1 == group;
-      const ChunkFactors chunk_factors = space.stage(key_pipe.stage).prepared().chunk_factors();
+      const ChunkFactors chunk_factors = storage.stage(key_pipe.stage).prepared().chunk_factors();
       if (member == 0) {
         wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
         fence_async_proxy();
       }
       Accumulator<8> o;
       wgmma_fence();
-      wgmma_start_transposed<T, false>(o, q, space.state(state_pipe.stage));
+      wgmma_start_transposed<T, false>(o, q, storage.state(state_pipe.stage));
       wgmma_commit();
 
       float2 factor = {p.shape.scale, p.shape.scale};  // scale rho_t
       if (p.shape.unit) {
-        const float2 unit = inverse_lengths<T>(q);
-        factor.x *= unit.x, factor.y *= unit.y;
+        const float2 rho = inverse_lengths<T>(q);
+        factor.x *= rho.x, factor.y *= rho.y;
       }
       const float2 log = {chunk_factors.element(kDeltaLogDecay, min(row * n, kDeltaChunkRows - 1)),
                           chunk_factors.element(kDeltaLogDecay, min((row + 8) * n, kDeltaChunkRows - 1))};
@@ -148,7 +148,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
         fence_async_proxy();
       }
       wgmma_fence(o);
-      wgmma_start_transposed<T>(o, masked_scores, space.update(state_pipe.stage));
+      wgmma_start_transposed<T>(o, masked_scores, storage.update(state_pipe.stage));
       wgmma_commit();
       if (last) key_pipe.skip(params.output_groups, params.stages);
       const int next_chunk = last ? c + params.output_groups : c, next_member = last ? 0 : member + 1;

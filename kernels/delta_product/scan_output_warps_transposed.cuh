@@ -5,31 +5,31 @@
 //     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
 //
 // All products are transposed, like those of the state warps: the 64 rows of a product are rows of the chunk
-// or columns of V, and its columns are the tokens. With tokens as rows, half of every product was wasted and
-// the state warps waited. All factors come from shared memory. The scores do not depend on the state warps.
+// or columns of V, and its columns are the tokens. With tokens as rows, half of every product would be wasted
+// and the state warps would wait. The scores do not depend on the state warps.
 #pragma once
 
 #include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
-template <bool Cluster, typename T, int D, int Rows, bool ReadKeys>
+template <bool Cluster, typename T, int D, int Rows, bool HasB>
 __device__ inline void run_transposed_output_warps(const ScanParams& params, const BlockWork& work,
-                                                   const ScanStorage<T, D, Rows, ReadKeys>& space,
+                                                   const ScanStorage<T, D, Rows, HasB>& storage,
                                                    int output_group, int warp) {
   if (output_group >= params.output_groups || output_group >= work.chunks) return;
   constexpr int kTokenGroups = Rows / 8;  // groups of 8 tokens
-  const DeltaScan& p = params.scan;
-  using Storage = ScanStorage<T, D, Rows, ReadKeys>;
+  const DeltaScan& p = params.problem;
+  using Storage = ScanStorage<T, D, Rows, HasB>;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n), group = p.shape.output_heads / p.shape.heads,
             cols = p.shape.V - work.col;
   const bool has_factors = p.gated || p.shape.unit;  // else every factor but the scale is 1
-  ScanBarriers& barriers = space.barriers();
+  ScanBarriers& barriers = storage.barriers();
   const auto sync_group = [&] { named_barrier_sync(1 + output_group, 128); };
   PipelineState key_pipe, state_pipe;
   if (output_group > 0)
     key_pipe.skip(output_group, params.stages), state_pipe.skip(output_group, params.state_stages);
-  // Phases of barriers as in run_output_warps().
+  // Phases of barriers: see run_output_warps().
 
   const TileCopier<128, typename Storage::TransposedOutputStorage::Query> queries(
       at<T>(p.q, work.range.sequence.batch, work.range.start,
@@ -37,7 +37,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       p.q.stride[1], p.shape.D, 32 * warp + lane());
   const auto load_query = [&](int chunk, int member) {
     if (chunk < work.chunks) {
-      queries.start(space.transposed_output_storage(output_group).q, chunk * tokens,
+      queries.start(storage.transposed_output_storage(output_group).q, chunk * tokens,
                     chunk_length(work, tokens, chunk), member * p.q.stride[2]);
     }
     commit_copies();
@@ -49,11 +49,12 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       const bool last = member + 1 == group;
-      const Storage local_storage{space.data + opaque_value(0), space.stages, space.state_stages,
-                                  space.output_groups};
+      // The addresses are recomputed for every query head, so that they need no registers across iterations.
+      const Storage member_storage{storage.data + opaque_value(0), storage.stages, storage.state_stages,
+                                   storage.output_groups};
       const typename Storage::TransposedOutputStorage group_storage =
-          local_storage.transposed_output_storage(output_group);
-      const Stage<T, D> stage = local_storage.stage(key_pipe.stage);
+          member_storage.transposed_output_storage(output_group);
+      const Stage<T, D> stage = member_storage.stage(key_pipe.stage);
       const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
       wait_copies<0>();
       fence_async_proxy();
@@ -69,21 +70,22 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
         fence_async_proxy();
       }
       wgmma_fence();
-      wgmma_start_transposed<false>(o, local_storage.state(state_pipe.stage), group_storage.q);
+      wgmma_start_transposed<false>(o, member_storage.state(state_pipe.stage), group_storage.q);
       wgmma_commit();
 
       if (has_factors) {
-        for_each_token(group_storage.q, p.shape, chunk_factors, warp,
-                       [&](int token, float factor, float log) {
-                         group_storage.tokens[token] = {factor, log};
-                       });
+        compute_token_factors(group_storage.q, p.shape, chunk_factors, warp,
+                              [&](int token, float factor, float log) {
+                                group_storage.token_factors[token] = {factor, log};
+                              });
         sync_group();
       }
       wgmma_wait<1>(scores);
       if (has_factors) {
-        apply_score_factors_transposed(scores, chunk_factors, opaque_value(n), warp, group_storage.tokens);
+        apply_score_factors_transposed(scores, chunk_factors, opaque_value(n), warp,
+                                       group_storage.token_factors);
       } else {
-        scale_transposed(scores, opaque_value(n), warp, p.shape.scale);
+        scale_scores_transposed(scores, opaque_value(n), warp, p.shape.scale);
       }
       if (last) arrive_warp(&barriers.empty[key_pipe.stage]);
       AFragment<kTokenGroups / 2> masked_scores;
@@ -95,7 +97,8 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       last ? load_query(c + params.output_groups, 0) : load_query(c, member + 1);
       if (has_factors) {
         scale_columns(o, [&](int i) {
-          const float4 two = *reinterpret_cast<const float4*>(group_storage.tokens + 8 * i + lane_col());
+          const float4 two =
+              *reinterpret_cast<const float4*>(group_storage.token_factors + 8 * i + lane_col());
           return float2{two.x * exp2_fast(two.y), two.z * exp2_fast(two.w)};
         });
       } else {
@@ -108,7 +111,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
         fence_async_proxy();
       }
       wgmma_fence(o);
-      wgmma_start<T>(o, local_storage.update(state_pipe.stage), 0, group_storage.masked_scores);
+      wgmma_start<T>(o, member_storage.update(state_pipe.stage), 0, group_storage.masked_scores);
       wgmma_commit();
       wgmma_wait<0>(o);
       if (last) arrive_state_empty<Cluster>(barriers.state_empty[state_pipe.stage]);

@@ -1,16 +1,17 @@
-// The load, store and fence warps of the scan, and the registers of all roles.
+// The load, store and fence warps of the scan, and the registers of its roles.
 #pragma once
 
 #include "delta_product/scan_storage.cuh"
 
 namespace girih::kernels::delta_product {
 
+// Load warps: fill the ring of keys, values and prepared data. `with_values`: the block reads v.
 template <typename T, int D, class Storage>
-__device__ inline void load_stages(const ScanParams& params, const BlockWork& work, const Storage& space,
+__device__ inline void load_stages(const ScanParams& params, const BlockWork& work, const Storage& storage,
                                    bool with_values, int thread) {
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   const int n = p.shape.n, tokens = delta_chunk_tokens(n);
-  auto& barriers = space.barriers();
+  auto& barriers = storage.barriers();
   const int64_t batch = work.range.sequence.batch, row = work.range.start * n;
   using Keys = BlockTile<T, D>;
   const StageCopier<Keys> keys(at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
@@ -20,59 +21,61 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
   // Also the next 64 columns of v, if the second state warpgroup has them.
   const bool has_next_values = params.state_groups == 2 && !has_paired_transition(p.shape, params.grid, 2);
   const unsigned char* prepared = prepared_at(p.prepared, p.shape, work.first_chunk, work.head);
-  const StageCopier<Keys> read_keys(at<T>(p.b, batch, row, work.head, 0), p.b.stride[1], p.shape.D, thread);
+  const StageCopier<Keys> b(at<T>(p.b, batch, row, work.head, 0), p.b.stride[1], p.shape.D, thread);
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c, prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes) {
     wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
-    const Stage<T, D> stage = space.stage(key_pipe.stage);
+    const Stage<T, D> stage = storage.stage(key_pipe.stage);
     const int first = c * tokens * n, rows = chunk_length(work, tokens, c) * n;
     keys.start(stage.k(), first, rows);
     stage.start_prepared(prepared, thread);
-    if constexpr (Storage::kReadKeys) read_keys.start(space.read_keys(key_pipe.stage), first, rows);
+    if constexpr (Storage::kHasB) b.start(storage.b_or_k(key_pipe.stage), first, rows);
     if (with_values) values.start(stage.v(), first, work.is_transition ? 0 : rows);
     if (Storage::kStateGroups == 2 && has_next_values) {
       const StageCopier<Values<T>> next(at<T>(p.v, batch, row, work.head, work.col + kScanColumns),
                                         p.v.stride[1], p.shape.V - work.col - kScanColumns, thread);
-      next.start(space.values(key_pipe.stage, 1), first, work.is_transition ? 0 : rows);
+      next.start(storage.values(key_pipe.stage, 1), first, work.is_transition ? 0 : rows);
     }
     arrive_after_copies(&barriers.full[key_pipe.stage]);
     key_pipe.next(params.stages);
   }
+  // A thread does not exit before its copies are complete.
   commit_copies();
   wait_copies<0>();
 }
 
-// A store warp stores the states before the chunks: store(tile, to, rows, cols).
+// A store warp stores the states before the chunks by store(tile, to, rows, cols). A row of S^T is a column
+// of V.
 template <typename T, class Storage, class Store>
-__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& space,
+__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& storage,
                                     const Store& store) {
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   if (p.states == nullptr) return;
-  auto& barriers = space.barriers();
+  auto& barriers = storage.barriers();
   PipelineState state_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     T* const to = state_at(static_cast<T*>(p.states), p.shape, work.first_chunk + c, work.head, work.col);
     wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
-    store(space.state(state_pipe.stage), to, p.shape.V - work.col, p.shape.D);
+    store(storage.state(state_pipe.stage), to, p.shape.V - work.col, p.shape.D);
     arrive_warp(&barriers.state_empty[state_pipe.stage]);
     state_pipe.next(params.state_stages);
   }
 }
 template <typename T, class Storage>
-__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& space) {
-  store_states<T>(params, work, space, [](const auto& tile, T* to, int rows, int cols) {
+__device__ inline void store_states(const ScanParams& params, const BlockWork& work, const Storage& storage) {
+  store_states<T>(params, work, storage, [](const auto& tile, T* to, int rows, int cols) {
     store_rows<1>(tile, to, cols, rows, cols, 0);
   });
 }
 
 // The fence makes the loads (cp.async) visible to wgmma (async proxy). A warp of its own executes the fence:
 // in the state warps the fence took a tenth of their time.
-template <typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool HasB>
 __device__ inline void fence_stages(const ScanParams& params, const BlockWork& work,
-                                    const ScanStorage<T, D, Rows, ReadKeys>& space) {
-  ScanBarriers& barriers = space.barriers();
+                                    const ScanStorage<T, D, Rows, HasB>& storage) {
+  ScanBarriers& barriers = storage.barriers();
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {

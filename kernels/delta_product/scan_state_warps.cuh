@@ -10,16 +10,17 @@
 namespace girih::kernels::delta_product {
 
 // z_i -= read_i y_i; the columns are the rows i of the chunk.
-__device__ inline void subtract_read(Accumulator<8>& z, const RowFactorFragment& read,
+__device__ inline void subtract_read(Accumulator<8>& z, const RowFactorFragment& read_factors,
                                      const Accumulator<8>& y) {
   for_each_register<kDeltaChunkRows / 8>([&](int i, int k) {
-    z.at[i][k] = fmaf(k % 2 == 0 ? -read.at[i].x : -read.at[i].y, y.at[i][k], z.at[i][k]);
+    z.at[i][k] = fmaf(k % 2 == 0 ? -read_factors.at[i].x : -read_factors.at[i].y, y.at[i][k], z.at[i][k]);
   });
 }
 
 // U^T += Z^T X^T with mma of single warps; load(x, i, j) loads block (i, j) of X.
 template <typename T, class Load>
-__device__ inline void add_solution(ChunkAccumulator& u, const AFragment<kChunkTiles>& z, const Load& load) {
+__device__ inline void add_inverse_product(ChunkAccumulator& u, const AFragment<kChunkTiles>& z,
+                                           const Load& load) {
 #pragma unroll
   for (int j = 0; j < kChunkTiles; ++j) {
 #pragma unroll
@@ -32,17 +33,18 @@ __device__ inline void add_solution(ChunkAccumulator& u, const AFragment<kChunkT
   }
 }
 
-// U^T += Z^T E^T, E the rounding errors of X.
+// U^T += Z^T X_lo^T, X_lo the rounding errors of X.
 template <typename T>
-__device__ inline void add_inverse_lo_solution(ChunkAccumulator& u, const AFragment<kChunkTiles>& z,
-                                               const unsigned char* prepared) {
-  add_solution<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_inverse_lo(x, prepared, i, j); });
+__device__ inline void add_inverse_lo_product(ChunkAccumulator& u, const AFragment<kChunkTiles>& z,
+                                              const unsigned char* prepared) {
+  add_inverse_product<T>(u, z, [&](uint32_t(&x)[4], int i, int j) { load_inverse_lo(x, prepared, i, j); });
 }
 
-// Starts U^T = Z^T X^T, in two halves of 32 columns.
+// Starts U^T = Z^T X^T. X is lower triangular, so columns 0 to 31 of U^T, u[0], have terms from columns 0 to
+// 31 of X only. The first product of each half clears the half.
 template <typename T>
-__device__ inline void start_solution(ChunkAccumulator& u, const AFragment<kChunkTiles>& z,
-                                      const InverseTile& x) {
+__device__ inline void start_inverse_product(ChunkAccumulator& u, const AFragment<kChunkTiles>& z,
+                                             const InverseTile& x) {
   wgmma_fence();
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const auto matrices = [&](int half, int j) {
@@ -56,20 +58,20 @@ __device__ inline void start_solution(ChunkAccumulator& u, const AFragment<kChun
   for (int j = 1; j < kChunkTiles; ++j) wgmma_mma<T, Major::k, 32>(u[1].at, z.at[j], matrices(1, j));
 #else
   fill(u[0], 0.f), fill(u[1], 0.f);
-  add_solution<T>(u, z, [&](uint32_t(&block)[4], int i, int j) { x.load(block, i, j); });
+  add_inverse_product<T>(u, z, [&](uint32_t(&block)[4], int i, int j) { x.load(block, i, j); });
 #endif
   wgmma_commit();
 }
 
-template <typename T, int D, int Rows, bool ReadKeys>
+template <typename T, int D, int Rows, bool HasB>
 __device__ inline void run_state_warps(const ScanParams& params, const BlockWork& work,
-                                       const ScanStorage<T, D, Rows, ReadKeys>& space, int state_group,
+                                       const ScanStorage<T, D, Rows, HasB>& storage, int state_group,
                                        int warp) {
   constexpr bool kHasOutput = Rows != kStateOnly;
-  const DeltaScan& p = params.scan;
+  const DeltaScan& p = params.problem;
   const int first_col = work.col + 16 * warp;
   const bool has_factors = p.gated || p.shape.unit;  // else every w_j and e^{L_i - L_j} is 1
-  ScanBarriers& barriers = space.barriers();
+  ScanBarriers& barriers = storage.barriers();
 
   State<D> s;  // S^T
   load_initial_state(s, p.shape, params.grid, work, first_col, p.initial);
@@ -88,28 +90,28 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
   if (work.chunks > 0) wait_for_stage();
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    const Stage<T, D> stage = space.stage(key_pipe.stage);
+    const Stage<T, D> stage = storage.stage(key_pipe.stage);
     const Prepared prepared = stage.prepared();
     const ChunkFactors chunk_factors = prepared.chunk_factors();
 
     // Y^T = S^T K^T, or S^T B^T
     Accumulator<8> y;
-    rounded.start_read(y, s, space.read_keys(key_pipe.stage), [&](int i, const AFragment<4>& slab) {
+    rounded.start_read(y, s, storage.b_or_k(key_pipe.stage), [&](int i, const AFragment<4>& slab) {
       if constexpr (kHasOutput) {
         if (i == 0) wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
-        store_blocks(space.state(state_pipe.stage), 16 * warp, 64 * i, slab);
+        store_blocks(storage.state(state_pipe.stage), 16 * warp, 64 * i, slab);
       }
     });
     if constexpr (kHasOutput) arrive_warp(&barriers.state_full[state_pipe.stage]);
     // beta_i v_i and read_i, during the product
     Accumulator<8> beta_v;
-    const RowFactorFragment read(chunk_factors, kDeltaReadFactor);
+    const RowFactorFragment read_factors(chunk_factors, kDeltaReadFactor);
     if (kHasOutput || !work.is_transition) {
       const RowFactorFragment beta(chunk_factors, kDeltaBeta);
 #pragma unroll
       for (int j = 0; j < kChunkTiles; ++j) {
         uint32_t values[4];
-        load_block_transposed(values, space.values(key_pipe.stage, state_group), 16 * warp, 16 * j);
+        load_block_transposed(values, storage.values(key_pipe.stage, state_group), 16 * warp, 16 * j);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float2 by = beta.at[2 * j + half];
@@ -129,19 +131,19 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
     rounded.keep();
 
     // Z_i = beta_i v_i - read_i Y_i
-    subtract_read(beta_v, read, y);
+    subtract_read(beta_v, read_factors, y);
     AFragment<kChunkTiles> z;
     round_to_a_fragment<T>(z, beta_v);
 
     // U^T = Z^T X^T; S decays during the product
     ChunkAccumulator u;
-    start_solution<T>(u, z, stage.inverse());
+    start_inverse_product<T>(u, z, stage.inverse());
     const bool has_inverse_lo = prepared.has_inverse_lo();
     if (p.gated) scale(s, exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1)));
     wgmma_wait<0>(u[0], u[1]);
     keep_registers(z);
     if (__builtin_expect(has_inverse_lo, false)) {
-      add_inverse_lo_solution<T>(u, z, prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
+      add_inverse_lo_product<T>(u, z, prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
     }
 
     // S^T <- e^{L_C} S^T + (w * U)^T K
@@ -155,7 +157,7 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
     }
     start_update<T>(s, update, stage.k());
     if constexpr (kHasOutput) {
-      store_blocks(space.update(state_pipe.stage), 16 * warp, 0, unweighted);
+      store_blocks(storage.update(state_pipe.stage), 16 * warp, 0, unweighted);
       arrive_warp(&barriers.update_full[state_pipe.stage]);
       state_pipe.next(params.state_stages);
     }

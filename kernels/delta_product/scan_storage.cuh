@@ -36,16 +36,16 @@ struct ScanBarriers {
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
-// Signals that an output warp has read S and U of a stage. Cluster: the barrier of block 0 of the cluster.
+// Signals that an output warp has read S and U of a stage. Cluster: arrives at the barrier of block 0.
 template <bool Cluster>
 __device__ inline void arrive_state_empty(uint64_t& barrier) {
   Cluster ? arrive_remote(&barrier, 0) : arrive_warp(&barrier);
 }
 
-// ReadKeys: b replaces beta k in reads; a stage has a tile of b beside the keys.
-template <typename T, int D, int Rows, bool ReadKeys = false>
+// HasB: b replaces beta k (delta_product.h); a stage has a tile of b beside the keys.
+template <typename T, int D, int Rows, bool HasB = false>
 struct ScanStorage {
-  static constexpr bool kReadKeys = ReadKeys;
+  static constexpr bool kHasB = HasB;
   using Keys = BlockTile<T, D>;
   static constexpr int kStateGroups = ScanRoles<D, Rows>::kStateGroups;
 
@@ -53,33 +53,34 @@ struct ScanStorage {
   using Update = BlockTile<T, kDeltaChunkRows, kScanColumns>;  // U^T
 
   using Query = BlockTile<T, D, kTileRows>;  // rows of q of one output warp
-  // Memory of an output warpgroup for tiles of 32 tokens.
+  // Memory of an output warpgroup for tiles of kTokens tokens.
   static constexpr int kTokens = kDeltaChunkRows / 2;
   struct TransposedOutputStorage {
     using Query = BlockTile<T, D, kTokens>;
     using MaskedScores = BlockTile<T, 64>;  // P^T
     using Out = SharedTile<T, kTokens, kScanColumns>;
-    static constexpr int kTokenBytes = kTokens * 8;
+    static constexpr int kTokenFactorBytes = kTokens * 8;
     static constexpr int kBytes =
-        (Query::kBytes + MaskedScores::kBytes + Out::kBytes + kTokenBytes + 1023) / 1024 * 1024;
+        (Query::kBytes + MaskedScores::kBytes + Out::kBytes + kTokenFactorBytes + 1023) / 1024 * 1024;
 
     Query q;
     MaskedScores masked_scores;
     Out out;
-    float2* tokens;  // {scale rho_t, L_t} of every token
+    float2* token_factors;  // {scale rho_t, L_t} of every token
 
     __device__ explicit TransposedOutputStorage(unsigned char* data)
         : q{reinterpret_cast<T*>(data)},
           masked_scores{reinterpret_cast<T*>(data + Query::kBytes)},
           out{reinterpret_cast<T*>(data + Query::kBytes + MaskedScores::kBytes)},
-          tokens(reinterpret_cast<float2*>(data + Query::kBytes + MaskedScores::kBytes + Out::kBytes)) {}
+          token_factors(
+              reinterpret_cast<float2*>(data + Query::kBytes + MaskedScores::kBytes + Out::kBytes)) {}
   };
 
   unsigned char* data;
   int stages, state_stages, output_groups;
 
-  static constexpr int kReadKeysAt = Stage<T, D>::kBytes + (kStateGroups - 1) * Values<T>::kBytes,
-                       kStageBytes = kReadKeysAt + (ReadKeys ? Keys::kBytes : 0);
+  static constexpr int kBOffset = Stage<T, D>::kBytes + (kStateGroups - 1) * Values<T>::kBytes,
+                       kStageBytes = kBOffset + (HasB ? Keys::kBytes : 0);
   static constexpr int kStateStageBytes = State::kBytes + Update::kBytes,
                        kOutputGroupBytes = Rows == kTokens ? TransposedOutputStorage::kBytes
                                                            : Rows / kTileRows * Query::kBytes;
@@ -89,8 +90,9 @@ struct ScanStorage {
   }
 
   __device__ Stage<T, D> stage(int i) const { return {data + i * kStageBytes}; }
-  __device__ Keys read_keys(int i) const {
-    return {reinterpret_cast<T*>(stage(i).data + (ReadKeys ? kReadKeysAt : 0))};
+  // B, or without HasB K: the operand of the read Y.
+  __device__ Keys b_or_k(int i) const {
+    return {reinterpret_cast<T*>(stage(i).data + (HasB ? kBOffset : 0))};
   }
   __device__ Values<T> values(int i, int state_group) const {
     return state_group == 0 ? stage(i).v()

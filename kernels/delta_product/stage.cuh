@@ -13,7 +13,7 @@ __host__ __device__ constexpr int launch_registers(int threads) {
   return threads / 128 * (65536 / threads / 8 * 8);
 }
 
-constexpr int kLoadWarps = 2;  // warps
+constexpr int kLoadWarps = 2;  // number of load warps of a block
 
 // The share of one load thread in the copies of a tile.
 template <class Tile>
@@ -28,9 +28,12 @@ template <typename T, int D, bool HasValues = true>
 struct Stage {
   using K = BlockTile<T, D>;
   using V = Values<T>;
-  static constexpr int kInverse = K::kBytes + (HasValues ? V::kBytes : 0),
-                       kPrepared = kInverse + InverseTile::kBytes - kDeltaInverseBytes;
-  static constexpr int kBytes = (kPrepared + kDeltaInverseLo + 1023) / 1024 * 1024;
+  // X is an InverseTile; the row factors and the flags follow. kPreparedOffset points into X, such that the
+  // factors and the flags have the offsets of the prepared data in global memory. Prepared::load() is not
+  // valid here, because the layout of X differs.
+  static constexpr int kInverseOffset = K::kBytes + (HasValues ? V::kBytes : 0),
+                       kPreparedOffset = kInverseOffset + InverseTile::kBytes - kDeltaInverseBytes;
+  static constexpr int kBytes = (kPreparedOffset + kDeltaInverseLoOffset + 1023) / 1024 * 1024;
 
   unsigned char* data;
 
@@ -39,23 +42,23 @@ struct Stage {
     static_assert(HasValues);
     return {reinterpret_cast<T*>(data + K::kBytes)};
   }
-  __device__ InverseTile inverse() const { return {data + kInverse}; }
-  __device__ Prepared prepared() const { return {data + kPrepared}; }
+  __device__ InverseTile inverse() const { return {data + kInverseOffset}; }
+  __device__ Prepared prepared() const { return {data + kPreparedOffset}; }  // factors and flags only
 
   // Starts the copies of the prepared data; `thread` is the index among the load warps.
   __device__ void start_prepared(const unsigned char* prepared, int thread) const {
     constexpr int kStep = 512 * kLoadWarps;  // bytes
     static_assert(kLoadWarps == 2 && kDeltaInverseBytes % kStep == 0);
-    const uint32_t inverse = shared_address(data + kInverse) + thread / 16 % 2 * InverseTile::kColumnStride +
-                             thread % 16 * 16,
-                   to = shared_address(data + kPrepared + thread * 16);
+    const uint32_t inverse = shared_address(data + kInverseOffset) +
+                             thread / 16 % 2 * InverseTile::kColumnStride + thread % 16 * 16,
+                   to = shared_address(data + kPreparedOffset + thread * 16);
     const unsigned char* const from = prepared + thread * 16;
     // A warp copies one block of X at a time. `first` is the block of warp 0, `second` the block of warp 1.
     const auto address = [&](int first, int second) { return inverse + (thread < 32 ? first : second); };
     copy_async(address(zero_block_offset(0), zero_block_offset(1)), from, false);
 #pragma unroll
-    for (int i = 0; i < kDeltaInverseLo; i += kStep) {
-      if (i + thread * 16 >= kDeltaInverseLo) continue;
+    for (int i = 0; i < kDeltaInverseLoOffset; i += kStep) {
+      if (i + thread * 16 >= kDeltaInverseLoOffset) continue;
       const int block = i / 512;
       const bool is_inverse = i < kDeltaInverseBytes;
       copy_async(is_inverse ? address(block_offset(block), block_offset(block + 1)) : to + i, from + i, true);

@@ -9,8 +9,9 @@
 
 namespace girih::kernels::delta_product {
 
-// 16 columns of U^T or G^T of a warp, in two halves of 32 rows of the chunk. X would also allow products of
-// 48 and 16 rows, but then the compiler inserts a wait after each product.
+// The warp's 16 rows of U^T or G^T, in two halves of 32 columns (rows of the chunk): the upper right 32 x 32
+// of X is zero, and its products are skipped. Parts of 48 and 16 columns would skip more, but then the
+// compiler inserts a wait after each product.
 using ChunkAccumulator = Accumulator<4>[2];
 
 template <typename T>
@@ -30,7 +31,7 @@ __device__ inline void scale_chunk_rows(ChunkAccumulator& sums, const Factors& f
   }
 }
 
-// 16 columns of a state of a warp, transposed, fp32, in slabs of 64 rows of the state.
+// The warp's 16 rows of the transposed state [V, D], fp32, in slabs of 64 columns of D.
 template <int D>
 struct State {
   static constexpr int kSlabs = D / 64;
@@ -49,8 +50,8 @@ __device__ inline void wait_state(State<D>& s) {
   for (int i = 0; i < State<D>::kSlabs; ++i) wgmma_wait<Pending>(s.slab[i]);
 }
 
-// The rounded state as an operand: all of it, or at D = 256, where registers do not suffice, one slab at a
-// time, which is rounded again for every product.
+// The rounded S^T as A fragments. At D = 256 registers suffice for one slab only; each slab is rounded again
+// for every product.
 template <typename T, int D>
 struct RoundedState {
   static constexpr int kSlabs = State<D>::kSlabs;
@@ -64,8 +65,8 @@ struct RoundedState {
       if (kHasAllSlabs) round_to_a_fragment<T>(slab[i], s.slab[i]);
     }
   }
-  // Starts sums = S^T keys^T; at D = 256 the products are complete on return. Calls beside(i, slab i) for
-  // every slab while products run.
+  // Starts sums = S^T keys^T, one commit group. At D = 256 the products are complete on return, because the
+  // next slab overwrites the fragment. Calls beside(i, slab i) for every slab while a product runs.
   template <class Beside>
   __device__ void start_read(Accumulator<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
                              const Beside& beside) {
@@ -89,7 +90,7 @@ struct RoundedState {
   __device__ void start_read(Accumulator<8>& sums, const State<D>& s, const BlockTile<T, D>& keys) {
     start_read(sums, s, keys, [](int, const AFragment<4>&) {});
   }
-  // Call after the wait for the products of start_read.
+  // Called after the wait for the products of start_read: keeps their operand in registers until then.
   __device__ void keep() const {
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
@@ -108,7 +109,7 @@ struct RoundedState {
   }
 };
 
-// Starts S^T += update K, or with Sign = -1 S^T -= update K.
+// Starts S^T += update K, or with Sign = -1 S^T -= update K, one commit group.
 template <typename T, int Sign = 1, int D>
 __device__ inline void start_update(State<D>& s, const AFragment<kChunkTiles>& update,
                                     const BlockTile<T, D>& keys) {
@@ -124,7 +125,8 @@ __device__ inline void scale(State<D>& s, float by) {
   for (int i = 0; i < State<D>::kSlabs; ++i) scale_rows(s.slab[i], {by, by});
 }
 
-// 16 columns of the rows of a chunk, transposed: the result of load_block_transposed for each 16 rows.
+// 16 columns of a tile [rows of the chunk, 64], transposed: block j is the A fragment of rows 16 j to 16 j +
+// 15 that load_block_transposed loads.
 using ColumnFragments = uint32_t[kChunkTiles][4];
 
 template <typename T>
@@ -166,8 +168,8 @@ __device__ inline void load_initial_state(State<D>& s, const DeltaShape& shape, 
       s.slab[i / 8].at[i % 8][j] = d == col + j / 2 * 8 && d < shape.D ? 1.f : 0.f;
     });
   } else if (initial.data != nullptr && (work.is_first || !grid.is_local)) {
-    const int64_t number = grid.is_local ? work.range.sequence.index : work.state_index;
-    const float* from = static_cast<const float*>(initial.data) + offset_of(initial, number, work.head);
+    const int64_t index = grid.is_local ? work.range.sequence.index : work.range_index;
+    const float* from = static_cast<const float*>(initial.data) + offset_of(initial, index, work.head);
     for_each_state_element(s, shape, work, first_col, from, initial.stride[2], initial.stride[3],
                            [](float& x, const float& at) { x = at; });
   }
@@ -177,18 +179,19 @@ template <int D>
 __device__ inline void store_final_state(State<D>& s, const DeltaShape& shape, const ScanGrid& grid,
                                          const BlockWork& work, int first_col, const OutputTensor<4>& final) {
   if (!work.is_last && !grid.is_local) return;
-  const int64_t number = grid.is_local ? work.state_index : work.range.sequence.index;
-  float* to = static_cast<float*>(final.data) + offset_of(final, number, work.head);
+  const int64_t index = grid.is_local ? work.range_index : work.range.sequence.index;
+  float* to = static_cast<float*>(final.data) + offset_of(final, index, work.head);
   if (work.is_transition) to += shape.V * final.stride[3];
   for_each_state_element(s, shape, work, first_col, to, final.stride[2], final.stride[3],
                          [](float x, float& at) { at = x; });
 }
 
-// Stores the transition of the segment for reverse; a row of the array is a column of the transition.
+// Stores the transition of the segment, row-major. Reverse reads it as its own transition, the transpose, in
+// column-major order.
 template <int D>
 __device__ inline void save_transition(State<D>& s, const DeltaShape& shape, const BlockWork& work,
                                        int first_col, float* transitions) {
-  float* const to = transitions + (work.state_index * shape.heads + work.head) * shape.D * shape.D;
+  float* const to = transitions + (work.range_index * shape.heads + work.head) * shape.D * shape.D;
   for_each_state_element(s, shape, work, first_col, to, shape.D, 1, [](float x, float& at) { at = x; });
 }
 

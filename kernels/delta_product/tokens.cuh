@@ -13,32 +13,34 @@ __host__ __device__ constexpr int token_rows(bool many_tokens) {
   return many_tokens ? kDeltaChunkRows : kDeltaChunkRows / 2;
 }
 
-// P^T from scores k_j . q_t, for the 16 rows j of a warp. tokens[t] = {scale rho_t, L_t}.
+// P^T from scores k_j . q_t, for the 16 rows j of a warp: multiplies by the factors, and clears the rows that
+// belong to tokens after t. token_factors[t] = {scale rho_t, L_t}.
 template <int N>
 __device__ inline void apply_score_factors_transposed(Accumulator<N>& scores,
                                                       const ChunkFactors& chunk_factors, int n, int warp,
-                                                      const float2* tokens) {
+                                                      const float2* token_factors) {
   const int row = kTileRows * warp + lane_row();
-  const float2 before = chunk_factors.rows(kDeltaLogDecay, row), unit = chunk_factors.rows(kDeltaRho, row);
+  const float2 row_log = chunk_factors.rows(kDeltaLogDecay, row), rho = chunk_factors.rows(kDeltaRho, row);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const float4 two = *reinterpret_cast<const float4*>(tokens + 8 * i + lane_col());
+    const float4 two = *reinterpret_cast<const float4*>(token_factors + 8 * i + lane_col());
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int token = 8 * i + lane_col() + j % 2, step = row + j / 2 * 8;
       const float factor = j % 2 == 0 ? two.x : two.z, log = j % 2 == 0 ? two.y : two.w;
       const float weight =
-          factor * (j < 2 ? unit.x : unit.y) * exp2_fast(log - (j < 2 ? before.x : before.y));
+          factor * (j < 2 ? rho.x : rho.y) * exp2_fast(log - (j < 2 ? row_log.x : row_log.y));
       float& x = scores.at[i][j];
       x = step < (token + 1) * n ? x * weight : 0.f;
     }
   }
 }
 
-// P^T from scores k_j . q_t if its factors depend on the token only. factors(i) returns the factors of the
-// lane's two tokens among tokens 8 i to 8 i + 7.
+// As apply_score_factors_transposed() if the factors depend on the token only. factors(i) returns the factors
+// of the lane's two tokens among tokens 8 i to 8 i + 7.
 template <int N, class Factors>
-__device__ inline void scale_transposed(Accumulator<N>& scores, int n, int warp, const Factors& factors) {
+__device__ inline void scale_scores_transposed(Accumulator<N>& scores, int n, int warp,
+                                               const Factors& factors) {
   const int row = kTileRows * warp + lane_row() - (lane_col() + 1) * n;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -52,11 +54,11 @@ __device__ inline void scale_transposed(Accumulator<N>& scores, int n, int warp,
 }
 
 template <int N>
-__device__ inline void scale_transposed(Accumulator<N>& scores, int n, int warp, float factor) {
-  scale_transposed(scores, n, warp, [&](int) { return float2{factor, factor}; });
+__device__ inline void scale_scores_transposed(Accumulator<N>& scores, int n, int warp, float factor) {
+  scale_scores_transposed(scores, n, warp, [&](int) { return float2{factor, factor}; });
 }
 
-// q_t|^2 of the lane's token, `row` + lane_row().
+// |q_t|^2 of the lane's token, t = `row` + lane_row().
 template <typename T, int D, int Rows>
 __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) {
   float sum = 0.f;
@@ -75,9 +77,10 @@ __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) 
 
 // Calls store(token, scale rho_t, L_t) for all tokens of a tile of q; four warps share the tokens. rho_t is 1
 // if q_t is zero.
-template <typename T, int D, int Rows, class Put>
-__device__ inline void for_each_token(const BlockTile<T, D, Rows>& q, const DeltaShape& shape,
-                                      const ChunkFactors& chunk_factors, int warp, const Put& store) {
+template <typename T, int D, int Rows, class Store>
+__device__ inline void compute_token_factors(const BlockTile<T, D, Rows>& q, const DeltaShape& shape,
+                                             const ChunkFactors& chunk_factors, int warp,
+                                             const Store& store) {
   const auto log_of = [&](int token) {
     return chunk_factors.element(kDeltaLogDecay, min(token * shape.n, kDeltaChunkRows - 1));
   };

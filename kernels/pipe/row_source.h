@@ -1,8 +1,8 @@
-// The tensors that the loader warps of a block read in every chunk, as a list in shared memory.
+// The tensors that the load warps of a block read in every chunk, as a list in shared memory.
 //
 // The warps of a multiprocessor share an instruction cache of about 32 KB. If the loops of all warp roles do
 // not fit, the state warps, which determine the time of a chunk, wait for instructions most of the time. The
-// other roles therefore use loops instead of unrolled code, and loaders loop over this list.
+// other roles therefore use loops instead of unrolled code, and load warps loop over this list.
 #pragma once
 
 #include "tile/array.h"
@@ -11,7 +11,8 @@
 
 namespace girih::kernels {
 
-// Rows of `cols` elements (a multiple of 8), `stride` elements apart. `to` is their tile in a stage.
+// Rows of `cols` elements (a multiple of 8), `stride` elements apart. `tile` is the index of their tile in a
+// stage.
 template <typename T>
 struct RowSource {
   const T* from;

@@ -1,5 +1,5 @@
-// Stores of the state of a scan: from accumulators to shared memory as a right factor, and from shared memory
-// to global memory.
+// Stores of the state of a scan: from accumulators to shared memory as a B operand, and from shared memory to
+// global memory.
 #pragma once
 
 #include "tile/matrix.h"
@@ -7,7 +7,7 @@
 
 namespace girih::kernels {
 
-// Rounds 16 x 16 blocks of a matrix A for products x A^T. The registers have the order of a left factor with
+// Rounds 16 x 16 blocks of a matrix A for products x A^T. The registers have the order of an A fragment with
 // the middle two exchanged, so that the two registers of one product are neighbours.
 template <typename T, int K, int N>
 __device__ inline void round_to_b_fragment(BFragment<K>& a, const Accumulator<N>& sums) {
@@ -19,6 +19,7 @@ __device__ inline void round_to_b_fragment(BFragment<K>& a, const Accumulator<N>
     a.at[k][3] = pack_pair<T>(sums.at[2 * k + 1][2], sums.at[2 * k + 1][3]);
   }
 }
+// Stores the blocks to 16 rows of a tile, row-major, from (row, col) on.
 template <class Tile, int K>
 __device__ inline void store_b_fragment(const Tile& tile, int row, int col, const BFragment<K>& a) {
 #pragma unroll

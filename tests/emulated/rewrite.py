@@ -168,14 +168,14 @@ BODIES = {
             emulated::launch([=] { Kernel(p); }, blocks, threads, bytes, size); return cudaSuccess;""",
     },
     "tile/tf32.h": {"void mma_tf32(": "emulated::multiply_tf32(d, a, b0, b1);"},
-    "delta_product/fp32_producer_warps.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
+    "delta_product/fp32_matrix_warps.cuh": {"void mma_f64(": "emulated::multiply_f64(d, a, b);"},
     "skinny_gemm/skinny_gemm.cu": {"uint4 load_streaming(": "uint4 x; memcpy(&x, from, 16); return x;"},
     "trellis/maps.cuh": {
         "float tanh_fast(": "return std::tanh(x);",
     },
 }
 # What else stands differently, by file: patterns, and what comes in their place.
-START = r"fill\({0}\[0\], 0\.f\), fill\({0}\[1\], 0\.f\);\s+{1}<T>\({0}, {2},\s+(\[&\].*?\}})\);\n"
+START = r"fill\({0}\[0\], 0\.f\), fill\({0}\[1\], 0\.f\);\s+{1}<T>\(\s*{0}, {2},\s+(\[&\].*?\}})\);\n"
 STARTED = """
   emulated::check_fence({0}[0], false), emulated::check_fence({0}[1], false), emulated::check_fence({2});
   emulated::start_products([&{0}, &{2}, x] {{
@@ -194,10 +194,10 @@ TEXTS = {
     ],
     # Lane 0 may send a slot, which comes round again before another lane has seen this phase of its barrier.
     "delta_product/scan_state_warps.cuh": [
-        tuple(x.format("u", "add_solution", "z") for x in (START, STARTED))
+        tuple(x.format("u", "add_inverse_product", "z") for x in (START, STARTED))
     ],
     "delta_product/reverse_state_warps.cuh": [
-        tuple(x.format("g", "add_transposed_solution", "du") for x in (START, STARTED))
+        tuple(x.format("g", "add_transposed_inverse_product", "du") for x in (START, STARTED))
     ],
     # Sequences are cut where they are short already, and a test says how large the card is.
     "tile/segments.h": [

@@ -1,4 +1,5 @@
-// The producer warps of scan_fused.
+// The intra-chunk warps of scan_fused: P and the factors of X, which do not depend on S, ahead of the state
+// warps.
 #pragma once
 
 #include "delta_product/fused_storage.cuh"
@@ -32,26 +33,25 @@ __device__ inline void scale_inverse(const InverseTile& x, const ChunkFactors& c
   }
 }
 
-// A producer warpgroup: P of its chunks, and the factors of X.
+// Warpgroup `group` of the intra-chunk warps; chunks are assigned to warpgroups round-robin.
 template <bool HasFactors, typename T, int D, int Rows, int StateGroups>
-__device__ inline void run_fused_producer_warps(const ScanParams& params, const BlockWork& work,
-                                                const FusedStorage<T, D, Rows, StateGroups>& space,
-                                                int producer_group, int warp) {
-  constexpr int kProducerGroups = FusedRoles<StateGroups>::kProducerGroups;
-  const DeltaScan& p = params.scan;
+__device__ inline void run_fused_intra_chunk_warps(const ScanParams& params, const BlockWork& work,
+                                                   const FusedStorage<T, D, Rows, StateGroups>& storage,
+                                                   int group, int warp) {
+  constexpr int kIntraChunkGroups = FusedRoles<StateGroups>::kIntraChunkGroups;
+  const DeltaScan& p = params.problem;
   // Tiles of 64 tokens have n = 1.
   const int n = Rows == kDeltaChunkRows ? 1 : p.shape.n;
-  FusedBarriers& barriers = space.barriers();
-  const auto sync_group = [&] { named_barrier_sync(1 + producer_group, 128); };
+  FusedBarriers& barriers = storage.barriers();
+  const auto sync_group = [&] { named_barrier_sync(1 + group, 128); };
   PipelineState key_pipe, query_pipe;
-  if (producer_group > 0)
-    key_pipe.skip(producer_group, params.stages), query_pipe.skip(producer_group, params.query_stages);
+  if (group > 0) key_pipe.skip(group, params.stages), query_pipe.skip(group, params.query_stages);
 #pragma unroll 1
-  for (int c = producer_group; c < work.chunks; c += kProducerGroups) {
-    const auto stage = space.stage(key_pipe.stage);
+  for (int c = group; c < work.chunks; c += kIntraChunkGroups) {
+    const auto stage = storage.stage(key_pipe.stage);
     const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
-    const auto query = space.query(query_pipe.stage);
-    float2* const token_factors = space.tokens(key_pipe.stage);
+    const auto query = storage.query(query_pipe.stage);
+    float2* const token_factors = storage.token_factors(key_pipe.stage);
     wait(&barriers.full[key_pipe.stage], key_pipe.phase);
     wait(&barriers.query_full[query_pipe.stage], query_pipe.phase);
     fence_async_proxy();
@@ -70,35 +70,36 @@ __device__ inline void run_fused_producer_warps(const ScanParams& params, const 
                        32 * warp + recomputed_lane<StateGroups>());
     if (HasFactors) {
       const int row = 32 * warp + lane() - kDeltaChunkRows;
-      if (row >= 0) {  // r_i = rho_i e^{L_i} replaces beta_i r_i, because X contains beta
+      if (row >= 0) {  // a_i = rho_i e^{L_i} replaces read_i = beta_i a_i, because X contains beta
         const_cast<float*>(chunk_factors.data)[kDeltaReadFactor * kDeltaChunkRows + row] =
             chunk_factors.element(kDeltaRho, row) * exp2_fast(chunk_factors.element(kDeltaLogDecay, row));
       }
-      for_each_token(query, p.shape, chunk_factors, warp, [&](int token, float factor, float log) {
+      compute_token_factors(query, p.shape, chunk_factors, warp, [&](int token, float factor, float log) {
+        // See FusedStorage::token_factors().
         token_factors[token] =
             is_inverse_weighted ? float2{factor * exp2_fast(log - log_end), 0.f} : float2{factor, log};
-        space.read_factors(query_pipe.stage)[token] = factor * exp2_fast(log);
+        storage.query_factors(query_pipe.stage)[token] = factor * exp2_fast(log);
       });
       sync_group();  // the factors of the tokens are stored
     }
     wgmma_wait<0>(scores);
-    const int n_here = Rows == kDeltaChunkRows ? 1 : opaque_value(n);
+    const int opaque_n = Rows == kDeltaChunkRows ? 1 : opaque_value(n);
     if (is_inverse_weighted) {
-      scale_transposed(scores, n_here, warp, [&](int i) {  // P / w
+      scale_scores_transposed(scores, opaque_n, warp, [&](int i) {  // P / w
         const float4 two = *reinterpret_cast<const float4*>(token_factors + 8 * i + lane_col());
         return float2{two.x, two.z};
       });
     } else if (HasFactors) {
-      apply_score_factors_transposed(scores, chunk_factors, n_here, warp, token_factors);
+      apply_score_factors_transposed(scores, chunk_factors, opaque_n, warp, token_factors);
     } else {
-      scale_transposed(scores, n_here, warp, p.shape.scale);
+      scale_scores_transposed(scores, opaque_n, warp, p.shape.scale);
     }
     AFragment<Rows / 16> masked_scores;
     round_to_a_fragment<T>(masked_scores, scores);
-    store_blocks(space.masked_scores(query_pipe.stage), kTileRows * warp, 0, masked_scores);
+    store_blocks(storage.masked_scores(query_pipe.stage), kTileRows * warp, 0, masked_scores);
     fence_async_proxy();
     arrive_warp(&barriers.scores_full[query_pipe.stage]);
-    key_pipe.skip(kProducerGroups, params.stages), query_pipe.skip(kProducerGroups, params.query_stages);
+    key_pipe.skip(kIntraChunkGroups, params.stages), query_pipe.skip(kIntraChunkGroups, params.query_stages);
   }
 }
 

@@ -1,4 +1,4 @@
-// The producer warps of the fp32 scan: X, P and the decays of every tile, ahead of the state warps.
+// The matrix warps of the fp32 scan: X, P and the decays of every tile, ahead of the state warps.
 #pragma once
 
 #include "delta_product/fp32_tiles.cuh"
@@ -16,12 +16,12 @@ __device__ inline void mma_f64(double (&d)[2], double a, double b) {
 
 // x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops in this file are not unrolled,
 // so that the code of all roles fits the instruction cache.)
-template <int Tile>
-__device__ inline Accumulator<2> scores(const RowTile<Tile>& x, const RowTile<Tile>& y) {
+template <int Width>
+__device__ inline Accumulator<2> scores(const RowTile<Width>& x, const RowTile<Width>& y) {
   SplitAccumulator<2> sums;
   sums.clear();
 #pragma unroll 1
-  for (int col = 0; col < Tile; col += 16) {
+  for (int col = 0; col < Width; col += 16) {
     SplitAFragment block;
     block.load(x, 0, col);
     float right[2][4];
@@ -38,11 +38,11 @@ __device__ inline Accumulator<2> scores(const RowTile<Tile>& x, const RowTile<Ti
 using Scores64 = double[2][4];
 
 // b k^T, or with Reverse k b^T, in fp64, for 8 x 8 blocks where the row of b is not before that of k.
-template <bool Reverse, int Tile>
-__device__ inline void scores_fp64(Scores64& scores, const RowTile<Tile>& b, const RowTile<Tile>& k) {
+template <bool Reverse, int Width>
+__device__ inline void scores_fp64(Scores64& scores, const RowTile<Width>& b, const RowTile<Width>& k) {
   double sums[2][2][2] = {};
 #pragma unroll 1
-  for (int col = 0; col < Tile; col += 16) {
+  for (int col = 0; col < Width; col += 16) {
     double of_b[2][4], of_k[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -66,7 +66,7 @@ __device__ inline void scores_fp64(Scores64& scores, const RowTile<Tile>& b, con
 
 // e^ of the sum of gates up to each row, and after it. The sums are fp64 because differences of them are
 // used.
-__device__ inline void store_decays(TileMatrices& matrices, ProducerStorage& producer_storage,
+__device__ inline void store_decays(TileMatrices& matrices, MatrixStorage& matrix_storage,
                                     const float* gates) {
   const int row = lane() % kRows;
   double through = 0., all = 0.;
@@ -76,7 +76,7 @@ __device__ inline void store_decays(TileMatrices& matrices, ProducerStorage& pro
     all += gates[i] < -1e4f ? -1e4f : gates[i];
     if (i == row) through = all;
   }
-  producer_storage.gates[row] = through;
+  matrix_storage.gates[row] = through;
   matrices.decay_from_block_start[row] = expf(static_cast<float>(through));
   matrices.decay_to_block_end[row] = expf(static_cast<float>(all - through));
   matrices.decay_total = expf(static_cast<float>(all));
@@ -129,16 +129,16 @@ __device__ constexpr int operand_index(int i) { return i % 8 / 2 * 4 + i / 8 * 2
 // the same rounding error of A = 2 k . k or of X returns with every token, and one ulp of fp32 exceeds all
 // other rounding errors of a tile.
 template <bool Reverse>
-__device__ inline void store_inverse(TileMatrices& matrices, ProducerStorage& producer_storage,
+__device__ inline void store_inverse(TileMatrices& matrices, MatrixStorage& matrix_storage,
                                      const Scores64& a) {
   for_each_register<2>([&](int n, int i) {
     const int row = lane_row() + 8 * (i / 2), col = 8 * n + lane_col() + i % 2;
-    producer_storage.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
+    matrix_storage.a[Reverse ? col : row][Reverse ? row : col] = a[n][i];
   });
   __syncwarp();
   double x[kRows];
   const int column = lane() % kRows;
-  solve(x, producer_storage.a, column);
+  solve(x, matrix_storage.a, column);
   __syncwarp();
   if (lane() < kRows) {
 #pragma unroll
@@ -161,42 +161,43 @@ __device__ inline void store_p(TileMatrices& matrices, const Accumulator<2>& p) 
   }
 }
 
-// Producer warp `producer` computes X and P of every kProducerWarps-th visit. There are at most as many
-// producers as stages, so a producer never waits for a phase that is two ahead of the phase of the barrier.
+// Matrix warp `warp` computes X and P of every `warps`-th visit (see run_load_warps). There are at most as
+// many matrix warps as stages, so a warp never waits for a phase that is two ahead of the phase of the
+// barrier.
 //
 //     A_ij = E_ij b_i . k_j  (j < i)     X = (1 + A)^-1     P_ij = scale E_ij q_i . k_j  (j <= i)
-template <int Tile, bool Reverse>
-__device__ inline void run_producer_warps(const DeltaFp32Scan& p, const HeadWork& work,
-                                          const TileStorage<Tile>& space, int producer) {
-  TileBarriers& barriers = space.barriers();
-  ProducerStorage& producer_storage = space.producer(producer);
+template <int Width, bool Reverse>
+__device__ inline void run_matrix_warps(const DeltaFp32Scan& p, const HeadWork& work,
+                                        const TileStorage<Width>& storage, int warp) {
+  TileBarriers& barriers = storage.barriers();
+  MatrixStorage& matrix_storage = storage.matrix_storage(warp);
   const bool gated = p.g.data != nullptr;
-  const double* const gates = gated ? producer_storage.gates : nullptr;
-  const int producers = space.stages < kProducerWarps ? space.stages : kProducerWarps;
-  if (producer >= producers) return;
+  const double* const gates = gated ? matrix_storage.gates : nullptr;
+  const int warps = storage.stages < kMatrixWarps ? storage.stages : kMatrixWarps;
+  if (warp >= warps) return;
   PipelineState pipe;
-  int next = producer;  // visits until the next one of this warp
+  int visits_before_own = warp;
 #pragma unroll 1
   for (TileIterator<Reverse> tile_iterator(p.shape, work); tile_iterator.has_tile(); tile_iterator.next()) {
 #pragma unroll 1
-    for (int member = 0; member < work.group; ++member, pipe.next(space.stages)) {
-      if (next-- > 0) continue;
-      next = producers - 1;
+    for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
+      if (visits_before_own-- > 0) continue;
+      visits_before_own = warps - 1;
       const int stage = pipe.stage;
       wait(&barriers.full[stage], pipe.phase);
-      TileMatrices& matrices = space.matrices(stage);
-      if (gated) store_decays(matrices, producer_storage, space.gates(stage));
+      TileMatrices& matrices = storage.matrices(stage);
+      if (gated) store_decays(matrices, matrix_storage, storage.gates(stage));
       store_token_indices(matrices, tile_iterator);
       const bool has_steps = member == (Reverse ? work.group - 1 : 0);
-      const auto q = space.q(stage), k = space.k(stage);
+      const auto q = storage.q(stage), k = storage.k(stage);
       Accumulator<2> reads = scores(Reverse ? k : q, Reverse ? q : k);
       apply_decay<Reverse>(reads.at, gates, true, p.shape.scale);
       store_p(matrices, reads);
       if (has_steps) {
         Scores64 steps;
-        scores_fp64<Reverse>(steps, space.b(stage), k);
+        scores_fp64<Reverse>(steps, storage.b(stage), k);
         apply_decay<Reverse>(steps, gates, false, 1.f);
-        store_inverse<Reverse>(matrices, producer_storage, steps);
+        store_inverse<Reverse>(matrices, matrix_storage, steps);
       }
       arrive_warp(&barriers.matrices_full[stage]);
     }
