@@ -11,12 +11,12 @@ namespace girih::kernels {
 // product q.k is the largest score, and a masked score stays -infinity. A scale of 0 becomes a factor too
 // small to distinguish two scores.
 struct CatScale {
-  float magnitude, by;  // absolute value of the scale, unscaled and times log2(e)
-  uint32_t sign;        // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
+  float magnitude, log2_scale;  // absolute value of the scale, unscaled and times log2(e)
+  uint32_t sign;                // sign bits of two 16-bit numbers; the upper one is the sign bit of fp32
 
   __device__ explicit CatScale(float scale)
       : magnitude(fmaxf(fabsf(scale), 1e-37f)),
-        by(magnitude * kLog2E),
+        log2_scale(magnitude * kLog2E),
         sign(scale < 0.f ? 0x80008000u : 0u) {}
   __device__ void apply_sign(uint32_t (&q)[4]) const {
 #pragma unroll
@@ -51,16 +51,17 @@ struct CatSoftmax {
 #pragma unroll
       for (int n = 0; n < N; ++n) new_max = fmaxf(new_max, fmaxf(s.at[n][2 * i], s.at[n][2 * i + 1]));
       new_max = max_over_row(new_max);
-      by[i] = exp2_fast((largest[i] - new_max) * scale.by);
+      by[i] = exp2_fast((largest[i] - new_max) * scale.log2_scale);
       largest[i] = new_max, sum[i] *= by[i];
-      const float scaled_max = new_max * scale.by;
+      const float scaled_max = new_max * scale.log2_scale;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float &x = s.at[n][2 * i], &y = s.at[n][2 * i + 1];
         if constexpr (std::is_same_v<T, float>) {  // for large scores, base would be rounded
-          x = exp2_fast((x - new_max) * scale.by), y = exp2_fast((y - new_max) * scale.by);
+          x = exp2_fast((x - new_max) * scale.log2_scale), y = exp2_fast((y - new_max) * scale.log2_scale);
         } else {
-          x = exp2_fast(fmaf(x, scale.by, -scaled_max)), y = exp2_fast(fmaf(y, scale.by, -scaled_max));
+          x = exp2_fast(fmaf(x, scale.log2_scale, -scaled_max)),
+          y = exp2_fast(fmaf(y, scale.log2_scale, -scaled_max));
         }
         sum[i] += x + y;
       }

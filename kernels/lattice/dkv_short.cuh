@@ -19,7 +19,7 @@ class ShortDkvWarp {
 
  public:
   __device__ ShortDkvWarp(const ShortReverseArguments& p, const Ring& ring)
-      : p(p.columns), dlast_decay(p.reverse.dlast_decay), shares(p.shares), ring(ring) {}
+      : p(p.dkv), dlast_decay(p.reverse.dlast_decay), shares(p.shares), ring(ring) {}
 
   // Processes chunks of the block's share, counted from the last one, round-robin with the other dkv warps.
   __device__ void run(int dkv_warp) const {
@@ -56,12 +56,12 @@ class ShortDkvWarp {
     return static_cast<const float*>(out.data)[offset_of(out, coord.batch(), token, coord.head)];
   }
 
-  // x += by * the tile's columns.
+  // x += factor * the tile's columns.
   template <class Tile>
-  __device__ static void add_columns(TokenRows& x, const Tile& tile, int col, float by) {
+  __device__ static void add_columns(TokenRows& x, const Tile& tile, int col, float factor) {
     TokenRows y;
     load_columns(y, tile, col);
-    for_each_register<2>([&](int n, int i) { x.at[n][i] = fmaf(by, y.at[n][i], x.at[n][i]); });
+    for_each_register<2>([&](int n, int i) { x.at[n][i] = fmaf(factor, y.at[n][i], x.at[n][i]); });
   }
   template <class Tile>
   __device__ static void load_columns(TokenRows& x, const Tile& tile, int col) {

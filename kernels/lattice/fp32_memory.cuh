@@ -271,8 +271,8 @@ __device__ inline Pack<4> unit_of(const Pack<4>& square, const LatticeFp32Shape&
   return unit;
 }
 
-// Updates Delta by a token; S of the chunk does not change. `parts`: [2, warps, D]; `turn` alternates between
-// the two by token.
+// Updates Delta by a token; S of the chunk does not change. `parts`: [2, warps, D]; `buffer_index`
+// alternates between the two by token.
 template <class Sizes>
 __device__ inline TokenResults<Sizes> apply_token(ChunkState<Sizes>& state, const LatticeFp32Shape& shape,
                                                   const TokenInputs<Sizes>& token, float* parts,

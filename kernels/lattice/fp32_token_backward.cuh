@@ -280,9 +280,9 @@ struct TokenBackward {
     });
     const float decay = expf(in[row.kGamma + 1]);
     if (correction != nullptr) {
-      const float from_start = expf(*scalars.gates(token) - L_start);
+      const float call_decay = expf(*scalars.gates(token) - L_start);
       each_col([&](int c) {
-        const float of_read = from_start * inverse.at[c] * inverse.at[c] * read_along.at[c];
+        const float of_read = call_decay * inverse.at[c] * inverse.at[c] * read_along.at[c];
         float& C = correction->C.at[c];
         C += of_read;
         correction->sum.at[c] =

@@ -25,7 +25,8 @@ __device__ constexpr float floor_factor() {
   return std::is_same_v<T, __half> ? 0x1p-18f : 0x1p-12f;
 }
 
-// Plain: HQ = H, and no chunk is resumed. The general case needs more registers even if it does not occur.
+// Plain: HQ = H, and no chunk is resumed (is_plain_call()). The general case needs more registers even if it
+// does not occur.
 template <typename T_, int R_, int D_, int M_, bool Plain = false>
 struct Sizes {
   using T = T_;
@@ -39,7 +40,8 @@ struct Sizes {
   using Scores = SharedTile<T, R, (R < 32 ? 32 : R)>;
 };
 
-// Own, for one block of tokens: each warp computes tril(G, -1) E for itself, in registers, without a barrier.
+// Own: there is one block of 16 tokens, and each warp computes all of tril(G, -1) E in registers, without a
+// barrier.
 template <class Sizes_, bool Own = false>
 struct IntraChunk {
   using S = Sizes_;
@@ -51,7 +53,7 @@ struct IntraChunk {
   static constexpr int kResumedBytes = S::Memory::kBytes;  // added if chunks may be resumed
 
   typename S::Memory memory;   // S^T
-  typename S::Keys k, w;       // K; W scaled by lift()
+  typename S::Keys k, w;       // K; W scaled by fp16_scale()
   typename S::Values h;        // V, then H
   typename S::Scores decayed;  // tril(G, -1) E
   ChunkTokens<S::R>* tokens;
@@ -307,8 +309,8 @@ struct IntraChunk {
   }
 };
 
-// Replaces q by q~ = q y, scaled by 1 / lift(), and computes q~ (m - sigma), for tokens first..first+15 and
-// the warp's s_i.
+// Replaces q by q~ = q y, scaled by 1 / fp16_scale(), and computes q~ (m - sigma), for tokens first..first+15
+// and the warp's s_i.
 template <class W, class Keys>
 __device__ inline void scale_queries(const W& intra_chunk, const Keys& q, const Keys& along,
                                      const Accumulator<2>& y, const Accumulator<2>& sigma, int first) {

@@ -10,10 +10,11 @@
 //     scan      updates the memory chunk by chunk; stores the memory before every chunk
 //     read      computes o of all chunks in parallel
 // Backward, from the memories that forward stores:
-//     reads     computes dq and the terms of the reads in all other gradients, of all chunks in parallel
-//     reverse   computes the gradient of the memory chunk by chunk, from the end
-//     columns   adds the terms of the memory after a chunk to dk, dv, dgamma and dg, all chunks in parallel
-// For short chunks and small memories scan and read are one kernel, and so are reverse and columns.
+//     read backward    computes dq and the terms of the reads in all other gradients, of all chunks in
+//     parallel reverse          computes the gradient of the memory chunk by chunk, from the end dkv adds the
+//     terms of the memory after a chunk to dk, dv, dgamma and dg, all chunks in parallel
+// A chunk is short if it has at most 16 tokens. The `short` kernels are for short chunks and for D and M of
+// at most 64: scan and read are one kernel, and so are reverse and dkv.
 //
 // All kernels store a memory as S^T: the vectors s_i are the rows of a tile.
 #pragma once
@@ -66,7 +67,7 @@ struct LatticeScan {
 
 struct LatticeRead {
   LatticeShape shape;
-  InputTensor<4> q, k, v;  // [B, T, HQ, M]
+  InputTensor<4> q, k, v;  // [B, T, HQ, M], and k and v of LatticeScan
   InputTensor<3> gamma, g;
   LatticeStart start;
   const void* memories;
@@ -128,7 +129,7 @@ struct LatticeDkv {
   OutputTensor<3> dg;  // [B, T, H] fp32, optional
 };
 // If both are one kernel, `gradients` keeps the terms of the reads.
-cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeDkv& columns, cudaStream_t stream);
+cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeDkv& dkv, cudaStream_t stream);
 
 // Whether the current device has enough shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);

@@ -44,7 +44,7 @@ cudaError_t launch_read(const LatticeRead& problem, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_read_backward(const LatticeReadBackward& problem, cudaStream_t stream);
 template <typename T>
-cudaError_t launch_reverse(const LatticeReverse& problem, const LatticeDkv& columns, cudaStream_t stream);
+cudaError_t launch_reverse(const LatticeReverse& problem, const LatticeDkv& dkv, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_dkv(const LatticeDkv& problem, cudaStream_t stream);
 
@@ -53,7 +53,8 @@ inline bool is_plain_call(const LatticeShape& shape) {
   return shape.query_heads == shape.heads && shape.grid.position == nullptr;
 }
 
-// Launches a block for every chunk and head. `more`: further bytes of shared memory if chunks may be resumed.
+// Launches a block for every chunk and head. `resume_bytes`: further bytes of shared memory
+// if chunks may be resumed.
 template <auto Kernel, class Problem>
 cudaError_t launch_chunks(const Problem& p, int threads, int bytes, int resume_bytes, cudaStream_t stream) {
   const int64_t blocks = chunk_count(p.shape.grid) * p.shape.heads;

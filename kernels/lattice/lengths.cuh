@@ -6,8 +6,8 @@
 
 namespace girih::kernels::lattice {
 
-// Computes sigma^T, n^T and the r^T of its floor (intra_chunk.cuh), without the terms of Delta of a resumed
-// chunk. `squares`: |h|^2 of the lane's columns.
+// Computes sigma^T, n^T and r^T, from which the floor of n follows (intra_chunk.cuh), without the terms of
+// Delta of a resumed chunk. `squares`: |h|^2 of the lane's columns.
 __device__ inline void compute_lengths(Accumulator<2>& sigma, Accumulator<2>& r, Accumulator<2>& n,
                                        const Accumulator<2>& W, const Accumulator<2>& a,
                                        const Accumulator<2>& N, const Triangles& triangles,

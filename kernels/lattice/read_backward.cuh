@@ -25,7 +25,8 @@ template <class S>
 struct ReadBackward {
   using T = typename S::T;
   using Slab = SharedTile<T, S::R, kSlab>;
-  enum Kind { gamma, floor, open, kKinds };  // sums over vectors, a value for each token
+  // Sums over vectors for each token: of dgamma, of ddecay_at_floor, and of ddecay of a resumed chunk.
+  enum Kind { gamma, floor, resumed, kKinds };
   static constexpr int kTable = kKinds * S::kWarps * S::R;
   static constexpr int kBytes = IntraChunk<S>::kBytes + 4 * S::Keys::kBytes + S::Values::kBytes +
                                 2 * S::Scores::kBytes + Slab::kBytes + 4 * kTable;
@@ -125,7 +126,7 @@ struct ReadBackward {
     unpack<T>(queries, x);
     scale_rows(queries, {intra_chunk.kFp16Scale, intra_chunk.kFp16Scale});
 
-    // dA^T q~, scaled by 1 / lift()
+    // dA^T q~, scaled by 1 / fp16_scale()
 #pragma unroll
     for (int j = 0; j <= b; ++j) add_product<T>(accumulators.dW[j], x, pairs, first, 16 * j);
 
@@ -203,10 +204,10 @@ struct ReadBackward {
   // Replaces y by nu. Also computes the gradient of a row's decay where n is at its floor, kappa y^2 n, and
   // for a resumed chunk the gradient of m where m is above its minimum, (dB q~) m - kappa y^2 m^2.
   __device__ void finish_reads(TokenAccumulators& accumulators) const {
-    const float shut = exp2_fast(kMinLogDecay);
+    const float min_decay = exp2_fast(kMinLogDecay);
 #pragma unroll
     for (int b = 0; b < S::kBlocks; ++b) {
-      Accumulator<2> floors, opens;
+      Accumulator<2> floors, resumed_terms;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const float2 ms =
@@ -217,12 +218,12 @@ struct ReadBackward {
                       kappa = accumulators.kappa[b].at[n][i];
           const float share = y * y * m * m;  // of m^2 in |x|^2
           floors.at[n][i] = y < 0.f ? kappa * fmaxf(1.f - share, 0.f) : 0.f;
-          opens.at[n][i] = m > shut ? -accumulators.zeta[b].at[n][i] * m - kappa * share : 0.f;
+          resumed_terms.at[n][i] = m > min_decay ? -accumulators.zeta[b].at[n][i] * m - kappa * share : 0.f;
           accumulators.y[b].at[n][i] = y < 0.f ? 0.f : -0.5f * y * y * kappa;
         }
       }
       store_sums(floor, 16 * b, floors);
-      if (intra_chunk.resumed) store_sums(open, 16 * b, opens);
+      if (intra_chunk.resumed) store_sums(resumed, 16 * b, resumed_terms);
     }
   }
 
@@ -255,7 +256,7 @@ struct ReadBackward {
       }
       compute_running_sums<Direction::backward>(omega, triangles.decay, omega_carry, decay);
 
-      // (tril(G, -1) E)^T eta, scaled by 1 / lift()
+      // (tril(G, -1) E)^T eta, scaled by 1 / fp16_scale()
       uint32_t x[4];
       Accumulator<2> lowered = etas;
       scale_rows(lowered, {1.f / intra_chunk.kFp16Scale, 1.f / intra_chunk.kFp16Scale});
@@ -315,7 +316,7 @@ struct ReadBackward {
     }
     if (intra_chunk.resumed && p.ddecay.data != nullptr && t == 0) {
       float total = 0.f;
-      for (int j = 0; j < coord.chunk.length; ++j) total += sum(open, j);
+      for (int j = 0; j < coord.chunk.length; ++j) total += sum(resumed, j);
       store_element(p.ddecay, total, coord.sequence(), coord.head);
     }
   }

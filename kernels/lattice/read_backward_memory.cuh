@@ -20,10 +20,11 @@ struct ReadBackwardMemory {
   static constexpr int kWide = kSlab * S::kBlocks / S::kWarps < 16 ? 16 : kSlab * S::kBlocks / S::kWarps;
   using DhBlock = Accumulator<kWide / 8>;
 
-  const ReadBackward<S>& at;
+  const ReadBackward<S>& reads;
   const IntraChunk<S>& intra_chunk;
 
-  __device__ explicit ReadBackwardMemory(const ReadBackward<S>& at) : at(at), intra_chunk(at.intra_chunk) {}
+  __device__ explicit ReadBackwardMemory(const ReadBackward<S>& reads)
+      : reads(reads), intra_chunk(reads.intra_chunk) {}
 
   __device__ int row() const { return intra_chunk.warp % S::kBlocks * 16; }
   __device__ int col() const { return intra_chunk.warp / S::kBlocks * kWide; }
@@ -32,7 +33,7 @@ struct ReadBackwardMemory {
 
   // Recomputes q~ and the scores of a query head. With several query heads the tiles hold only one at a time.
   __device__ void recompute_query(int member) const {
-    at.next_query(member);
+    reads.next_query(member);
     typename IntraChunk<S>::Carries carries;
 #pragma unroll 1
     for (int first = opaque(0); first < S::R; first += 16) {
@@ -40,10 +41,10 @@ struct ReadBackwardMemory {
       Accumulator<2> sigma, y;
       intra_chunk.compute_token_block(token_block, first);
       intra_chunk.compute_lengths_of_reads(sigma, y, token_block, carries, first);
-      scale_queries(intra_chunk, at.q, at.along, y, sigma, first);
+      scale_queries(intra_chunk, reads.q, reads.along, y, sigma, first);
     }
     __syncthreads();
-    compute_decayed_scores(intra_chunk, at.scores, at.q, intra_chunk.w, 0);
+    compute_decayed_scores(intra_chunk, reads.scores, reads.q, intra_chunk.w, 0);
     __syncthreads();
   }
 
@@ -66,13 +67,13 @@ struct ReadBackwardMemory {
   // Loads a 16 x 16 block of R + tril(R, -1)^T.
   __device__ void load_symmetric(uint32_t (&a)[4], int j) const {
     if (j < row()) {
-      load_block(a, at.pairs, row(), j);
+      load_block(a, reads.pairs, row(), j);
     } else {
-      load_block_transposed(a, at.pairs, row(), j);
+      load_block_transposed(a, reads.pairs, row(), j);
     }
     if (j != row()) return;
     uint32_t lower[4];
-    load_block(lower, at.pairs, j, j);
+    load_block(lower, reads.pairs, j, j);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = lane_row() + i % 2 * 8, c = lane_col() + i / 2 * 8;
@@ -90,8 +91,8 @@ struct ReadBackwardMemory {
 #pragma unroll 1
     for (int t = row(); t < S::R; t += 16) {
       uint32_t a[4];
-      load_block_transposed(a, at.scores, row(), t);
-      add_product<T>(dH, a, at.dout, t, slab + col());
+      load_block_transposed(a, reads.scores, row(), t);
+      add_product<T>(dH, a, reads.dout, t, slab + col());
     }
   }
 
@@ -107,7 +108,7 @@ struct ReadBackwardMemory {
     }
 #pragma unroll 2
     for (int m = 0; m < S::M; m += 16) {
-      load_block(a, at.da, row(), m);
+      load_block(a, reads.da, row(), m);
       add_product<T>(dH, a, intra_chunk.memory, m, first);
     }
     if (intra_chunk.resumed) {
@@ -115,7 +116,7 @@ struct ReadBackwardMemory {
       fill(more, 0.f);
 #pragma unroll 1
       for (int m = 0; m < S::M; m += 16) {
-        load_block(a, at.eta, row(), m);
+        load_block(a, reads.eta, row(), m);
         add_product<T>(more, a, intra_chunk.step, m, first);
       }
       const int t = row() + lane_row();
@@ -131,20 +132,21 @@ struct ReadBackwardMemory {
       AFragment<kWide / 16> rounded;
       clamp_factor<T>(dH);
       round_to_a_fragment<T>(rounded, dH);
-      store_blocks(at.dh, row(), col(), rounded);
+      store_blocks(reads.dh, row(), col(), rounded);
       scale_rows(dH, {-1.f, -1.f});
     }
-    const auto& dv = at.p.dv;
-    store_rows_global<T>(row_of<T>(dv, at.coord.batch(), at.coord.chunk.start + row(), at.coord.head) + first,
-                         dv.stride[1], at.coord.chunk.length - row(), at.p.shape.D - first, dH);
+    const auto& dv = reads.p.dv;
+    store_rows_global<T>(
+        row_of<T>(dv, reads.coord.batch(), reads.coord.chunk.start + row(), reads.coord.head) + first,
+        dv.stride[1], reads.coord.chunk.length - row(), reads.p.shape.D - first, dH);
   }
 
   // Stores dDelta; member 0 overwrites, the others add. `square` is sum_t e^{2 L_t} nu_t of the lane's rows.
   __device__ void store_dstep(int member, int slab, const float (&square)[2]) const {
-    const ChunkCoord& coord = at.coord;
-    const LatticeShape& shape = at.p.shape;
-    const InputTensor<4>& step = at.p.start.step;
-    const OutputTensor<4>& dstep = at.p.dstep;
+    const ChunkCoord& coord = reads.coord;
+    const LatticeShape& shape = reads.p.shape;
+    const InputTensor<4>& step = reads.p.start.step;
+    const OutputTensor<4>& dstep = reads.p.dstep;
     const float* const from =
         static_cast<const float*>(step.data) + offset_of(step, coord.sequence(), coord.head);
     float* const to = static_cast<float*>(dstep.data) + offset_of(dstep, coord.sequence(), coord.head);
@@ -152,8 +154,8 @@ struct ReadBackwardMemory {
     for (int col = opaque(slab); col < slab + kSlab; col += 16) {
       Accumulator<2> sums;
       fill(sums, 0.f);
-      add_tokens(sums, at.q, at.dout, col, intra_chunk.tokens->call_decay);
-      if (member == 0) add_tokens(sums, at.eta, intra_chunk.h, col, intra_chunk.tokens->call_decay);
+      add_tokens(sums, reads.q, reads.dout, col, intra_chunk.tokens->call_decay);
+      if (member == 0) add_tokens(sums, reads.eta, intra_chunk.h, col, intra_chunk.tokens->call_decay);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -172,9 +174,9 @@ struct ReadBackwardMemory {
 
   // dW is gamma dW, or -gamma dW for decode.
   __device__ void run(Accumulator<2> (&dW)[S::kBlocks], const float (&square)[2]) const {
-    const LatticeShape& shape = at.p.shape;
-    const ChunkCoord& coord = at.coord;
-    compute_decayed_scores(intra_chunk, at.pairs, at.eta, intra_chunk.w, 0);
+    const LatticeShape& shape = reads.p.shape;
+    const ChunkCoord& coord = reads.coord;
+    compute_decayed_scores(intra_chunk, reads.pairs, reads.eta, intra_chunk.w, 0);
     __syncthreads();
 #pragma unroll 1
     for (int slab = 0; slab < S::D; slab += kSlab) {
@@ -183,35 +185,35 @@ struct ReadBackwardMemory {
       fill(dS, 0.f);
       fill(dH, 0.f);
 #pragma unroll 1
-      for (int member = 0; member < at.group(); ++member) {
-        if (at.group() > 1) recompute_query(member);
+      for (int member = 0; member < reads.group(); ++member) {
+        if (reads.group() > 1) recompute_query(member);
         add_reads(dH, slab);
-        add_tokens(dS, at.along, at.dout, slab);
+        add_tokens(dS, reads.along, reads.dout, slab);
         if (intra_chunk.resumed) store_dstep(member, slab, square);
       }
-      add_tokens(dS, at.da, intra_chunk.h, slab);
+      add_tokens(dS, reads.da, intra_chunk.h, slab);
       finish_dh(dH, slab);
       if (decode()) {
         __syncthreads();
-        add_tokens(dS, intra_chunk.k, at.dh, 0);
+        add_tokens(dS, intra_chunk.k, reads.dh, 0);
         // (dH S)^T
 #pragma unroll 1
         for (int d = 0; d < kSlab; d += 16) {
           uint32_t a[4];
           load_block(a, intra_chunk.memory, intra_chunk.first_vector(), slab + d);
 #pragma unroll
-          for (int b = 0; b < S::kBlocks; ++b) add_product_transposed<T>(dW[b], a, at.dh, 16 * b, d);
+          for (int b = 0; b < S::kBlocks; ++b) add_product_transposed<T>(dW[b], a, reads.dh, 16 * b, d);
         }
       }
       T* const to =
-          static_cast<T*>(at.p.gradients) +
+          static_cast<T*>(reads.p.gradients) +
           ((coord.number * shape.heads + coord.head) * shape.M + intra_chunk.first_vector()) * shape.D;
       clamp_factor<T>(dS);
       store_rows_global<T>(to + slab, shape.D, shape.M - intra_chunk.first_vector(), shape.D - slab, dS);
       if (slab + kSlab < S::D) __syncthreads();
     }
 
-    const auto& dk = at.p.dk;
+    const auto& dk = reads.p.dk;
     T* const to = row_of<T>(dk, coord.batch(), coord.chunk.start, coord.head) + intra_chunk.first_vector();
 #pragma unroll
     for (int b = 0; b < S::kBlocks; ++b) {

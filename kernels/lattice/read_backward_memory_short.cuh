@@ -12,23 +12,23 @@ struct ShortReadBackwardMemory {
   using S = typename ReadBackward::S;
   using Block = typename ReadBackward::Block;
 
-  const ReadBackward& at;
+  const ReadBackward& reads;
 
   __device__ void run(typename ReadBackward::VectorSums& sums,
                       const typename ReadBackward::TokenTerms& token_terms) const {
-    const LatticeReadBackward& p = at.p;
-    store_tile(p.dq, at.q, p.shape.M);
+    const LatticeReadBackward& p = reads.p;
+    store_tile(p.dq, reads.q, p.shape.M);
     AFragment<4> dH;
     make_dh(dH, sums, token_terms);
     store_dv_tile(dH);
     BFragment<4> douts, hs, dvs;  // B fragments
-    load_b_fragment(douts, at.dout);
-    load_b_fragment(hs, at.h);
-    load_b_fragment(dvs, at.q);
+    load_b_fragment(douts, reads.dout);
+    load_b_fragment(hs, reads.h);
+    load_b_fragment(dvs, reads.q);
 #pragma unroll 1
     for (int first = 0; first < S::M; first += 16) finish_vectors(dH, douts, hs, dvs, first);
-    store_tile(p.dk, at.k, p.shape.M);
-    store_tile(p.dv, at.q, p.shape.D);
+    store_tile(p.dk, reads.k, p.shape.M);
+    store_tile(p.dv, reads.q, p.shape.D);
     store_memory();
   }
 
@@ -40,20 +40,20 @@ struct ShortReadBackwardMemory {
     Block x, y;
 #pragma unroll 1
     for (int first = 0; first < S::M; first += 16) {
-      ReadBackward::load_fragment(x, at.da, first);
+      ReadBackward::load_fragment(x, reads.da, first);
       transpose_block(x);
-      add_product<T>(dH, x, at.memory, first);
+      add_product<T>(dH, x, reads.memory, first);
     }
     score(x, all.reads, token_terms);
     transpose_block(x);
-    add_product<T>(dH, x, at.dout, 0);
+    add_product<T>(dH, x, reads.dout, 0);
     score(x, all.pairs, token_terms);
     map_elements(all.pairs, 0, 0, [&](float r, int t, int j) { return j < t ? r : 0.f; });
     pack<T>(y, all.pairs);
     transpose_block(y);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] |= y[i];
-    add_product<T>(dH, x, at.h, 0);
+    add_product<T>(dH, x, reads.h, 0);
     clamp_factor<T>(dH);
     round_to_a_fragment<T>(to, dH);
   }
@@ -72,7 +72,7 @@ struct ShortReadBackwardMemory {
   }
 
   // decode: dv = -dH
-  __device__ uint32_t sign() const { return at.is(LatticeObjective::decode) ? 0x80008000u : 0u; }
+  __device__ uint32_t sign() const { return reads.is(LatticeObjective::decode) ? 0x80008000u : 0u; }
   __device__ void store_dv_tile(const AFragment<4>& dH) const {
     __syncwarp();
 #pragma unroll
@@ -80,7 +80,7 @@ struct ShortReadBackwardMemory {
       Block x;
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] = dH.at[i][j] ^ sign();
-      store_block(at.q, 0, 16 * i, x);
+      store_block(reads.q, 0, 16 * i, x);
     }
     __syncwarp();
   }
@@ -91,14 +91,14 @@ struct ShortReadBackwardMemory {
     Accumulator<8> dS;
     fill(dS, 0.f);
     Block x;
-    ReadBackward::load_fragment(x, at.along, first);
+    ReadBackward::load_fragment(x, reads.along, first);
     add_product<T>(dS, x, douts);
-    ReadBackward::load_fragment(x, at.da, first);
+    ReadBackward::load_fragment(x, reads.da, first);
     add_product<T>(dS, x, hs);
     Block to;
-    ReadBackward::load_fragment(to, at.dW, first);  // the second rounding is below, after more terms
-    if (at.is(LatticeObjective::decode)) {
-      load_block_transposed(x, at.k, first, 0);
+    ReadBackward::load_fragment(to, reads.dW, first);  // the second rounding is below, after more terms
+    if (reads.is(LatticeObjective::decode)) {
+      load_block_transposed(x, reads.k, first, 0);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] ^= sign();
       add_product<T>(dS, x, dvs);
@@ -106,7 +106,7 @@ struct ShortReadBackwardMemory {
       unpack<T>(sums, to);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        load_block(x, at.memory, first, 16 * i);
+        load_block(x, reads.memory, first, 16 * i);
         add_product_of_rows<T>(sums, x, dH.at[i]);
       }
       pack<T>(to, sums);
@@ -115,23 +115,23 @@ struct ShortReadBackwardMemory {
     clamp_factor<T>(dS);
     round_to_a_fragment<T>(rounded, dS);
     __syncwarp();
-    store_block_transposed(at.k, first, 0, to);
-    store_blocks(at.memory, first, 0, rounded);
+    store_block_transposed(reads.k, first, 0, to);
+    store_blocks(reads.memory, first, 0, rounded);
   }
 
   // Stores a tile to the chunk's rows in global memory.
   __device__ void store_tile(const OutputTensor<4>& to, const typename S::Keys& tile, int cols) const {
     __syncwarp();
-    store_rows<1>(tile, row_of<T>(to, at.coord.batch(), at.coord.chunk.start, at.coord.head), to.stride[1],
-                  at.coord.chunk.length, cols, 0);
+    store_rows<1>(tile, row_of<T>(to, reads.coord.batch(), reads.coord.chunk.start, reads.coord.head),
+                  to.stride[1], reads.coord.chunk.length, cols, 0);
   }
 
   __device__ void store_memory() const {
-    T* const to = static_cast<T*>(at.p.gradients) + at.memory_offset_of_chunk();
-    if (at.is_whole()) {
-      store_rows<1>(at.memory, to, S::D, S::M, S::D, 0);
+    T* const to = static_cast<T*>(reads.p.gradients) + reads.memory_offset_of_chunk();
+    if (reads.is_whole()) {
+      store_rows<1>(reads.memory, to, S::D, S::M, S::D, 0);
     } else {
-      store_rows<1>(at.memory, to, at.p.shape.D, at.p.shape.M, at.p.shape.D, 0);
+      store_rows<1>(reads.memory, to, reads.p.shape.D, reads.p.shape.M, reads.p.shape.D, 0);
     }
   }
 };

@@ -169,7 +169,7 @@ struct ShortReadBackward {
   __device__ static float of(const float2 (&numbers)[2], int n, int i) {
     return i & 1 ? numbers[n].y : numbers[n].x;
   }
-  // Rounds x / lift() to an A fragment.
+  // Rounds x / fp16_scale() to an A fragment.
   __device__ static void round_scaled(Block& to, VectorRows x) {
     scale_rows(x, {1.f / kFp16Scale, 1.f / kFp16Scale});
     clamp_factor<T>(x);
@@ -183,7 +183,8 @@ struct ShortReadBackward {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 
-  // Adds the terms of 16 vectors that do not need dH.
+  // Adds the terms of 16 vectors that do not need dH: to `all` the sums over vectors, and to shared memory q~
+  // (m - sigma), da, step dW and dq.
   __device__ void add_vectors(VectorSums& all, const TokenTerms& token_terms, int first) const {
     const bool encode = is(LatticeObjective::encode);
     // a^T = S^T H^T, (dB)^T = S^T dO^T

@@ -178,8 +178,8 @@ class ReverseStateWarp {
     const ChunkCoord coord;
     const int stage;
     const float alpha[2], rho[2];
-    float length[2] = {1.f, 1.f};  // |x|
-    float by[2] = {0.f, 0.f};      // 1 where x is zero: dS' passes on unchanged
+    float length[2] = {1.f, 1.f};   // |x|
+    float is_zero[2] = {0.f, 0.f};  // 1 where x is zero: dS' passes on unchanged
     float c[2] = {0.f, 0.f};
 
     __device__ ChunkValues(const ChunkCoord& coord, int stage, const float* ends)
@@ -195,7 +195,7 @@ class ReverseStateWarp {
   float* const sums;  // sums of each warp: Delta'.dDelta', and m_C c of a resumed chunk
   Accumulator<S::D / 8> dS;
   NextMemory<S, Storage::kInRegisters> next_memory;  // S of the next chunk
-  float opens = 0.f;
+  float resumed_decay = 0.f;                         // the lane's terms of m_C c of a resumed chunk
 
  public:
   __device__ ReverseStateWarp(const LatticeReverse& p, const Ring& ring, const ChunkedSequence& of, int head,
@@ -222,7 +222,7 @@ class ReverseStateWarp {
       arrive_warp(ring.empty() + pipe.stage);
     }
     store_sum(sums + warp, delta_dot);
-    store_sum(sums + S::kWarps + warp, opens);
+    store_sum(sums + S::kWarps + warp, resumed_decay);
     store_initial_gradients<S::kWarps>(p, dS, of, head, first, sums);
   }
 
@@ -231,18 +231,19 @@ class ReverseStateWarp {
     ChunkValues values(coord, stage, ring.ends(stage) + first + lane_row());
     if (values.complete()) apply_norm_gradient(values);
     compute_c(values);
-    const float open = ring.weights(stage)[S::R + 1], sum = ring.weights(stage)[S::R + 2];
+    const float call_decay = ring.weights(stage)[S::R + 1], sum = ring.weights(stage)[S::R + 2];
     StepSums step_sums;
     if (coord.resumed) {
       if (values.complete() && sum > kMinLogDecay && (lane() & 3) == 0)
-        opens = ring.weights(stage)[S::R] * (values.c[0] + values.c[1]);
-      step_sums = apply_step_gradient(p, dS, of.sequence.index, head, first, open, values.rho);
+        resumed_decay = ring.weights(stage)[S::R] * (values.c[0] + values.c[1]);
+      step_sums = apply_step_gradient(p, dS, of.sequence.index, head, first, call_decay, values.rho);
     }
     if (p.g.data != nullptr && (lane() & 3) == 0) store_gate_sums(values, step_sums);
     __syncwarp();
     compute_dx_and_ds(values);
     __syncwarp();
-    add_state_terms(dS, p, of.sequence.index, head, first, values.c, values.complete(), coord.resumed, open);
+    add_state_terms(dS, p, of.sequence.index, head, first, values.c, values.complete(), coord.resumed,
+                    call_decay);
     add_reads(stage);
     add_objective(dS, ring, stage, y_tile, p.shape.objective, warp);
     store_tile_rows(static_cast<T*>(p.gradients) + memory_offset(p.shape, coord.number, head),
@@ -262,7 +263,7 @@ class ReverseStateWarp {
     for (int j = 0; j < 2; ++j) {
       along[j] = sum_over_row(along[j]);
       values.length[j] = rho[j] > 0.f ? 1.f / rho[j] : 0.f;
-      values.by[j] = rho[j] > 0.f ? 0.f : 1.f;
+      values.is_zero[j] = rho[j] > 0.f ? 0.f : 1.f;
     }
     for_each_block(dS, [&](int k, float(&d)[2][4]) {
       uint32_t s[4];
@@ -285,7 +286,7 @@ class ReverseStateWarp {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       values.c[j] = sum_over_row(values.c[j]);
-      if (values.by[j] > 0.f) values.c[j] = 0.f;
+      if (values.is_zero[j] > 0.f) values.c[j] = 0.f;
     }
   }
 
@@ -320,10 +321,10 @@ class ReverseStateWarp {
         const int j = i % 2;
         const float c = values.c[j], alpha = values.alpha[j], length = values.length[j];
         float &d0 = d[i / 2][2 * j], &d1 = d[i / 2][2 * j + 1];
-        dX[i] = values.by[j] > 0.f
+        dX[i] = values.is_zero[j] > 0.f
                     ? 0u
                     : pack_pair<T>(clamp_to_type<T>(fmaf(-x.x, c, d0)), clamp_to_type<T>(fmaf(-x.y, c, d1)));
-        if (values.by[j] > 0.f) continue;
+        if (values.is_zero[j] > 0.f) continue;
         d0 = alpha * fmaf(x.x, c, d0), d1 = alpha * fmaf(x.y, c, d1);
         if (values.complete()) d0 = fmaf(-length * c, x_after.x, d0), d1 = fmaf(-length * c, x_after.y, d1);
       }

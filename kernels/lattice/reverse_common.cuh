@@ -56,19 +56,19 @@ __device__ inline void store_sum(float* to, float x) {
   if (lane() == 0) *to = x;
 }
 
-// Gradient through e^{L_C} Delta of a resumed chunk. Stores dDelta if `stores`, and returns sums of both
-// vectors of the lane.
+// Sums of the gradient through e^{L_C} Delta of a resumed chunk, for both vectors of the lane.
 struct StepSums {
   float ahead[2] = {0.f, 0.f}, square[2] = {0.f, 0.f};  // e^{L_C} Delta.dx, |e^{L_C} Delta|^2
 };
+// Adds e^{L_C} dx to dDelta if `stores`, and returns the sums. `call_decay` is e^{L_C} of this call's tokens.
 template <int N>
 __device__ inline StepSums apply_step_gradient(const LatticeReverse& p, Accumulator<N>& dx, int64_t sequence,
-                                               int head, int first, float open, const float (&rho)[2],
+                                               int head, int first, float call_decay, const float (&rho)[2],
                                                bool stores = true) {
   StepSums step_sums;
   for_each_element(dx, p.start.step, sequence, head, p.shape, first, [&](float& d, const float& step, int j) {
-    step_sums.ahead[j] = fmaf(open * step, d, step_sums.ahead[j]);
-    step_sums.square[j] = fmaf(open * step, open * step, step_sums.square[j]);
+    step_sums.ahead[j] = fmaf(call_decay * step, d, step_sums.ahead[j]);
+    step_sums.square[j] = fmaf(call_decay * step, call_decay * step, step_sums.square[j]);
   });
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -77,7 +77,7 @@ __device__ inline StepSums apply_step_gradient(const LatticeReverse& p, Accumula
   }
   if (!stores) return step_sums;
   for_each_element(dx, p.dstep, sequence, head, p.shape, first,
-                   [&](float& d, float& at, int j) { at = rho[j] > 0.f ? fmaf(open, d, at) : at; });
+                   [&](float& d, float& at, int j) { at = rho[j] > 0.f ? fmaf(call_decay, d, at) : at; });
   return step_sums;
 }
 
@@ -86,7 +86,7 @@ __device__ inline StepSums apply_step_gradient(const LatticeReverse& p, Accumula
 template <int N>
 __device__ inline void add_state_terms(Accumulator<N>& dS, const LatticeReverse& p, int64_t sequence,
                                        int head, int first, const float (&c)[2], bool complete, bool resumed,
-                                       float open) {
+                                       float call_decay) {
   if (!complete) {
     for_each_element(dS, p.last_step, sequence, head, p.shape, first,
                      [&](float& d, const float& x, int j) { d = fmaf(-c[j], x, d); });
@@ -97,7 +97,7 @@ __device__ inline void add_state_terms(Accumulator<N>& dS, const LatticeReverse&
   }
   if (resumed) {
     for_each_element(dS, p.start.step, sequence, head, p.shape, first,
-                     [&](float& d, const float& step, int j) { d = fmaf(open * c[j], step, d); });
+                     [&](float& d, const float& step, int j) { d = fmaf(call_decay * c[j], step, d); });
   }
 }
 
@@ -128,17 +128,18 @@ __device__ inline void store_initial_gradients(const LatticeReverse& p, Accumula
   named_barrier_sync(1, 32 * Warps);
   if (threadIdx.x != 0) return;
   const bool ends_incomplete = has_incomplete_end(shape, of);
-  float dlast = 0.f, open = 0.f, all = 0.f;
+  float dlast = 0.f, resumed_decay = 0.f, delta_dot = 0.f;
   if (p.dlast_decay.data != nullptr && (ends_incomplete || of.chunks == 0))
     dlast = load_element(p.dlast_decay, sequence, head);
-  for (int w = 0; w < Warps; ++w) all += sums[w], open += sums[Warps + w];
+  for (int w = 0; w < Warps; ++w) delta_dot += sums[w], resumed_decay += sums[Warps + w];
   if (p.dend_decay.data != nullptr)
-    store_element(p.dend_decay, ends_incomplete ? all + dlast : 0.f, sequence, head);
+    store_element(p.dend_decay, ends_incomplete ? delta_dot + dlast : 0.f, sequence, head);
   if (p.ddecay.data != nullptr) {
     float before = 0.f;
     if (resumed) before = static_cast<const float*>(p.ddecay.data)[offset_of(p.ddecay, sequence, head)];
     // The final decay depends on the initial decay only if no chunk ends in this call.
-    store_element(p.ddecay, before + open + (of.chunks == 0 || (resumed && of.chunks == 1) ? dlast : 0.f),
+    store_element(p.ddecay,
+                  before + resumed_decay + (of.chunks == 0 || (resumed && of.chunks == 1) ? dlast : 0.f),
                   sequence, head);
   }
 }

@@ -1,5 +1,5 @@
-// reverse.cuh and dkv.cuh in one kernel, for chunks of at most 16 tokens and memories of at most 64 x 64.
-// A block has a sequence and head. Roles of its warps:
+// reverse.cuh and dkv.cuh in one kernel, for short chunks (at most 16 tokens) and memories of at most 64
+// x 64. A block has a sequence and head. Roles of its warps:
 //
 //     state     computes dX, which replaces the gradient of the reads, and dS, chunk by chunk, from the end
 //     producers load K, V, S, the gradient of the reads, and the terms of the reads in dk and dv
@@ -62,7 +62,7 @@ class ShortReverseStateWarp {
     });
     store_sum(ring.sums() + warp, delta_dot);
     store_sum(ring.sums() + S::kWarps + warp, 0.f);
-    bool open = has_incomplete_end(p.shape, of);  // the chunk is incomplete
+    bool is_incomplete = has_incomplete_end(p.shape, of);  // of the current chunk
     const int chunks = static_cast<int>(of.chunks);
     PipelineState pipe;
     if (chunks > 0) {
@@ -75,17 +75,17 @@ class ShortReverseStateWarp {
       step<decltype(special)::value>(pipe.stage, complete, resumed, left > 1, next);
       pipe = next;
     };
-    const int resumed = of.prior_tokens > 0 ? 1 : 0;  // 1: the chunk at the start is resumed
+    const int resumed = of.prior_tokens > 0 ? 1 : 0;  // number of resumed chunks: the first one, if any
 #pragma unroll 1
     for (int left = chunks; left > 0; --left) {
-      if (!open) {
+      if (!is_incomplete) {
         // Complete chunks that are not resumed have their own loop without conditions.
 #pragma unroll 1
         for (; left > resumed; --left) process(std::false_type(), left, true, false);
         if (left == 0) break;
       }
-      process(std::true_type(), left, !open, left == resumed);
-      open = false;
+      process(std::true_type(), left, !is_incomplete, left == resumed);
+      is_incomplete = false;
     }
     if (stores) store_initial_gradients<S::kWarps>(p, dS, of, head, first, ring.sums());
   }
@@ -267,8 +267,8 @@ class ShortReverseStateWarp {
       c[j] = moved ? sum : 0.f, along[j] = 0.f;
       dx.d_coefficient[j] = moved ? 1.f : 0.f, dx.next_coefficient[j] = 0.f, dx.s_coefficient[j] = -c[j];
     }
-    const bool open = complete && scalars.sum > kMinLogDecay && (lane() & 3) == 0;
-    store_sum(ring.sums() + S::kWarps + warp, open ? scalars.memory_decay * (c[0] + c[1]) : 0.f);
+    const bool has_term = complete && scalars.sum > kMinLogDecay && (lane() & 3) == 0;
+    store_sum(ring.sums() + S::kWarps + warp, has_term ? scalars.memory_decay * (c[0] + c[1]) : 0.f);
     step_sums = apply_step_gradient(p, dS, of.sequence.index, head, first, scalars.call_decay, rho, stores);
   }
 };
@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(ShortReverseRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.init(p);
-  // Warpgroups: the state warps and two others. Each starts at 168 registers a thread.
+  // Three warpgroups: the state warps, the producer warps and the dkv warps. Each starts at 168 registers a
+  // thread: 208 + 2 * 144 <= 3 * 168.
   if (warp < kStateWarps) {
     setmaxnreg_inc<208>();
     ShortReverseStateWarp<T>(p.reverse, ring, warp).run();
@@ -307,24 +308,24 @@ inline cudaError_t uses_short_reverse(const LatticeShape& shape, bool& is_short)
 }
 
 template <typename T>
-cudaError_t launch_reverse(const LatticeReverse& p, const LatticeDkv& columns, cudaStream_t stream) {
+cudaError_t launch_reverse(const LatticeReverse& p, const LatticeDkv& dkv, cudaStream_t stream) {
   bool is_short = false;
   if (const cudaError_t error = uses_short_reverse<T>(p.shape, is_short); error != cudaSuccess) return error;
   if (is_short) {
     using Ring = ShortReverseRing<T>;
-    int coefficients = 1;
-    if (const cudaError_t error = shares_of(p.shape, Ring::kMostShares, coefficients); error != cudaSuccess) {
+    int shares = 1;
+    if (const cudaError_t error = choose_shares(p.shape, Ring::kMostShares, shares); error != cudaSuccess) {
       return error;
     }
-    return launch_scan<reverse_short_kernel<T>>(ShortReverseArguments{p, columns, coefficients},
-                                                Ring::kThreads, Ring::kBytes, p.shape, stream, coefficients);
+    return launch_scan<reverse_short_kernel<T>>(ShortReverseArguments{p, dkv, shares}, Ring::kThreads,
+                                                Ring::kBytes, p.shape, stream, shares);
   }
   const cudaError_t error = dispatch_size(p.shape, [&](auto tokens, auto D, auto M) {
     using S = Sizes<T, tokens(), D(), M()>;
     return launch_scan<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseStorage<S>::kBytes, p.shape,
                                           stream);
   });
-  return error == cudaSuccess ? launch_dkv<T>(columns, stream) : error;
+  return error == cudaSuccess ? launch_dkv<T>(dkv, stream) : error;
 }
 
 }  // namespace girih::kernels::lattice

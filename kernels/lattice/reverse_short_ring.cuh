@@ -8,7 +8,7 @@ namespace girih::kernels::lattice {
 // Parameters of the kernel. `shares`: blocks with the same sequence and head.
 struct ShortReverseArguments {
   LatticeReverse reverse;
-  LatticeDkv columns;
+  LatticeDkv dkv;
   int shares;
 };
 
@@ -114,13 +114,13 @@ struct ShortReverseRing {
       const float before = earlier_log_decay(from.start, coord);
       const bool own = belongs_to_share(n, block().share, p.shares);
       wait((own ? empty() : dx_full()) + stage, pipe.phase ^ 1);
-      bring(stage, own ? kSources : kSources - 2, shape, coord);
-      StageScalars& at = scalars(stage);
+      load_tiles(stage, own ? kSources : kSources - 2, shape, coord);
+      StageScalars& to = scalars(stage);
       const float* const ends = from.ends + (coord.number * shape.heads + head) * 2 * shape.M;
       const int m = lane() % 16 * 4;
-      copy_async(shared_address(lane() < 16 ? &at.alpha[m] : &at.rho[m]),
+      copy_async(shared_address(lane() < 16 ? &to.alpha[m] : &to.rho[m]),
                  ends + (lane() < 16 ? 0 : shape.M) + m, m < shape.M);
-      store_scalars(at, gates, sign_of(shape.objective), before);
+      store_scalars(to, gates, sign_of(shape.objective), before);
       arrive_after_copies(full() + stage);
       arrive_warp(full() + stage);
     }
@@ -140,10 +140,11 @@ struct ShortReverseRing {
     };
     to[0] = memories(from.memories), to[1] = memories(from.gradients);
     to[2] = rows(from.k, shape.M, k), to[3] = rows(from.v, shape.D, v);
-    to[4] = rows(p.columns.dk, shape.M, dk), to[5] = rows(p.columns.dv, shape.D, dv);
+    to[4] = rows(p.dkv.dk, shape.M, dk), to[5] = rows(p.dkv.dv, shape.D, dv);
   }
-  // A memory that fills its tile is one copy, with offsets known at compile time.
-  __device__ void bring(int stage, int count, const LatticeShape& shape, const ChunkCoord& coord) const {
+  // Starts the copies of the first `count` sources. A memory that fills its tile is one copy, with offsets
+  // known at compile time.
+  __device__ void load_tiles(int stage, int count, const LatticeShape& shape, const ChunkCoord& coord) const {
     const int64_t first = coord.number * shape.heads * shape.M;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -165,15 +166,15 @@ struct ShortReverseRing {
     }
   }
 
-  __device__ void store_scalars(StageScalars& at, const LaneTokens<16>& of, float sign, float before) const {
+  __device__ void store_scalars(StageScalars& to, const LaneTokens<16>& of, float sign, float before) const {
     const float sum = of.all();
     if (lane() < 16) {
       const float step = sign * of.gamma[0], to_end = exp2_fast(sum - of.sum[0]);
-      at.step[lane()] = step, at.to_end[lane()] = to_end, at.weights[lane()] = step * to_end;
+      to.step[lane()] = step, to.to_end[lane()] = to_end, to.weights[lane()] = step * to_end;
     }
     if (lane() == 0) {
       const float all = before + sum;
-      at.memory_decay = exp2_fast(fmaxf(all, kMinLogDecay)), at.call_decay = exp2_fast(sum), at.sum = all;
+      to.memory_decay = exp2_fast(fmaxf(all, kMinLogDecay)), to.call_decay = exp2_fast(sum), to.sum = all;
     }
   }
 };

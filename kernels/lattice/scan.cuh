@@ -15,10 +15,10 @@
 
 namespace girih::kernels::lattice {
 
-// U^T = (W E_C)^T H for the warp's 16 vectors. `between` overlaps with the wait for the block.
-template <class S, class Between>
+// U^T = (W E_C)^T H for the warp's 16 vectors. overlapped() runs before the wait for H.
+template <class S, class Overlapped>
 __device__ inline void compute_u(Accumulator<S::D / 8>& U, const IntraChunk<S>& intra_chunk,
-                                 const float* weights, const Between& between) {
+                                 const float* weights, const Overlapped& overlapped) {
   uint32_t w[4];
   intra_chunk.compute_w_block(w, 0, weights);
   if (intra_chunk.objective == LatticeObjective::decode) {
@@ -26,10 +26,10 @@ __device__ inline void compute_u(Accumulator<S::D / 8>& U, const IntraChunk<S>& 
     intra_chunk.load_h_operands(h_block);
     named_barrier_sync(1, S::kThreads);  // S is stored
     intra_chunk.finish_h(h_block);
-    between();
+    overlapped();
     named_barrier_sync(1, S::kThreads);  // H is stored, and S may be overwritten
   } else {
-    between();
+    overlapped();
   }
   fill(U, 0.f);
 #pragma unroll 1
@@ -84,13 +84,13 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
     // x = alpha s + u + e^{L_C} Delta
     const float2 sigma = row_dots(X, U);
     const float memory_decay = complete ? ring.memory_decay(pipe.stage) : 0.f,
-                from_start = ring.from_start(pipe.stage);
+                call_decay = ring.call_decay(pipe.stage);
     decay = ring.sum(pipe.stage);
     arrive_warp(ring.empty() + pipe.stage);
     const float2 alpha = {memory_decay - sigma.x, memory_decay - sigma.y};
     if (coord.resumed) {
       for_each_element(U, p.start.step, sequence, head, shape, first,
-                       [&](float& u, const float& step, int) { u = fmaf(from_start, step, u); });
+                       [&](float& u, const float& step, int) { u = fmaf(call_decay, step, u); });
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -14,8 +14,8 @@ namespace girih::kernels::lattice {
 // round-robin, so that several loads are in flight.
 constexpr int stages_of(int R) { return R == 16 ? 8 : R == 32 ? 4 : 2; }
 
-// Called by a warp: stores sign gamma_t e^{L_C - L_t} of R tokens, then m_C, e^{L_C} of this call's tokens,
-// and L_C of the whole chunk in units of log2. `before`: earlier_log_decay() of a resumed chunk.
+// Stores the weights sign gamma_t e^{L_C - L_t} of R tokens, then m_C, e^{L_C} of this call's tokens, and L_C
+// of the whole chunk in units of log2. Called by one warp. `before`: earlier_log_decay() of a resumed chunk.
 template <int R>
 __device__ inline void store_weights(float* to, const LaneTokens<R>& tokens, float sign, float before) {
   const float sum = tokens.all();
@@ -57,7 +57,7 @@ struct Ring {
   static constexpr int kStageBytes = S::Keys::kBytes + S::Values::kBytes;
   static constexpr int kBytes = kStages * (kStageBytes + 4 * kFloats + 16);
   static_assert(kStages % kProducerWarps == 0,
-                "a stage has one loader: else it takes another's turn for its own");
+                "a stage has one producer warp: a barrier has only one bit of phase");
 
   unsigned char* base;
 
@@ -71,7 +71,7 @@ struct Ring {
     return reinterpret_cast<float*>(base + kStages * kStageBytes) + stage * kFloats;
   }
   __device__ float memory_decay(int stage) const { return weights(stage)[S::R]; }
-  __device__ float from_start(int stage) const { return weights(stage)[S::R + 1]; }
+  __device__ float call_decay(int stage) const { return weights(stage)[S::R + 1]; }
   __device__ float sum(int stage) const { return weights(stage)[S::R + 2]; }
   __device__ uint64_t* full() const {
     return reinterpret_cast<uint64_t*>(base + kStages * (kStageBytes + 4 * kFloats));
@@ -97,9 +97,10 @@ struct Ring {
   }
 };
 
-// Calls f(element, its value in fp32 [N, H, D, M], row 0 or 1 of the lane) for the existing elements of a
-// warp's 16 vectors from `first` on. Runs once or twice a sequence, so it is a loop that rotates the
-// registers of 8 columns at a time: unrolled, it needs more registers than the rest of the kernel.
+// Calls f(element, the same element of a state [N, H, D, M] in fp32, row 0 or 1 of the lane) for the existing
+// elements of a warp's 16 vectors from `first` on. Runs once or twice a sequence, so it is a loop that
+// rotates the registers of 8 columns at a time: unrolled, it needs more registers than the rest of the
+// kernel.
 template <int N, class Array, class F>
 __device__ inline void for_each_element(Accumulator<N>& X, const Array& array, int64_t sequence, int head,
                                         const LatticeShape& shape, int first, const F& f) {
@@ -192,7 +193,7 @@ struct ScanStorage {
 };
 
 // Number of blocks for a sequence and head: `most` if multiprocessors would be idle otherwise, else 1.
-inline cudaError_t shares_of(const LatticeShape& shape, int most, int& shares) {
+inline cudaError_t choose_shares(const LatticeShape& shape, int most, int& shares) {
   int processors = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
   shares = most * shape.grid.tokens.sequences * shape.heads <= processors ? most : 1;

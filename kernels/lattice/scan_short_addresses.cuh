@@ -15,15 +15,15 @@ struct TileAddresses {
   uint32_t own;      // the same for the warp's columns of H
 };
 
-// A tile `offset` bytes after the stage's start, with rows of 128 bytes. Own: only the warp's columns.
-template <class Tile, bool Own = false>
+// A tile `offset` bytes after the stage's start, with rows of 128 bytes. IsOwn: only the warp's columns.
+template <class Tile, bool IsOwn = false>
 struct AddressedTile : Tile {
   const uint32_t* addresses;
   int offset;
   __device__ uint32_t address(int row, int col, int, int) const {
     constexpr int kRow = Tile::kCols * static_cast<int>(sizeof(typename Tile::Element));
     static_assert(kRow == 128);
-    return addresses[Own ? 0 : col / 16] + offset + row * kRow;
+    return addresses[IsOwn ? 0 : col / 16] + offset + row * kRow;
   }
 };
 

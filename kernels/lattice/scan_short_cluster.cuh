@@ -2,13 +2,13 @@
 // and head. Each block has producer warps and a ring with the same layout. Block 0 has the state warps, block
 // 1 all output warps:
 //
-//     block 0    loads K, V (`full`); computes S and H of a chunk (`written`), which one warp sends to the
+//     block 0    loads K, V (`full`); computes S and H of a chunk (`state_full`), which one warp sends to the
 //                other block and another warp stores for backward
-//     block 1    loads Q, K (`full`); S and H have arrived (`written`): computes o
+//     block 1    loads Q, K (`full`); S and H have arrived (`state_full`): computes o
 //
 // A stage of the state warps' block is empty when its S and H have arrived in the other block and are stored:
 // the state warps may be a whole ring ahead of the output warps. S and H may be sent to a stage after the
-// output warps have finished its previous chunk (`taken`).
+// output warps have finished its previous chunk (`state_empty`, in block 0).
 //
 // In a single block the output warps compete with the state warps for issue slots and the instruction cache.
 #pragma once
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, true>::kThreads, 
   using Ring = ShortScanRing<T, kObjective, true>;
   constexpr int kStateWarps = Ring::S::kWarps;
   static_assert(kStateWarps + 2 + Ring::kStateProducerWarps <= Ring::kThreads / 32,
-                "chain, sending, storing");
+                "state warps, sending, storing");
   extern __shared__ __align__(128) unsigned char shared[];
   const Ring ring{shared};
   const int warp = warp_index();

@@ -1,5 +1,5 @@
 // The ring of scan_short.cuh: the tokens of a chunk, the memory before it, and H, alpha and rho from the
-// state warps. With Apart, each of the two blocks has a ring (scan_short_cluster.cuh).
+// state warps. HasCluster: each of the two blocks has a ring (scan_short_cluster.cuh).
 #pragma once
 
 #include "lattice/scan_common.cuh"
@@ -24,7 +24,7 @@ struct ShortScanRing {
       HasCluster ? 5 : kProducerWarps;  // in the block of the state warps
   static constexpr int kThreads = (HasCluster ? 0 : S::kThreads) + 32 * (kOutputWarps + kProducerWarps);
   // Every stage has one producer warp. Output warps are at most one lap of the ring apart, because a barrier
-  // has only one bit of phase. With Apart, sends may overtake each other, so a stage always has the same
+  // has only one bit of phase. HasCluster: sends may overtake each other, so a stage always has the same
   // output warp.
   static_assert(kStages % kProducerWarps == 0 && kStages % kStateProducerWarps == 0);
   static_assert(HasCluster ? kStages == kOutputWarps : kStages >= kOutputWarps);
@@ -38,7 +38,7 @@ struct ShortScanRing {
     __device__ float sum() const { return weights[18]; }
   };
   enum TokenTile { v, k, q };                          // H replaces v, o replaces q
-  static constexpr int kSources = HasCluster ? 2 : 3;  // k, v and q; Apart: k and v, or k and q
+  static constexpr int kSources = HasCluster ? 2 : 3;  // k, v and q; HasCluster: k and v, or k and q
   static constexpr int kTokenBytes = S::Keys::kBytes;
   static constexpr int kStageBytes = S::Memory::kBytes + 3 * kTokenBytes;
   static constexpr int kSentBytes = S::Memory::kBytes + kTokenBytes;  // memory and H
@@ -71,7 +71,7 @@ struct ShortScanRing {
   __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&scalars(kStages)); }
   __device__ uint64_t* state_full() const { return full() + kStages; }  // the state warps have stored S and H
   __device__ uint64_t* empty() const { return full() + 2 * kStages; }
-  // Apart: the output warps have finished with S and H
+  // HasCluster: the output warps have finished with S and H
   __device__ uint64_t* state_empty() const { return full() + 3 * kStages; }
 
   // Sequence and head of the block, in shared memory to save registers.
@@ -80,7 +80,7 @@ struct ShortScanRing {
   }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
-  // `reads` (Apart): this block has the output warps.
+  // `reads`: this block has the output warps.
   __device__ void init(const ShortScanArguments& p, bool reads) const {
     if (threadIdx.x == 0) {
       block() = sequence_coord(p.scan.shape, HasCluster ? 2 : 1);
@@ -103,7 +103,8 @@ struct ShortScanRing {
     }
   }
 
-  // Loads the chunks of a sequence in order; called by one of `loaders` warps.
+  // Loads the chunks of a sequence in order; called by one of `producers` warps.
+  // `reads`: this block has the output warps.
   __device__ void load(const LatticeScan& p, int producer, int producers, bool reads) const {
     const LatticeShape& shape = p.shape;
     const ChunkedSequence& of = block().of;

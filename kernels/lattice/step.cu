@@ -27,11 +27,11 @@ struct PackIndex {
   int r, c, pack;
 };
 
-// A memory [D, M] in fp32, in registers if `Held` packs a thread suffice.
+// A memory [D, M] in fp32, in registers if RegisterPacks > 0: then RegisterPacks packs a thread suffice.
 template <int Pack_, int RegisterPacks>
 struct StepMemory {
   float* global;
-  int64_t row_stride, col_stride;  // with Held, row_stride leads to the thread's next pack
+  int64_t row_stride, col_stride;  // in registers: row_stride leads to the thread's next pack
   Pack<Pack_> packs[RegisterPacks > 0 ? RegisterPacks : 1];
 
   // Starts at the thread's pack 0; the next ones are `rows` rows apart.
@@ -260,7 +260,7 @@ struct StepBlock {
     return x;
   }
 
-  // rho = 1 / |x|, or 0 where x is 0. Stores D'; with Held, x replaces Delta in registers.
+  // rho = 1 / |x|, or 0 where x is 0. Stores D'; with RegisterPacks, x replaces Delta in registers.
   __device__ void compute_rho(const TokenPosition& place) {
     thread_rows.sum_rows(
         [&](ColumnPack& sum, const PackIndex& at) {

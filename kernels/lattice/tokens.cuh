@@ -58,7 +58,7 @@ __device__ inline float sign_of(LatticeObjective objective) {
 }
 
 // fp16 has the range 2^-24 to 2^16. If gates have decayed the memory to nothing, reads see only the steps: W
-// and q~ = q / |x|. So W is scaled by lift() in shared memory, and q~ and eta by 1 / lift().
+// and q~ = q / |x|. So W is scaled by fp16_scale() in shared memory, and q~ and eta by 1 / fp16_scale().
 template <typename T>
 __host__ __device__ constexpr float fp16_scale() {
   return std::is_same_v<T, __half> ? 256.f : 1.f;
@@ -71,8 +71,8 @@ constexpr float kMinLogDecay = -30.f * kLog2E;  // lower bound of log2(m), so th
 template <int R>
 struct ChunkTokens {
   float step[R];          // sign * gamma
-  float scaled_step[R];   // lift<T>() * step
-  float sum[R];           // L over this call's tokens of the chunk
+  float scaled_step[R];   // fp16_scale<T>() * step
+  float sum[R];           // L over this call's tokens of the chunk, in units of log2
   float memory_decay[R];  // m = e^{max(L, -30)}, L from the start of the chunk
   float square[R];        // |h|^2
   float call_decay[R];    // e^{L}, L over this call's tokens

@@ -11,7 +11,7 @@
 
 namespace girih::kernels {
 
-constexpr int kTile = 16;  // tokens
+constexpr int kTokenTile = 16;  // tokens of a tile
 
 // Gates of a token and head.
 __device__ inline const TokenGate* gate_of(const TrellisShape& shape, const TokenGate* gates, int64_t batch,
@@ -19,16 +19,17 @@ __device__ inline const TokenGate* gate_of(const TrellisShape& shape, const Toke
   return gates + (batch * shape.grid.tokens.tokens + token) * shape.heads + head;
 }
 
-// Starts the copies of the gates of a tile; zeros from `rows` on.
+// Starts the copies of the gates of a tile of tokens; zeros from `rows` on. Called by one warp.
 __device__ inline void load_gates(TokenGate* to, const TrellisShape& shape, const TokenGate* gates,
                                   int64_t batch, int64_t token, int rows, int head) {
-  if (lane() >= 16) return;
+  if (lane() >= kTokenTile) return;
   const bool has = lane() < rows;
   copy_async(shared_address(to + lane()), gate_of(shape, gates, batch, token + (has ? lane() : 0), head),
              has);
 }
 
-// The sequence, head and memory of a block.
+// The sequence, head and memory of a block. The memory is the index of the block's pair, so it is also the
+// rank of the block in a cluster of two.
 struct TrellisBlockCoord {
   int64_t sequence;
   int head, memory;
@@ -37,7 +38,7 @@ struct TrellisBlockCoord {
   __device__ TrellisBlockCoord(const TrellisShape& shape, unsigned block)
       : sequence(head_index(shape, block) / static_cast<unsigned>(shape.heads)),
         head(static_cast<int>(head_index(shape, block) % static_cast<unsigned>(shape.heads))),
-        memory(shape.memories == 1 ? 0 : static_cast<int>(block % 2)),
+        memory(shape.memories == 1 ? kKeyMemory : static_cast<int>(block % 2)),
         chunked(chunked_sequence(shape.grid, sequence)) {}
 
  private:
@@ -59,8 +60,8 @@ __device__ inline T* row_of(const OutputTensor<4>& x, int64_t batch, int64_t tok
   return static_cast<T*>(x.data) + offset_of(x, batch, token, head);
 }
 
-// Calls f(n, i, offset) for the lane's elements of a state [N, H, M, X] in the layout of Sums: slots start at
-// `row` and columns at `col`. Transposed: columns start at `row` and slots at `col`.
+// Calls f(n, i, offset) for the lane's elements of a state [N, H, M, X] in the layout of Accumulator:
+// slots start at `row` and columns at `col`. Transposed: columns start at `row` and slots at `col`.
 template <bool Transposed, int N, template <int> class Array, class F>
 __device__ inline void for_each_element(const Array<4>& state, const TrellisBlockCoord& coord,
                                         const TrellisShape& shape, int row, int col, const F& f) {
@@ -79,8 +80,8 @@ __device__ inline void add_state(Accumulator<N>& A, const InputTensor<4>& state,
                                  const TrellisBlockCoord& coord, const TrellisShape& shape, int row,
                                  int col = 0) {
   if (state.data == nullptr) return;
-  for_each_element<Transposed, N>(state, coord, shape, row, col, [&](int n, int i, int64_t at) {
-    A.at[n][i] += static_cast<const float*>(state.data)[at];
+  for_each_element<Transposed, N>(state, coord, shape, row, col, [&](int n, int i, int64_t offset) {
+    A.at[n][i] += static_cast<const float*>(state.data)[offset];
   });
 }
 template <int N>
@@ -93,15 +94,15 @@ template <bool Transposed = false, int N>
 __device__ inline void store_state(const OutputTensor<4>& state, const Accumulator<N>& A,
                                    const TrellisBlockCoord& coord, const TrellisShape& shape, int row,
                                    int col = 0) {
-  for_each_element<Transposed, N>(state, coord, shape, row, col, [&](int n, int i, int64_t at) {
-    static_cast<float*>(state.data)[at] = A.at[n][i];
+  for_each_element<Transposed, N>(state, coord, shape, row, col, [&](int n, int i, int64_t offset) {
+    static_cast<float*>(state.data)[offset] = A.at[n][i];
   });
 }
 
-// Offset of the memory of chunk `number` among the stored memories.
-template <typename T, int Tile>
+// Offset of the memory before chunk `number` among the stored memories.
+template <int Width>
 __device__ inline int64_t stored_memory_offset(const TrellisShape& shape, int64_t number, int head) {
-  return (number * shape.heads + head) * (Tile * Tile);
+  return (number * shape.heads + head) * (Width * Width);
 }
 
 // Copies block k of an A fragment from registers or from a tile.
@@ -135,7 +136,7 @@ __device__ inline void multiply_transposed(Accumulator<2>& z, const Left& x, con
   add(z, odd);
 }
 
-// Converts an A fragment to fp32; load_wide() loads a 16 x 16 block of a tile as fp32.
+// Converts a block of an A fragment to fp32.
 template <typename T>
 __device__ inline void unpack(Accumulator<2>& x, const uint32_t (&raw)[4]) {
 #pragma unroll
@@ -144,13 +145,15 @@ __device__ inline void unpack(Accumulator<2>& x, const uint32_t (&raw)[4]) {
     x.at[i >> 1][2 * (i & 1)] = pair.x, x.at[i >> 1][2 * (i & 1) + 1] = pair.y;
   }
 }
+// Loads a 16 x 16 block of a tile as fp32.
 template <typename T, class Tile>
-__device__ inline void load_wide(Accumulator<2>& x, const Tile& tile, int row, int col) {
+__device__ inline void load_block_fp32(Accumulator<2>& x, const Tile& tile, int row, int col) {
   uint32_t raw[4];
   load_block(raw, tile, row, col);
   unpack<T>(x, raw);
 }
 
+// Launches a block for each sequence, head and memory.
 template <auto Kernel, class Storage, int Bytes, class Problem>
 cudaError_t launch_memory_blocks(const Problem& p, cudaStream_t stream) {
   return launch_kernel<Kernel>(p, memory_block_count(p.shape), Storage::kThreads, Bytes, stream);

@@ -26,8 +26,8 @@
 // The reverse scan computes ds, dz and G chunk by chunk, from the end. dx and dg of all segments are computed
 // in parallel, from A before and G after each segment.
 //
-// Each head of k has its memories; which serve a group of query heads. With one memory (TTT) o is r, and dr
-// is do.
+// Each head of k has its memories, which serve a group of HQ / H query heads. With one memory (TTT) o is r,
+// and dr is do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,17 +44,18 @@ constexpr int kTrellisFp32MaxWidth = 256;  // M, D and V
 struct TrellisFp32Shape {
   ChunkGrid grid;
   int heads, query_heads;  // H, and HQ, a multiple of H
-  int memories = 2;        // 1: the memory of keys only; V is 0, and arrays of values are absent
-  int D, V, M;             // without padding
+  // number of memories; 1: the memory of keys only; V is 0, and arrays of values are absent
+  int memories = 2;
+  int D, V, M;  // without padding
   TrellisMap phi, f;
 
-  __host__ __device__ int width(int memory) const { return memory == 0 ? D : V; }
+  __host__ __device__ int width(int memory) const { return memory == kKeyMemory ? D : V; }
 };
 
 // Row length of tensors that the kernels exchange: `width` rounded up to 8 columns. The padding is 0.
 __host__ __device__ inline int trellis_fp32_padded_width(int width) { return (width + 7) / 8 * 8; }
 
-// Arrays of two have an entry for each memory: 0 keys, 1 values. InputTensor<> and OutputTensor<> have any
+// Arrays of two have an entry for each memory, by MemoryIndex. InputTensor<> and OutputTensor<> have any
 // strides and types.
 // "[.., M] padded" is contiguous fp32 with rows of trellis_fp32_padded_width(M) columns. Stored states are
 // A^T: [segments of kChunk tokens, H, X, M], with both X and M padded.
@@ -114,8 +115,9 @@ struct TrellisFp32Dkv {
   InputTensor<4> chunk_start[2], dlast_chunk_start[2];
   InputTensor<4> l[2], w[2];
   const float *s[2], *dz[2], *states[2], *gradients[2];
-  const float *read_dots, *dgamma, *dz_dot_z;  // reads [memories, B, T, HQ]
-  float* dx[2];                                // [B, T, H, X] padded
+  const float* read_dots;          // [memories, B, T, HQ]: l.(A w) of every read
+  const float *dgamma, *dz_dot_z;  // of TrellisFp32Reverse
+  float* dx[2];                    // [B, T, H, X] padded
   // [memories, B, T, H], present if g is; dg is the sum over the memories
   float* dg;
 };

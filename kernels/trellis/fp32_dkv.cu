@@ -25,7 +25,7 @@ struct DkvBlock {
   const int window_size, group, memory, head;
   const int64_t number;  // index of the segment
   const TokenRange segment;
-  const int chunk, begun;
+  const int chunk, prior_tokens;  // tokens of a chunk; tokens of the first chunk in earlier calls
   // Token 0 is the first token of the segment. The segment has tokens 0..size-1, and the sequence has tokens
   // begin..end-1, clamped to kChunk before the segment and 2 kChunk after its start.
   const int size, begin, end;
@@ -44,9 +44,10 @@ struct DkvBlock {
         number(blockIdx.x / shape.memories / shape.heads),
         segment(token_range_at(shape.grid.tokens, number, kChunk)),
         chunk(shape.grid.size),
-        begun(shape.grid.position == nullptr
-                  ? 0
-                  : static_cast<int>(clamp(shape.grid.position[segment.sequence.index], 0, chunk - 1))),
+        prior_tokens(
+            shape.grid.position == nullptr
+                ? 0
+                : static_cast<int>(clamp(shape.grid.position[segment.sequence.index], 0, chunk - 1))),
         size(segment.length),
         begin(-static_cast<int>(min(segment.index, int64_t{1})) * kChunk),
         end(static_cast<int>(min(segment.sequence.end - segment.start, int64_t{2 * kChunk}))),
@@ -56,7 +57,9 @@ struct DkvBlock {
   __device__ float* row(int which, int token) const {
     return shared + (which * window_size + window.row_of_token(token)) * Sizes::Tile;
   }
-  enum : int { kAfter, kBefore, kLeft };  // indices of sums
+  // Sums of products of states: A.G after the segment, A.G before it, and A'.dA' of the incomplete last
+  // chunk.
+  enum : int { kAfter, kBefore, kIncomplete };
   static constexpr int kX = 0, kS = 1, kDz = 2, kDx = 3;
   __device__ int l(int member) const { return 4 + 2 * member; }
   __device__ int w(int member) const { return 5 + 2 * member; }
@@ -69,17 +72,17 @@ struct DkvBlock {
     store_dx();
     window.load_window(first, end, [&](int token, int count) {
       const int64_t batch = segment.sequence.batch, at = segment.start + token;
-      const auto bring_rows = [&](int which, const InputTensor<4>& of, int head, int width) {
-        load_rows<Sizes>(rows(which), of, batch, at, count, head, width);
+      const auto load_tensor = [&](int which, const InputTensor<4>& x, int head, int width) {
+        load_rows<Sizes>(rows(which), x, batch, at, count, head, width);
       };
       const auto own = [&](const float* data) {
         return padded_rows(data, shape.grid.tokens, shape.heads, shape.M);
       };
-      bring_rows(kX, p.x[memory], head, shape.width(memory));
-      bring_rows(kS, own(p.s[memory]), head, shape.M), bring_rows(kDz, own(p.dz[memory]), head, shape.M);
+      load_tensor(kX, p.x[memory], head, shape.width(memory));
+      load_tensor(kS, own(p.s[memory]), head, shape.M), load_tensor(kDz, own(p.dz[memory]), head, shape.M);
       for (int member = 0; accumulates && member < group; ++member) {
-        bring_rows(l(member), p.l[memory], head * group + member, shape.M);
-        bring_rows(w(member), p.w[memory], head * group + member, shape.width(memory));
+        load_tensor(l(member), p.l[memory], head * group + member, shape.M);
+        load_tensor(w(member), p.w[memory], head * group + member, shape.width(memory));
       }
       load_scalars<Sizes>(decays(), p.g, batch, at, count, head, [](float x) { return expf(x); });
     });
@@ -106,15 +109,15 @@ struct DkvBlock {
     if (dx_begin == dx_end) return;
     __syncthreads();
     const int packed = trellis_fp32_padded_width(shape.width(memory)), count = dx_end - dx_begin;
-    const InputTensor<4> places = padded_rows(nullptr, shape.grid.tokens, shape.heads, shape.width(memory));
+    const InputTensor<4> layout = padded_rows(nullptr, shape.grid.tokens, shape.heads, shape.width(memory));
     float* const out =
-        p.dx[memory] + offset_of(places, segment.sequence.batch, segment.start + dx_begin, head);
+        p.dx[memory] + offset_of(layout, segment.sequence.batch, segment.start + dx_begin, head);
     const float* const in = row(kDx, dx_begin);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count * Sizes::Tile; i += Sizes::kThreads) {
       const int c = i % Sizes::Tile;
       if (c >= packed) continue;
-      float& to = out[i / Sizes::Tile * places.stride[1] + c];
+      float& to = out[i / Sizes::Tile * layout.stride[1] + c];
       to = accumulates ? to + in[i] : in[i];
     }
     dx_begin = dx_end = 0;
@@ -172,7 +175,8 @@ struct DkvBlock {
   __device__ void run_forward(Fp32Matrix<Sizes>& T) {
     const int ahead =
         max(window_size / chunk - 1, 0) * chunk;  // tokens of further chunks that fit in the window
-    int start = -static_cast<int>((segment.index * kChunk + begun) % chunk);  // start of the chunk of token 0
+    int start =
+        -static_cast<int>((segment.index * kChunk + prior_tokens) % chunk);  // start of the chunk of token 0
     bool is_resumed = shape.grid.position != nullptr && segment.index == 0;
     if (is_resumed) {
       for_each_state_element(T, p.chunk_start[memory], [](float& x, float given) { x = given; });
@@ -188,7 +192,7 @@ struct DkvBlock {
         SumWithMagnitude sum;
         for_each_state_element(T, p.dlast_chunk_start[memory],
                                [&](float& x, float given) { sum.add(x * given); });
-        store_sum(sum, kLeft);
+        store_sum(sum, kIncomplete);
       }
       if (!window.has(first, stop) && window_end - first <= window_size) load_window(first, window_end);
       each_run(max(first, 0), stop, false, [&](int from, int to) {
@@ -215,7 +219,7 @@ struct DkvBlock {
     load(T, p.gradients[memory], number);
     const int ahead = max(window_size / chunk - 1, 0) * chunk;
     float pending_decay = 1.f;  // decay that is not yet applied to G
-    int start = size - 1 - static_cast<int>((segment.index * kChunk + size - 1 + begun) % chunk);
+    int start = size - 1 - static_cast<int>((segment.index * kChunk + size - 1 + prior_tokens) % chunk);
 #pragma unroll 1
     for (;; start -= chunk) {
       const bool begins = start > 0;
@@ -268,10 +272,10 @@ struct DkvBlock {
       }
       const float gamma = load_element(p.gamma, segment.sequence.batch, segment.start + i, head);
       own.add(-gamma * p.dgamma[place(shape.heads, i, head)]);
-      if (i + 1 < size && (segment.index * kChunk + i + 1 + begun) % chunk == 0) {
+      if (i + 1 < size && (segment.index * kChunk + i + 1 + prior_tokens) % chunk == 0) {
         for (int j = i + 1; j < min(i + 1 + chunk, end); ++j)
           own.add(p.dz_dot_z[place(shape.heads, j, head)]);
-        if (is_incomplete(i + 1)) own.add(part(kLeft));
+        if (is_incomplete(i + 1)) own.add(part(kIncomplete));
       }
       c[i] = own;
     }

@@ -15,11 +15,11 @@ struct Activated {
   SlotPair y, slope, curvature;
 };
 
-// A Fit to targets whose mean was subtracted before; `fit` has no mean of a. For a row of one slot the result
-// is exactly 0, not a rounding error times 1 / r.
+// Statistics for targets whose mean is subtracted first: map.mean_a is 0, and mean_a is the mean of the
+// targets. For a row of one slot the gradients are then exactly 0, not a rounding error times 1 / r.
 struct CenteredStats {
-  MapStats fit;
-  float mean;
+  MapStats map;
+  float mean_a;
 };
 
 template <class Sizes>
@@ -52,8 +52,8 @@ struct Fp32Row {
     });
   }
   // Sum of term(y, a) over the slots. Callers without targets pass z as a.
-  template <class ActivationMap, class Term>
-  __device__ float sum(const ActivationMap& map, const float* z, const float* a, const Term& term) const {
+  template <class Map, class Term>
+  __device__ float sum(const Map& map, const float* z, const float* a, const Term& term) const {
     float sum = 0.f;
     each([&](int first) {
       const SlotPair y = activated(map, z, first).y, target = load(a, first);
@@ -62,17 +62,17 @@ struct Fp32Row {
     return sum_over_warp(sum);
   }
 
-  template <class ActivationMap>
-  __device__ Activated activated(const ActivationMap& map, const float* z, int first) const {
+  template <class Map>
+  __device__ Activated activated(const Map& map, const float* z, int first) const {
     Activated x{load(z, first), {}, {}};
     activate<float>(map, x.y, x.slope, &x.curvature);
     return x;
   }
 
-  // Statistics of y and a.
-  template <class ActivationMap>
-  __device__ CenteredStats fit(const ActivationMap& map, const float* z, const float* a) const {
-    if constexpr (ActivationMap::softmax) {
+  // Statistics of y and a; z [M] and a [M] are rows.
+  template <class Map>
+  __device__ CenteredStats compute_row_stats(const Map& map, const float* z, const float* a) const {
+    if constexpr (Map::softmax) {
       float max_y = -INFINITY;
       each([&](int first) {
         for_pair(first, [&](int m, int) { max_y = m < slots ? fmaxf(max_y, z[m]) : max_y; });
@@ -95,58 +95,59 @@ struct Fp32Row {
       return {stats_about_mean(map, mean, square, sum_ay, 0.f), mean_a};
     }
   }
-  __device__ SlotPair target(const float* a, int first, const CenteredStats& stats) const {
+  // The targets of a pair, centered.
+  __device__ SlotPair load_targets(const float* a, int first, const CenteredStats& stats) const {
     SlotPair x = load(a, first);
-    for_pair(first, [&](int m, int i) { x.at[0][i] -= m < slots ? stats.mean : 0.f; });
+    for_pair(first, [&](int m, int i) { x.at[0][i] -= m < slots ? stats.mean_a : 0.f; });
     return x;
   }
   // Makes e^{y - max} finite for padding slots.
-  template <class ActivationMap>
-  __device__ void fill_padding(const ActivationMap&, SlotPair& y, int first, const MapStats& stats) const {
-    if constexpr (ActivationMap::softmax) {
+  template <class Map>
+  __device__ void fill_padding(const Map&, SlotPair& y, int first, const MapStats& stats) const {
+    if constexpr (Map::softmax) {
       for_pair(first, [&](int m, int i) { y.at[0][i] = m < slots ? y.at[0][i] : stats.mean; });
     }
   }
 
   // u = J^T (phi(z) - a). Calls f(first slot, z, u) for each pair.
-  template <class ActivationMap, class F>
-  __device__ void residual(const ActivationMap& map, const float* z, const float* a, const F& f) const {
-    const CenteredStats stats = fit(map, z, a);
+  template <class Map, class F>
+  __device__ void residual(const Map& map, const float* z, const float* a, const F& f) const {
+    const CenteredStats stats = compute_row_stats(map, z, a);
     each([&](int first) {
       Activated x = activated(map, z, first);
-      compute_residual(map, x.y, x.slope, target(a, first, stats), stats.fit, 0);
+      compute_residual(map, x.y, x.slope, load_targets(a, first, stats), stats.map, 0);
       f(first, load(z, first), x.y);
     });
   }
 
-  // With du = by * x: calls f(first slot, u, dz = H du, J du) for each pair.
-  template <class ActivationMap, class F>
-  __device__ void gradients(const ActivationMap& map, const float* z, const float* a, const float* x,
-                            float by, const F& f) const {
-    const CenteredStats stats = fit(map, z, a);
+  // With du = scale * x: calls f(first slot, u, dz = H du, J du) for each pair.
+  template <class Map, class F>
+  __device__ void gradients(const Map& map, const float* z, const float* a, const float* x, float scale,
+                            const F& f) const {
+    const CenteredStats stats = compute_row_stats(map, z, a);
     const auto du = [&](int first) {
       SlotPair du_pair = load(x, first);
-      du_pair.at[0][0] *= by, du_pair.at[0][1] *= by;
+      du_pair.at[0][0] *= scale, du_pair.at[0][1] *= scale;
       return du_pair;
     };
     float3 sums{0.f, 0.f, 0.f};
     each([&](int first) {
       Activated at = activated(map, z, first);
-      fill_padding(map, at.y, first, stats.fit);
+      fill_padding(map, at.y, first, stats.map);
       const float3 own =
-          compute_jacobian_sums(map, du(first), at.y, at.slope, target(a, first, stats), stats.fit, 0);
+          compute_jacobian_sums(map, du(first), at.y, at.slope, load_targets(a, first, stats), stats.map, 0);
       sums = {sums.x + own.x, sums.y + own.y, sums.z + own.z};
     });
     sums = {sum_over_warp(sums.x), sum_over_warp(sums.y), sum_over_warp(sums.z)};
     each([&](int first) {
       Activated at = activated(map, z, first);
-      fill_padding(map, at.y, first, stats.fit);
-      const SlotPair of = target(a, first, stats);
+      fill_padding(map, at.y, first, stats.map);
+      const SlotPair of = load_targets(a, first, stats);
       SlotPair u = at.y, dz = du(first), dot = dz;
-      compute_residual(map, u, at.slope, of, stats.fit, 0);
-      if constexpr (!ActivationMap::softmax) compute_curvature_term(at.curvature, at.y, of, stats.fit, 0);
-      apply_hessian(map, dz, at.y, at.slope, at.curvature, of, stats.fit, sums, 0);
-      apply_jacobian(map, dot, at.y, at.slope, stats.fit, sums, 0);
+      compute_residual(map, u, at.slope, of, stats.map, 0);
+      if constexpr (!Map::softmax) compute_curvature_term(at.curvature, at.y, of, stats.map, 0);
+      apply_hessian(map, dz, at.y, at.slope, at.curvature, of, stats.map, sums, 0);
+      apply_jacobian(map, dot, at.y, at.slope, stats.map, sums, 0);
       f(first, u, dz, dot);
     });
   }
@@ -163,19 +164,18 @@ struct Fp32Row {
   struct WeightedStats {
     float mean, inverse, s, mean_e;  // softmax: the largest y, 1 / sum of e^{y - max}, n.e, 0
   };
-  template <class ActivationMap>
-  __device__ static float normalized(const ActivationMap& map, const WeightedStats& stats, float y) {
-    if constexpr (ActivationMap::softmax)
-      return softmax_of(map, MapStats{stats.mean, stats.inverse, 0.f, 0.f}, y);
+  template <class Map>
+  __device__ static float normalized(const Map& map, const WeightedStats& stats, float y) {
+    if constexpr (Map::softmax) return softmax_of(map, MapStats{stats.mean, stats.inverse, 0.f, 0.f}, y);
     return (y - stats.mean) * stats.inverse;
   }
   __device__ static float weighted_error(float n, float a, float w) { return w * (w * n - a); }
-  template <class ActivationMap>
-  __device__ WeightedStats fit(const ActivationMap& map, const float* z, const float* a,
-                               const float* w) const {
+  template <class Map>
+  __device__ WeightedStats compute_row_stats(const Map& map, const float* z, const float* a,
+                                             const float* w) const {
     WeightedStats stats{0.f, 1.f, 0.f, 0.f};
-    if constexpr (ActivationMap::softmax) {
-      const MapStats whole = fit(map, z, a).fit;
+    if constexpr (Map::softmax) {
+      const MapStats whole = compute_row_stats(map, z, a).map;
       stats.mean = whole.mean, stats.inverse = whole.inverse;
     } else {
       stats.mean = map.mean_factor * sum(map, z, a, [](float y, float) { return y; });
@@ -183,30 +183,29 @@ struct Fp32Row {
           sum(map, z, a, [&](float y, float) { return (y - stats.mean) * (y - stats.mean); });
       stats.inverse = stats_about_mean(map, stats.mean, square, 0.f, 0.f).inverse;
     }
-    float dot = 0.f, all = 0.f;
+    float dot = 0.f, sum_e = 0.f;
     each([&](int first) {
       const SlotPair y = activated(map, z, first).y, target = load(a, first), weight = load(w, first);
       for_pair(first, [&](int m, int i) {
         const float n = normalized(map, stats, y.at[0][i]),
                     e = weighted_error(n, target.at[0][i], weight.at[0][i]);
-        dot += m < slots ? n * e : 0.f, all += m < slots ? e : 0.f;
+        dot += m < slots ? n * e : 0.f, sum_e += m < slots ? e : 0.f;
       });
     });
-    stats.s = sum_over_warp(dot) * (ActivationMap::softmax ? 1.f : map.norm_factor);
-    stats.mean_e = ActivationMap::softmax ? 0.f : sum_over_warp(all) * map.mean_factor;
+    stats.s = sum_over_warp(dot) * (Map::softmax ? 1.f : map.norm_factor);
+    stats.mean_e = Map::softmax ? 0.f : sum_over_warp(sum_e) * map.mean_factor;
     return stats;
   }
   // g; softmax: u
-  template <class ActivationMap>
-  __device__ static float gradient_of(const ActivationMap&, const WeightedStats& stats, float n, float e) {
-    if constexpr (ActivationMap::softmax) return n * (e - stats.s);
+  template <class Map>
+  __device__ static float gradient_of(const Map&, const WeightedStats& stats, float n, float e) {
+    if constexpr (Map::softmax) return n * (e - stats.s);
     return (e - stats.mean_e - n * stats.s) * stats.inverse;
   }
 
-  template <class ActivationMap, class F>
-  __device__ void residual(const ActivationMap& map, const float* z, const float* a, const float* w,
-                           const F& f) const {
-    const WeightedStats stats = fit(map, z, a, w);
+  template <class Map, class F>
+  __device__ void residual(const Map& map, const float* z, const float* a, const float* w, const F& f) const {
+    const WeightedStats stats = compute_row_stats(map, z, a, w);
     each([&](int first) {
       const Activated x = activated(map, z, first);
       const SlotPair target = load(a, first), weight = load(w, first);
@@ -220,54 +219,54 @@ struct Fp32Row {
     });
   }
 
-  // With du = by * x: calls f(first slot, u, dz, w J du, dw) for each pair.
-  template <class ActivationMap, class F>
-  __device__ void gradients(const ActivationMap& map, const float* z, const float* a, const float* w,
-                            const float* x, float by, const F& f) const {
-    const WeightedStats stats = fit(map, z, a, w);
+  // With du = scale * x: calls f(first slot, u, dz, w J du, dw) for each pair.
+  template <class Map, class F>
+  __device__ void gradients(const Map& map, const float* z, const float* a, const float* w, const float* x,
+                            float scale, const F& f) const {
+    const WeightedStats stats = compute_row_stats(map, z, a, w);
     // Calls term(index in the pair, n, e, x', w) for slots that exist.
-    const auto of_slots = [&](int first, const auto& term) {
+    const auto for_slots = [&](int first, const auto& term) {
       const Activated at = activated(map, z, first);
       const SlotPair target = load(a, first), weight = load(w, first), given = load(x, first);
       for_pair(first, [&](int m, int i) {
         if (m >= slots) return;
         const float n = normalized(map, stats, at.y.at[0][i]),
                     e = weighted_error(n, target.at[0][i], weight.at[0][i]);
-        term(i, n, e, at.slope.at[0][i] * (by * given.at[0][i]), weight.at[0][i]);
+        term(i, n, e, at.slope.at[0][i] * (scale * given.at[0][i]), weight.at[0][i]);
       });
     };
     float all = 0.f, dot = 0.f;
     each([&](int first) {
-      of_slots(first, [&](int, float n, float, float x, float) { all += x, dot = fmaf(n, x, dot); });
+      for_slots(first, [&](int, float n, float, float x, float) { all += x, dot = fmaf(n, x, dot); });
     });
-    const float mean_x = ActivationMap::softmax ? 0.f : sum_over_warp(all) * map.mean_factor;
-    const float alpha = sum_over_warp(dot) * (ActivationMap::softmax ? 1.f : map.norm_factor);
+    const float mean_x = Map::softmax ? 0.f : sum_over_warp(all) * map.mean_factor;
+    const float alpha = sum_over_warp(dot) * (Map::softmax ? 1.f : map.norm_factor);
     const auto tangent = [&](float n, float x) {
-      return ActivationMap::softmax ? n * (x - alpha) : (x - mean_x - n * alpha) * stats.inverse;
+      return Map::softmax ? n * (x - alpha) : (x - mean_x - n * alpha) * stats.inverse;
     };
     all = dot = 0.f;
     each([&](int first) {
-      of_slots(first, [&](int, float n, float e, float x, float w) {
+      for_slots(first, [&](int, float n, float e, float x, float w) {
         const float j = tangent(n, x), de = w * w * j;
         all += de, dot = fmaf(j, e, fmaf(n, de, dot));
       });
     });
-    const float mean_de = ActivationMap::softmax ? 0.f : sum_over_warp(all) * map.mean_factor;
-    const float ds = sum_over_warp(dot) * (ActivationMap::softmax ? 1.f : map.norm_factor);
+    const float mean_de = Map::softmax ? 0.f : sum_over_warp(all) * map.mean_factor;
+    const float ds = sum_over_warp(dot) * (Map::softmax ? 1.f : map.norm_factor);
     each([&](int first) {
       const Activated at = activated(map, z, first);
       const SlotPair target = load(a, first), given = load(x, first);
       SlotPair u, dz, da, dw;
       fill(u, 0.f), fill(dz, 0.f), fill(da, 0.f), fill(dw, 0.f);
-      of_slots(first, [&](int i, float n, float e, float x, float w) {
+      for_slots(first, [&](int i, float n, float e, float x, float w) {
         const float j = tangent(n, x), de = w * w * j, g = gradient_of(map, stats, n, e);
         const float slope = at.slope.at[0][i];
         u.at[0][i] = slope * g;
-        if constexpr (ActivationMap::softmax) {
+        if constexpr (Map::softmax) {
           dz.at[0][i] = j * (e - stats.s) + n * (de - ds);
         } else {
           const float dg = (de - mean_de - stats.s * j - n * ds - alpha * g) * stats.inverse;
-          dz.at[0][i] = slope * dg + at.curvature.at[0][i] * g * (by * given.at[0][i]);
+          dz.at[0][i] = slope * dg + at.curvature.at[0][i] * g * (scale * given.at[0][i]);
         }
         da.at[0][i] = w * j, dw.at[0][i] = j * (2.f * w * n - target.at[0][i]);
       });
@@ -275,24 +274,24 @@ struct Fp32Row {
     });
   }
 
-  // r = f(y) and, if dr is present, J^T dr. Calls to(first slot, r, J^T dr) for each pair.
-  template <class ActivationMap, class F>
-  __device__ void map_with_gradient(const ActivationMap& map, const float* z, const float* dr,
-                                    const F& to) const {
-    const MapStats stats = fit(map, z, z).fit;
+  // r = f(y) and, if dr is present, J^T dr. Calls to(first slot, r, J^T dr) for each pair. z is y before the
+  // map.
+  template <class Map, class F>
+  __device__ void map_with_gradient(const Map& map, const float* z, const float* dr, const F& to) const {
+    const MapStats stats = compute_row_stats(map, z, z).map;
     const auto normalized = [&](const Activated& x) {
       SlotPair r = x.y;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& own = r.at[0][i];
-        own = ActivationMap::softmax ? softmax_of(map, stats, own) : (own - stats.mean) * stats.inverse;
+        own = Map::softmax ? softmax_of(map, stats, own) : (own - stats.mean) * stats.inverse;
       }
       return r;
     };
     float dot = 0.f, mean = 0.f;
     if (dr != nullptr) {
       dot = sum(map, z, dr, [&](float y, float own) {
-        return own * (ActivationMap::softmax ? softmax_of(map, stats, y) : (y - stats.mean) * stats.inverse);
+        return own * (Map::softmax ? softmax_of(map, stats, y) : (y - stats.mean) * stats.inverse);
       });
       mean = map.mean_factor * sum(map, z, dr, [](float, float own) { return own; });
     }
@@ -306,9 +305,8 @@ struct Fp32Row {
       for (int i = 0; i < 2; ++i) {
         float& own = dy.at[0][i];
         const float image = r.at[0][i];
-        own = ActivationMap::softmax
-                  ? image * (own - dot)
-                  : x.slope.at[0][i] * (own - mean - image * dot * map.norm_factor) * stats.inverse;
+        own = Map::softmax ? image * (own - dot)
+                           : x.slope.at[0][i] * (own - mean - image * dot * map.norm_factor) * stats.inverse;
       }
       to(first, r, dy);
     });

@@ -97,10 +97,10 @@ struct Fp32Matrix {
   __device__ void clear() {
     each([](int, int, Pack<4>& x) { x = zeros<4>(); });
   }
-  __device__ void scale(float by) {
+  __device__ void scale(float factor) {
     each([&](int, int, Pack<4>& x) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x.at[c] *= by;
+      for (int c = 0; c < 4; ++c) x.at[c] *= factor;
     });
   }
 
@@ -236,7 +236,8 @@ __device__ inline void store_segment_state(float* states, Fp32Matrix<Sizes>& A, 
     }
   });
 }
-// Calls f(pack, whether it exists, offset in a segment's state) for a matrix whose columns are slots.
+// Calls f(elements, whether they exist, offset in a segment's state) for the packs of a matrix whose columns
+// are slots.
 template <class Sizes, class F>
 __device__ inline void for_each_stored_pack(Fp32Matrix<Sizes>& A, const TrellisFp32Shape& shape, int memory,
                                             const F& f) {
@@ -298,10 +299,10 @@ struct TokenWindow {
   int count = 0;
 
   __device__ bool has(Token from, Token to) const { return from >= first && to <= first + count; }
-  // Calls bring(first token, count) unless all tokens of from..to-1 are loaded; returns whether it did.
+  // Calls load_rows(first token, count) unless all tokens of from..to-1 are loaded; returns whether it did.
   // Called by all threads. A barrier before the loads protects other threads' reads of the old rows.
-  template <class Bring>
-  __device__ bool load_window(Token from, Token to, const Bring& load_rows) {
+  template <class LoadRows>
+  __device__ bool load_window(Token from, Token to, const LoadRows& load_rows) {
     if (has(from, to)) return false;
     first = from, count = static_cast<int>(to - from);
     __syncthreads();
@@ -316,7 +317,7 @@ struct TokenWindow {
 struct Fp32BlockCoord {
   ChunkedSequence chunked;
   int head, memory;
-  bool resumed;  // the sequence continues, so A' is an argument
+  bool resumed;  // the call has positions, so A' of the first chunk is an argument
 
   __device__ Fp32BlockCoord(const TrellisFp32Shape& shape, int64_t block)
       : chunked(chunked_sequence(shape.grid, block / shape.memories / shape.heads)),

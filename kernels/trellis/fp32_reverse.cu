@@ -58,8 +58,8 @@ struct Reverse {
     return data + offset_of(rows, coord.batch(), coord.start() + token, coord.head);
   }
 
-  // G_t and ds_t for tokens to - 1 down to `from`. `parks`: the chunk does not fit in shared memory, so the
-  // global array of dz temporarily holds ds.
+  // G_t and ds_t for tokens to - 1 down to `from`. `stores_ds`: the chunk does not fit in shared memory, so
+  // the global array of dz temporarily holds ds.
   __device__ void add_reads(Fp32Matrix<Sizes>& G, int64_t from, int64_t to, bool stores_ds) {
 #pragma unroll 1
     for (int64_t t = to - 1; t >= from; --t) {
@@ -134,8 +134,8 @@ struct Reverse {
     __syncthreads();
   }
 
-  // Processes the tokens of a chunk, and leaves G of the token before the chunk. `apart`: A' is not an A of
-  // this call.
+  // Processes the tokens of a chunk. Afterwards G is the gradient of the token before the chunk.
+  // `is_resumed`: A' is not an A of this call, and G is then dA'.
   __device__ void run_chunk(Fp32Matrix<Sizes>& G, int64_t from, int64_t to, bool is_resumed) {
     const int64_t tiles = divide_up(to - from, window_size);
     const auto end_of = [&](int64_t t) { return t + window_size < to ? t + window_size : to; };
@@ -181,12 +181,14 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
   if (chunks == 0 ? !coord.resumed : is_complete)
     add_state(G, p.dlast_chunk_start[memory], shape, memory, n, head);
 
-  const int group = max(window_size / shape.grid.size, 1);
+  const int chunks_per_window = max(window_size / shape.grid.size, 1);
   for (int64_t i = chunks - 1; i >= 0; --i) {
     const Chunk chunk = chunk_of(shape.grid, coord.chunked, i);
     const int64_t from = chunk.start - coord.start(), to = from + chunk.length;
-    if (i == chunks - 1 || (i + 1) % group == 0) {
-      const int64_t first = chunk_of(shape.grid, coord.chunked, i / group * group).start - coord.start();
+    if (i == chunks - 1 || (i + 1) % chunks_per_window == 0) {
+      const int64_t first =
+          chunk_of(shape.grid, coord.chunked, i / chunks_per_window * chunks_per_window).start -
+          coord.start();
       if (to - first <= window_size) reverse.load_window(first, to);
     }
     const bool is_resumed = coord.resumed && i == 0;

@@ -47,7 +47,7 @@ struct Scan {
   }
 
   // z and s of the loaded tokens from..to-1; a warp has a row at a time.
-  __device__ void update(const Fp32Matrix<Sizes>& A, int64_t from, int64_t to) {
+  __device__ void compute_z_and_s(const Fp32Matrix<Sizes>& A, int64_t from, int64_t to) {
 #pragma unroll 1
     for (int64_t t = from; t < to; ++t) {
       const int at = window.row_of_token(t) * Sizes::Tile;
@@ -80,13 +80,13 @@ struct Scan {
     });
   }
 
-  // Updates A over the tokens of a chunk. A is A' before the call; in a chunk that `is_resumed`, A is then
-  // loaded.
+  // Updates A over the tokens of a chunk. A is A' before the call. `is_resumed`: A is loaded after z and s
+  // are computed from A'.
   __device__ void run_chunk(Fp32Matrix<Sizes>& A, int64_t from, int64_t to, bool is_resumed) {
     for (int64_t t = from; t < to; t += window_size) {
       const int64_t end = t + window_size < to ? t + window_size : to;
       load_window(t, end);
-      update(A, t, end);
+      compute_z_and_s(A, t, end);
     }
     if (is_resumed) load_state(A, p.initial[coord.memory], shape, coord.memory, coord.index(), coord.head);
     __syncthreads();
@@ -124,13 +124,13 @@ __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
   load_state(A, coord.resumed ? p.chunk_start[memory] : p.initial[memory], shape, memory, n, head);
 
   // Loads the tokens of several chunks together if they fit.
-  const int group = max(window_size / shape.grid.size, 1);
+  const int chunks_per_window = max(window_size / shape.grid.size, 1);
   bool is_complete = chunks > 0;
   for (int64_t i = 0; i < chunks; ++i) {
     const Chunk chunk = chunk_of(shape.grid, coord.chunked, i);
     const int64_t from = chunk.start - coord.start(), to = from + chunk.length;
-    if (i % group == 0) {
-      const Chunk last = chunk_of(shape.grid, coord.chunked, min(i + group, chunks) - 1);
+    if (i % chunks_per_window == 0) {
+      const Chunk last = chunk_of(shape.grid, coord.chunked, min(i + chunks_per_window, chunks) - 1);
       const int64_t end = last.start + last.length - coord.start();
       if (end - from <= window_size) scan.load_window(from, end);
     }

@@ -5,12 +5,12 @@
 
 namespace girih::kernels {
 
-// ---------------------------------------------------------------------------------------------
+// P x = x - mean of x with a mean, else x. In the formulas n = (y - mean) / r, and p = phi for softmax.
 
 // Sums of a row for products of J and of the Hessian with a vector x, where x' = slope x: (x', (y - mean) x',
 // (a - mean) x'); softmax: (p x, p^2 x, p a x). These are the lane's terms; x is 0 in padding slots.
-template <class ActivationMap, int N>
-__device__ inline float3 compute_jacobian_sums(const ActivationMap& map, const Accumulator<N>& x,
+template <class Map, int N>
+__device__ inline float3 compute_jacobian_sums(const Map& map, const Accumulator<N>& x,
                                                const Accumulator<N>& y, const Accumulator<N>& slope,
                                                const Accumulator<N>& a, const MapStats& f, int half) {
   float3 sum{0.f, 0.f, 0.f};
@@ -18,11 +18,11 @@ __device__ inline float3 compute_jacobian_sums(const ActivationMap& map, const A
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
-      const float own = __fmul_rn(by, x.at[n][i]);
+      const float factor = Map::softmax ? softmax_of(map, f, y.at[n][i]) : slope.at[n][i];
+      const float own = __fmul_rn(factor, x.at[n][i]);
       sum.x += own;
-      sum.y = fmaf(ActivationMap::softmax ? by : y.at[n][i] - f.mean, own, sum.y);
-      sum.z = fmaf(ActivationMap::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
+      sum.y = fmaf(Map::softmax ? factor : y.at[n][i] - f.mean, own, sum.y);
+      sum.z = fmaf(Map::softmax ? a.at[n][i] : a.at[n][i] - f.mean_a, own, sum.z);
     }
   }
   return sum;
@@ -56,7 +56,7 @@ __device__ inline float3 reduce_rows(const float3 (&rows)[2]) {
   };
   return {sum(rows[0].x, rows[1].x), sum(rows[0].y, rows[1].y), sum(rows[0].z, rows[1].z)};
 }
-// The inverse distribution: every lane gets the values of both rows.
+// The inverse of reduce_rows(): every lane gets the values of both rows.
 __device__ inline void exchange_rows(float3 (&rows)[2], const float3& own) {
   const bool upper = lane() & 1;
   const float3 other = {__shfl_xor_sync(~0u, own.x, 1), __shfl_xor_sync(~0u, own.y, 1),
@@ -110,8 +110,8 @@ __device__ inline void compute_weighted_curvature_term(Accumulator<N>& curvature
 //     by y   h = ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
 //     by z   slope h + slope' t x
 // softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
-template <class ActivationMap, int N>
-__device__ inline void apply_hessian(const ActivationMap& map, Accumulator<N>& x, const Accumulator<N>& y,
+template <class Map, int N>
+__device__ inline void apply_hessian(const Map& map, Accumulator<N>& x, const Accumulator<N>& y,
                                      const Accumulator<N>& slope, const Accumulator<N>& curvature_term,
                                      const Accumulator<N>& a, const MapStats& f, float3 sums, int half) {
   const float r = f.inverse, r2 = r * r;
@@ -126,7 +126,7 @@ __device__ inline void apply_hessian(const ActivationMap& map, Accumulator<N>& x
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i], target = a.at[n][i];
       float result;
-      if constexpr (ActivationMap::softmax) {
+      if constexpr (Map::softmax) {
         const float p = softmax_of(map, f, at), w = p - target;
         result = p * (w * own + p * (own - px) - py - px * (w - pw) - pw * (own - px));
       } else {
@@ -144,10 +144,10 @@ __device__ inline void apply_hessian(const ActivationMap& map, Accumulator<N>& x
 // to dw, by slot. `sums` come from compute_weighted_jacobian_sums(). With g = grad E by y, j = J x = (P x' -
 // n alpha) / r, s = n.e / N:
 //     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
-template <class ActivationMap, int N>
-__device__ inline void apply_weighted_hessian(const ActivationMap& map, Accumulator<N>& x,
-                                              Accumulator<N>& along, float (&dw)[N][2],
-                                              const Accumulator<N>& y, const Accumulator<N>& slope,
+template <class Map, int N>
+__device__ inline void apply_weighted_hessian(const Map& map, Accumulator<N>& x, Accumulator<N>& along,
+                                              float (&dw)[N][2], const Accumulator<N>& y,
+                                              const Accumulator<N>& slope,
                                               const Accumulator<N>& curvature_term, const Accumulator<N>& a,
                                               const Weights<N>& w, const MapStats& f,
                                               const float4& weighted_stats, const float4& sums, int half) {
@@ -156,8 +156,8 @@ __device__ inline void apply_weighted_hessian(const ActivationMap& map, Accumula
               mean_x = sums.x * map.mean_factor;
   const float ds =
       r * (fmaf(-mean_x, weighted_stats.x, sums.z) * map.norm_factor - alpha * (s + weighted_stats.y));
-  const float all = __fadd_rn(sums.w, -__fmul_rn(mean_x, w.square));
-  const float mean_de = map.mean_factor * r * fmaf(-alpha, weighted_stats.x, all);
+  const float sum_ww_px = __fadd_rn(sums.w, -__fmul_rn(mean_x, w.square));  // sum of w^2 P x'
+  const float mean_de = map.mean_factor * r * fmaf(-alpha, weighted_stats.x, sum_ww_px);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -175,8 +175,8 @@ __device__ inline void apply_weighted_hessian(const ActivationMap& map, Accumula
 }
 
 // Replaces x by J x = (P x' - n (n.x') / N) / r; softmax: p * (x - p.x).
-template <class ActivationMap, int N>
-__device__ inline void apply_jacobian(const ActivationMap& map, Accumulator<N>& x, const Accumulator<N>& y,
+template <class Map, int N>
+__device__ inline void apply_jacobian(const Map& map, Accumulator<N>& x, const Accumulator<N>& y,
                                       const Accumulator<N>& slope, const MapStats& f, float3 sums, int half) {
   const float r = f.inverse, alpha = sums.y * r * map.norm_factor, mean_x = sums.x * map.mean_factor;
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ inline void apply_jacobian(const ActivationMap& map, Accumulator<N>& 
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
-      const float result = ActivationMap::softmax
+      const float result = Map::softmax
                                ? softmax_of(map, f, at) * (own - sums.x)
                                : fmaf(-(at - f.mean) * r, alpha, __fmul_rn(slope.at[n][i], own) - mean_x) * r;
       x.at[n][i] = result;
@@ -193,18 +193,18 @@ __device__ inline void apply_jacobian(const ActivationMap& map, Accumulator<N>& 
 }
 
 // Replaces x by J^T x = slope * (P x - n (n.x) / N) / r; softmax: as J. The quad holds the whole row.
-template <class ActivationMap, int N>
-__device__ inline void apply_jacobian_transpose(const ActivationMap& map, Accumulator<N>& x,
-                                                const Accumulator<N>& y, const Accumulator<N>& slope,
-                                                const MapStats& f, int half, const MapSlots& map_slots) {
+template <class Map, int N>
+__device__ inline void apply_jacobian_transpose(const Map& map, Accumulator<N>& x, const Accumulator<N>& y,
+                                                const Accumulator<N>& slope, const MapStats& f, int half,
+                                                const MapSlots& map_slots) {
   float sum = 0.f, along = 0.f;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float by = ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
+      const float factor = Map::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
       const float own = map_slots.has(n, i) ? x.at[n][i] : 0.f;
-      sum += own, along = fmaf(by, own, along);
+      sum += own, along = fmaf(factor, own, along);
     }
   }
   sum = sum_over_row(sum), along = sum_over_row(along);
@@ -215,9 +215,8 @@ __device__ inline void apply_jacobian_transpose(const ActivationMap& map, Accumu
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
       const float result =
-          ActivationMap::softmax
-              ? softmax_of(map, f, at) * (own - along)
-              : slope.at[n][i] * (own - sum * map.mean_factor - (at - f.mean) * r * alpha) * r;
+          Map::softmax ? softmax_of(map, f, at) * (own - along)
+                       : slope.at[n][i] * (own - sum * map.mean_factor - (at - f.mean) * r * alpha) * r;
       x.at[n][i] = map_slots.has(n, i) ? result : 0.f;
     }
   }

@@ -18,14 +18,14 @@ namespace girih::kernels {
 
 constexpr float kMapEps = 1e-6f;
 
-// Exact: full fp32 accuracy of roots, and of e^x in softmax.
+// Fp32: full fp32 accuracy of roots, and of e^x in softmax.
 template <bool Softmax, bool Fp32 = false>
 struct ActivationMap {
   static constexpr bool softmax = Softmax, is_fp32 = Fp32, has_weight = false;
   static constexpr int kMoments = Softmax ? 4 : 3;  // sums of a row, see Moments
   bool silu, norm;
   float mean_factor;  // 1 / M if a mean is subtracted, else 0
-  float norm_factor;  // 1 / N: N is M for layer norm and 1 for l2 norm; 0 without a norm
+  float norm_factor;  // 1 / N: N is M for layer norm and 1 for l2 norm; 0 without a norm. M: slots that exist
 
   __device__ ActivationMap(TrellisMap map, int slots)
       : silu(map.silu),
@@ -89,11 +89,12 @@ __device__ inline void activate_silu(Accumulator<N>& y, Accumulator<N>& slope, A
     if (curvature != nullptr) curvature->at[n][i] = s * rest * fmaf(-2.f, y.at[n][i], z + 2.f);
   });
 }
-// The same for any map; without silu y, the slope and the second derivative are z, 1 and 0.
-template <typename T, class ActivationMap, int N>
-__device__ inline void activate(const ActivationMap& map, Accumulator<N>& y, Accumulator<N>& slope,
+// The same for any map. Without silu, y is z, its slope is 1 and its second derivative is 0. softmax has no
+// silu.
+template <typename T, class Map, int N>
+__device__ inline void activate(const Map& map, Accumulator<N>& y, Accumulator<N>& slope,
                                 Accumulator<N>* curvature = nullptr) {
-  if constexpr (!ActivationMap::softmax) {
+  if constexpr (!Map::softmax) {
     if (map.silu) {
       activate_silu<T>(y, slope, curvature);
       return;
@@ -103,8 +104,8 @@ __device__ inline void activate(const ActivationMap& map, Accumulator<N>& y, Acc
   if (curvature != nullptr) fill(*curvature, 0.f);
 }
 
-// The slots of a row that the warp's Sums hold, and those that exist. y and a are 0 in padding slots, so
-// padding contributes to the sums of softmax only.
+// The slots that an Accumulator of the warp has, `first` and following, and the number of slots that exist. y
+// and a are 0 in padding slots, so only the sums of softmax need to exclude padding.
 struct MapSlots {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
@@ -115,14 +116,13 @@ struct MapSlots {
 };
 
 // Sums over some slots of a row: of y, y^2 and a y. Softmax: the largest y, and with e = e^{y - max} the sums
-// of e, e^2 and a e. y comes from a rounded z, so the rounding of mean^2 is negligible: the variance is as
-// accurate as y.
+// of e, e^2 and a e. The variance comes from these sums in one pass, as sum of y^2 - mean * sum of y; the
+// cancellation is acceptable, because z and so y have the accuracy of 16 bits.
 using Moments = float4;
 
-// Component `which`.
 template <class M>
-__device__ inline auto& component(M& of, int which) {
-  return which == 0 ? of.x : which == 1 ? of.y : which == 2 ? of.z : of.w;
+__device__ inline auto& component(M& moments, int moment) {
+  return moment == 0 ? moments.x : moment == 1 ? moments.y : moment == 2 ? moments.z : moments.w;
 }
 
 // The largest y of a row over the quad. Finite even without slots, so that no difference is NaN.
@@ -146,88 +146,91 @@ __device__ inline void sum_over_quads(float& x, float& y) {
 }
 
 // Moments of both rows of the quad over its slots, for all four lanes.
-template <class ActivationMap, int N>
-__device__ inline void compute_moments(Moments (&rows)[2], const ActivationMap&, const Accumulator<N>& y,
+template <class Map, int N>
+__device__ inline void compute_moments(Moments (&rows)[2], const Map&, const Accumulator<N>& y,
                                        const Accumulator<N>& a, const MapSlots& map_slots) {
   float max_y[2] = {0.f, 0.f}, sums[3][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (ActivationMap::softmax) max_y[half] = max_of_row(y, half, map_slots);
+    if constexpr (Map::softmax) max_y[half] = max_of_row(y, half, map_slots);
     for_each_register_pair<N>([&](int n, int i) {
-      const float of_a = a.at[n][2 * half + i];
+      const float target = a.at[n][2 * half + i];
       float x = y.at[n][2 * half + i];
-      if constexpr (ActivationMap::softmax)
-        x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y[half])) : 0.f;
-      const bool begins = n == 0 && i == 0;
-      sums[0][half] = begins ? x : sums[0][half] + x;
-      sums[1][half] = begins ? x * x : fmaf(x, x, sums[1][half]);
-      sums[2][half] = begins ? of_a * x : fmaf(of_a, x, sums[2][half]);
+      if constexpr (Map::softmax) x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y[half])) : 0.f;
+      const bool is_first = n == 0 && i == 0;
+      sums[0][half] = is_first ? x : sums[0][half] + x;
+      sums[1][half] = is_first ? x * x : fmaf(x, x, sums[1][half]);
+      sums[2][half] = is_first ? target * x : fmaf(target, x, sums[2][half]);
     });
   }
 #pragma unroll
   for (int i = 0; i < 3; ++i) sum_over_quads(sums[i][0], sums[i][1]);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    rows[half] = ActivationMap::softmax ? Moments{max_y[half], sums[0][half], sums[1][half], sums[2][half]}
-                                        : Moments{sums[0][half], sums[1][half], sums[2][half], 0.f};
+    rows[half] = Map::softmax ? Moments{max_y[half], sums[0][half], sums[1][half], sums[2][half]}
+                              : Moments{sums[0][half], sums[1][half], sums[2][half], 0.f};
   }
 }
 
-// Statistics of a row: mean and 1 / r of y with r = sqrt(variance + eps), beta = n.(phi - a) / N, and the
-// mean of a. Softmax: the largest y, 1 / sum of e, p.p, p.a.
+// Statistics of a row. r = sqrt(variance + eps), n = (y - mean) / r; with a weight e = w^2 n - w a.
+//
+//               mean         inverse         beta               mean_a
+//     norm      mean of y    1 / r           n.(phi - a) / N    mean of a
+//     weight    mean of y    1 / r           n.e / N            -(mean of e)
+//     softmax   largest y    1 / sum of e    p.p                p.a             p = phi
+//
+// A mean is 0 for l2 norm; without a norm r is 1, and beta and the means are 0.
 struct MapStats {
   float mean, inverse, beta, mean_a;
 };
 
-// Statistics from the mean, the sums of (y - mean)^2 and a (y - mean), and the sum of a. Without a norm, unit
-// is 0 and r is 1.
-template <class ActivationMap>
-__device__ inline MapStats stats_about_mean(const ActivationMap& map, float mean, float square, float sum_ay,
+// Statistics from the mean, the sums of (y - mean)^2 and a (y - mean), and the sum of a.
+template <class Map>
+__device__ inline MapStats stats_about_mean(const Map& map, float mean, float square, float sum_ay,
                                             float sum_a) {
-  const auto inverse_of = [](float x) { return ActivationMap::is_fp32 ? rsqrt_accurate(x) : rsqrt_fast(x); };
+  const auto inverse_of = [](float x) { return Map::is_fp32 ? rsqrt_accurate(x) : rsqrt_fast(x); };
   const float variance = fmaxf(square * map.norm_factor, 0.f),
               inverse = map.norm ? inverse_of(variance + kMapEps) : 1.f;
   return {mean, inverse, (variance * inverse - sum_ay * map.norm_factor) * inverse, sum_a * map.mean_factor};
 }
 
 // Statistics from the moments of the row's parts and the sum of its a.
-template <int Parts, class ActivationMap>
-__device__ inline MapStats compute_stats(const ActivationMap& map, const Moments (&parts)[Parts],
-                                         float sum_a) {
-  if constexpr (ActivationMap::softmax) {
-    float max_y = parts[0].x, e = 0.f, ee = 0.f, ae = 0.f;
+template <int Parts, class Map>
+__device__ inline MapStats compute_stats(const Map& map, const Moments (&parts)[Parts], float sum_a) {
+  if constexpr (Map::softmax) {
+    float max_y = parts[0].x, sum_e = 0.f, sum_ee = 0.f, sum_ae = 0.f;
 #pragma unroll
     for (int w = 1; w < Parts; ++w) max_y = fmaxf(max_y, parts[w].x);
 #pragma unroll
     for (int w = 0; w < Parts; ++w) {
-      const float by = exp2_fast(kLog2E * (parts[w].x - max_y));
-      e = fmaf(parts[w].y, by, e), ee = fmaf(parts[w].z, by * by, ee), ae = fmaf(parts[w].w, by, ae);
+      const float scale = exp2_fast(kLog2E * (parts[w].x - max_y));
+      sum_e = fmaf(parts[w].y, scale, sum_e), sum_ee = fmaf(parts[w].z, scale * scale, sum_ee);
+      sum_ae = fmaf(parts[w].w, scale, sum_ae);
     }
-    const float inverse = reciprocal(e);
-    return {max_y, inverse, ee * inverse * inverse, ae * inverse};
+    const float inverse = reciprocal(sum_e);
+    return {max_y, inverse, sum_ee * inverse * inverse, sum_ae * inverse};
   } else {
-    float y = parts[0].x, yy = parts[0].y, ay = parts[0].z;
+    float sum_y = parts[0].x, sum_yy = parts[0].y, sum_ay = parts[0].z;
 #pragma unroll
-    for (int w = 1; w < Parts; ++w) y += parts[w].x, yy += parts[w].y, ay += parts[w].z;
-    const float mean = y * map.mean_factor;
-    return stats_about_mean(map, mean, fmaf(-mean, y, yy), fmaf(-mean, sum_a, ay), sum_a);
+    for (int w = 1; w < Parts; ++w) sum_y += parts[w].x, sum_yy += parts[w].y, sum_ay += parts[w].z;
+    const float mean = sum_y * map.mean_factor;
+    return stats_about_mean(map, mean, fmaf(-mean, sum_y, sum_yy), fmaf(-mean, sum_a, sum_ay), sum_a);
   }
 }
 
 // Statistics of a row that the quad holds completely, without the terms of a.
-template <class ActivationMap, int N>
-__device__ inline MapStats compute_row_stats_of_quad(const ActivationMap& map, const Accumulator<N>& y,
-                                                     int half, const MapSlots& map_slots) {
+template <class Map, int N>
+__device__ inline MapStats compute_row_stats_of_quad(const Map& map, const Accumulator<N>& y, int half,
+                                                     const MapSlots& map_slots) {
   float max_y = 0.f, sum = 0.f, square = 0.f;
-  if constexpr (ActivationMap::softmax) max_y = max_of_row(y, half, map_slots);
+  if constexpr (Map::softmax) max_y = max_of_row(y, half, map_slots);
   for_each_register_pair<N>([&](int n, int i) {
     float x = y.at[n][2 * half + i];
-    if constexpr (ActivationMap::softmax) x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y)) : 0.f;
+    if constexpr (Map::softmax) x = map_slots.has(n, i) ? exp2_fast(kLog2E * (x - max_y)) : 0.f;
     sum += x, square = fmaf(x, x, square);
   });
   sum = sum_over_row(sum), square = sum_over_row(square);
-  const Moments whole[1] = {
-      {ActivationMap::softmax ? max_y : sum, ActivationMap::softmax ? sum : square, 0.f, 0.f}};
+  const Moments whole[1] = {{Map::softmax ? max_y : sum, Map::softmax ? sum : square, 0.f, 0.f}};
   return compute_stats(map, whole, 0.f);
 }
 
@@ -242,18 +245,17 @@ struct Residual {
   __device__ float operator()(float y, float a) const { return fmaf(c, y - mean, fmaf(-inverse, a, mean_a)); }
 };
 
-template <class ActivationMap>
-__device__ inline float softmax_of(const ActivationMap&, const MapStats& f, float y) {
-  if constexpr (ActivationMap::is_fp32) return expf(y - f.mean) * f.inverse;
+template <class Map>
+__device__ inline float softmax_of(const Map&, const MapStats& f, float y) {
+  if constexpr (Map::is_fp32) return expf(y - f.mean) * f.inverse;
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
 // Replaces y by u for the row `half`; padding slots get finite values. 16-bit maps add the terms of both
 // means first: y comes from a rounded z, so this loses no accuracy.
-template <class ActivationMap, int N>
-__device__ inline void compute_residual(const ActivationMap& map, Accumulator<N>& y,
-                                        const Accumulator<N>& slope, const Accumulator<N>& a,
-                                        const MapStats& f, int half) {
+template <class Map, int N>
+__device__ inline void compute_residual(const Map& map, Accumulator<N>& y, const Accumulator<N>& slope,
+                                        const Accumulator<N>& a, const MapStats& f, int half) {
   const Residual residual(f);
   const float means = fmaf(-residual.c, residual.mean, residual.mean_a);
   const float mean = f.beta - f.mean_a;  // p.(p - a) of softmax
@@ -261,10 +263,10 @@ __device__ inline void compute_residual(const ActivationMap& map, Accumulator<N>
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      if constexpr (ActivationMap::softmax) {
+      if constexpr (Map::softmax) {
         const float p = softmax_of(map, f, y.at[n][i]);
         y.at[n][i] = p * (p - a.at[n][i] - mean);
-      } else if constexpr (ActivationMap::is_fp32) {
+      } else if constexpr (Map::is_fp32) {
         y.at[n][i] = slope.at[n][i] * residual(y.at[n][i], a.at[n][i]);
       } else {
         y.at[n][i] =
@@ -313,8 +315,9 @@ __device__ inline void compute_weighted_moments(Moments (&rows)[2], const Weight
   for (int half = 0; half < 2; ++half) {
     sums[0][half] = sums[1][half] = sums[2][half] = 0.f;
     for_each_register_pair<N>([&](int n, int i) {
-      const float x = y.at[n][2 * half + i], by = __fmul_rn(w.square_of(n, i), x);
-      sums[0][half] += by, sums[1][half] = fmaf(by, x, sums[1][half]), sums[2][half] += b.at[n][2 * half + i];
+      const float x = y.at[n][2 * half + i], wwx = __fmul_rn(w.square_of(n, i), x);
+      sums[0][half] += wwx, sums[1][half] = fmaf(wwx, x, sums[1][half]),
+                            sums[2][half] += b.at[n][2 * half + i];
     });
   }
 #pragma unroll
@@ -326,23 +329,23 @@ __device__ inline void compute_weighted_moments(Moments (&rows)[2], const Weight
 // Further statistics of a row for backward: the sum of w^2 n, and the sum of w^2 n^2 / N.
 using WeightedMapStats = float2;
 
-// With n = (y - mean) / r and e = w^2 n - b: beta is n.e / N, and mean_a is the mean of -e. `square` is the
-// sum of w^2.
-template <class ActivationMap>
-__device__ inline MapStats compute_weighted_stats(const ActivationMap& map, const Moments& y,
-                                                  const Moments& weighed, float square,
-                                                  WeightedMapStats& weighted_stats) {
+// Statistics from the sums of compute_moments() and compute_weighted_moments(). `square` is the sum of w^2.
+template <class Map>
+__device__ inline MapStats compute_weighted_stats(const Map& map, const Moments& y, const Moments& weighted,
+                                                  float square, WeightedMapStats& weighted_stats) {
   const float mean = y.x * map.mean_factor;
   const float variance = fmaxf(fmaf(-mean, y.x, y.y) * map.norm_factor, 0.f);
   const float inverse = map.norm ? rsqrt_fast(variance + kMapEps) : 1.f;
-  const float all = __fmul_rn(mean, square), wn = (weighed.x - all) * inverse;
-  const float wnn = fmaxf(fmaf(-mean, weighed.x + (weighed.x - all), weighed.y), 0.f) * inverse * inverse;
-  const float bn = fmaf(-mean, weighed.z, y.z) * inverse;
-  weighted_stats = {wn, wnn * map.norm_factor};
-  return {mean, inverse, (wnn - bn) * map.norm_factor, (weighed.z - wn) * map.mean_factor};
+  // sums of w^2 n, w^2 n^2 and b n
+  const float ww_mean = __fmul_rn(mean, square), wwn = (weighted.x - ww_mean) * inverse;
+  const float wwnn =
+      fmaxf(fmaf(-mean, weighted.x + (weighted.x - ww_mean), weighted.y), 0.f) * inverse * inverse;
+  const float bn = fmaf(-mean, weighted.z, y.z) * inverse;
+  weighted_stats = {wwn, wwnn * map.norm_factor};
+  return {mean, inverse, (wwnn - bn) * map.norm_factor, (weighted.z - wwn) * map.mean_factor};
 }
 
-// Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r.
+// Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r. b = w a.
 struct WeightedResidual {
   float inverse, beta, mean, mean_a;
   __device__ explicit WeightedResidual(const MapStats& f)
@@ -367,18 +370,18 @@ __device__ inline void compute_weighted_residual(Accumulator<N>& y, const Accumu
   }
 }
 
-// ----------------------------------------------------------------------------------------------------------
+// ---- reads
+// -------------------------------------------------------------------------------------------------
 
 // Replaces y by phi(z).
-template <class ActivationMap, int N>
-__device__ inline void apply_map(const ActivationMap& map, Accumulator<N>& y, const MapStats& f, int half,
+template <class Map, int N>
+__device__ inline void apply_map(const Map& map, Accumulator<N>& y, const MapStats& f, int half,
                                  const MapSlots& map_slots) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-      const float image =
-          ActivationMap::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
+      const float image = Map::softmax ? softmax_of(map, f, y.at[n][i]) : (y.at[n][i] - f.mean) * f.inverse;
       y.at[n][i] = map_slots.has(n, i) ? image : 0.f;
     }
   }

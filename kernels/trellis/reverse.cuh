@@ -9,49 +9,50 @@
 
 namespace girih::kernels {
 
-// Short: a chunk has at most one tile of 16 tokens.
-template <typename T, int Tile, class Phi, bool Short>
-__global__ void __launch_bounds__(TrellisReverseStorage<T, Tile>::kThreads, 1)
+// HasOneTile: a chunk has at most one tile of 16 tokens.
+template <typename T, int Width, class Phi, bool HasOneTile>
+__global__ void __launch_bounds__(TrellisReverseStorage<T, Width>::kThreads, 1)
     trellis_reverse_kernel(const __grid_constant__ TrellisReverse p) {
-  using Storage = TrellisReverseStorage<T, Tile>;
+  using Storage = TrellisReverseStorage<T, Width>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const Storage storage{Tile == 64 ? pin_address(shared) : shared};
+  const Storage storage{Width == 64 ? pin_address(shared) : shared};
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const int warp = warp_index();
-  if (threadIdx.x == 0) storage.init(p, coord, Short ? 1 : Storage::kOutputWarps);
+  if (threadIdx.x == 0) storage.init(p, coord, HasOneTile ? 1 : Storage::kOutputWarps);
   __syncthreads();
-  // With a tile of 128 the state warps and the output warps need the registers that producer warps do not
-  // use.
-  constexpr bool kUseSetmaxnreg = Tile > 64;
+  // With a width of 128 the state warps and the output warps need the registers that producer warps and the
+  // load warp do not use: 256 * 160 + 128 * 136 + 128 * 56 = 65536.
+  constexpr bool kUseSetmaxnreg = Width > 64;
   if (warp < Storage::kStateWarps) {
     if (kUseSetmaxnreg) setmaxnreg_inc<160>();
-    run_reverse_state_warp<T, Tile, Phi, Short>(p, coord, storage, warp);
+    run_reverse_state_warp<T, Width, Phi, HasOneTile>(p, coord, storage, warp);
   } else if (warp < Storage::kStateWarps + Storage::kOutputWarps) {
     if (kUseSetmaxnreg) setmaxnreg_inc<136>();
-    TrellisReverseOutputWarp<T, Tile, Short>{p, coord, storage}.run(warp - Storage::kStateWarps);
+    TrellisReverseOutputWarp<T, Width, HasOneTile>{p, coord, storage}.run(warp - Storage::kStateWarps);
   } else {
     if (kUseSetmaxnreg) setmaxnreg_dec<56>();
     const int producer = warp - Storage::kStateWarps - Storage::kOutputWarps;
     if (producer < Storage::kProducerWarps) {
-      TrellisReverseProducerWarp<T, Tile, Short, Phi::has_weight>{p, coord, storage}.run(producer);
+      TrellisReverseProducerWarp<T, Width, HasOneTile, Phi::has_weight>{p, coord, storage}.run(producer);
     } else {
-      load_memories<T, Tile>(p, coord, storage);
+      load_memories<T, Width>(p, coord, storage);
     }
   }
 }
 
-template <typename T, int Tile, class Phi>
-cudaError_t launch_reverse_of(const TrellisReverse& p, cudaStream_t stream) {
-  using Storage = TrellisReverseStorage<T, Tile>;
+template <typename T, int Width, class Phi>
+cudaError_t launch_reverse_instance(const TrellisReverse& p, cudaStream_t stream) {
+  using Storage = TrellisReverseStorage<T, Width>;
   constexpr int kBytes = Phi::has_weight ? Storage::kWeightedBytes : Storage::kBytes;
-  return p.shape.grid.size <= kTile
-             ? launch_memory_blocks<trellis_reverse_kernel<T, Tile, Phi, true>, Storage, kBytes>(p, stream)
-             : launch_memory_blocks<trellis_reverse_kernel<T, Tile, Phi, false>, Storage, kBytes>(p, stream);
+  return p.shape.grid.size <= kTokenTile
+             ? launch_memory_blocks<trellis_reverse_kernel<T, Width, Phi, true>, Storage, kBytes>(p, stream)
+             : launch_memory_blocks<trellis_reverse_kernel<T, Width, Phi, false>, Storage, kBytes>(p, stream);
 }
-template <typename T, int Tile>
+template <typename T, int Width>
 cudaError_t launch_trellis_reverse(const TrellisReverse& p, cudaStream_t stream) {
-  return p.shape.phi.norm == Norm::softmax ? launch_reverse_of<T, Tile, ActivationMap<true>>(p, stream)
-                                           : launch_reverse_of<T, Tile, ActivationMap<false>>(p, stream);
+  return p.shape.phi.norm == Norm::softmax
+             ? launch_reverse_instance<T, Width, ActivationMap<true>>(p, stream)
+             : launch_reverse_instance<T, Width, ActivationMap<false>>(p, stream);
 }
 
 }  // namespace girih::kernels

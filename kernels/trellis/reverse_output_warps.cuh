@@ -1,17 +1,20 @@
-// Output warps of the reverse scan: gradients of the tokens of a chunk. For either memory, with G the
-// gradient of A at the end of the chunk and E_ti = e^{L_t - L_i},
+// Output warps of the reverse scan: gradients of the tokens of a chunk. For either memory, with A the memory
+// before the chunk, G the gradient of the memory after it, and E_ti = e^{L_t - L_i},
 //
 //     c_i  = e^{L_C - L_i} (u_i G) + sum over t >= i of E_ti (u_i.l_t) w_t
 //     dx_i = -gamma_i c_i + dz_i A'        dgamma_i = -x_i.c_i        da_i = -J du_i
 //
-// A gate decays what precedes its token in all later reads. So dg_j is the sum of
+// The gate of a token decays everything that precedes the token, in all reads from the token on. So dg_j is
+// the sum of
 //     e^{L_t} l_t^T A w_t                                 t >= j
 //     pair_ti = -gamma_i E_ti (w_t.x_i) (l_t.u_i)         i < j <= t
 //     end_i   = -gamma_i e^{L_C - L_i} x_i.(u_i G)        i < j
 //     e^{L_C} <G, A>
 //
-// gates.cu sums dL from the end: the same value pair_ti is added at t and subtracted at i, so that it cancels
-// where it should. The output warps take the tiles of a chunk round-robin, from its last tile on.
+// gates.cu sums dL from the end of the chunk: dg_j is the sum of dL_t over t >= j. So pair_ti is added to
+// dL_t and the same value is subtracted from dL_i, end_i is added to dL at the end of the chunk and
+// subtracted from dL_i: for j <= i the two cancel exactly. Tile i of the sequence, counted from the end over
+// all chunks, belongs to warp i % kOutputWarps.
 #pragma once
 
 #include "tile/row_store.h"
@@ -19,25 +22,26 @@
 
 namespace girih::kernels {
 
-// Short: a chunk has at most one tile.
-template <typename T, int Tile, bool Short>
+// HasOneTile: a chunk has at most one tile.
+template <typename T, int Width, bool HasOneTile>
 struct TrellisReverseOutputWarp {
-  using Storage = TrellisReverseStorage<T, Tile>;
-  using Token = typename Storage::Token;
-  static constexpr int K = Tile / 16;
+  using Storage = TrellisReverseStorage<T, Width>;
+  using StageTile = typename Storage::StageTile;
+  static constexpr int K = Width / 16;
 
   const TrellisReverse& p;
   const TrellisBlockCoord& coord;
   const Storage& storage;
 
-  // A tile of an output warp: its chunk, the stage of the chunk's last tile, and the stage of its own tile.
-  struct ReaderTile {
+  // The tile of an output warp: its chunk, the stage of the chunk's last tile, its stage, its index in the
+  // chunk, and the tiles of the chunk.
+  struct WarpTile {
     Chunk chunk;
-    PipelineState first_pipe, own_pipe;
+    PipelineState first_pipe, pipe;
     int tile, tiles;
-    __device__ ReaderTile(const Chunk& chunk, const PipelineState& first, int tile, int tiles)
-        : chunk(chunk), first_pipe(first), own_pipe(first), tile(tile), tiles(tiles) {
-      own_pipe.skip(tiles - 1 - tile, Storage::kStages);
+    __device__ WarpTile(const Chunk& chunk, const PipelineState& first, int tile, int tiles)
+        : chunk(chunk), first_pipe(first), pipe(first), tile(tile), tiles(tiles) {
+      pipe.skip(tiles - 1 - tile, Storage::kStages);
     }
     // Stage of tile j; tiles are loaded from the last one on.
     __device__ int stage(int j) const {
@@ -45,14 +49,14 @@ struct TrellisReverseOutputWarp {
       return s < Storage::kStages ? s : s - Storage::kStages;
     }
     __device__ int rows(int j) const { return rows_in(chunk, j); }
-    __device__ int64_t token(int j) const { return chunk.start + j * kTile; }
+    __device__ int64_t token(int j) const { return chunk.start + j * kTokenTile; }
   };
 
   // Calls f(col) for blocks of 16 columns. A loop, to save instruction cache (row_source.h).
   template <class F>
   __device__ static void for_columns(const F& f) {
 #pragma unroll 1
-    for (int col = 0; col < Tile; col += 16) f(col);
+    for (int col = 0; col < Width; col += 16) f(col);
   }
   // Adds the lane's terms of the dot products of its two rows.
   __device__ static void add_dots(float2& dot, const Accumulator<2>& x, const Accumulator<2>& y) {
@@ -72,10 +76,10 @@ struct TrellisReverseOutputWarp {
 
   // The lane's term of <G, A>, the trace of G A^T. The output warps of the chunk take blocks of 16 slots
   // round-robin.
-  __device__ float product_of_states(const ReaderTile& at, const typename Storage::Memory& G,
-                                     const typename Storage::Memory& A) const {
+  __device__ float dot_states(const WarpTile& warp_tile, const typename Storage::Memory& G,
+                              const typename Storage::Memory& A) const {
     float sum = 0.f;
-    for (int m = at.tile * 16; m < p.shape.M; m += 16 * at.tiles) {
+    for (int m = warp_tile.tile * 16; m < p.shape.M; m += 16 * warp_tile.tiles) {
       Accumulator<2> block;
       fill(block, 0.f);
       add_tile_product_transposed<K>(block, G, m, A, m);
@@ -89,21 +93,22 @@ struct TrellisReverseOutputWarp {
   }
 
   // Index of a token in [B, T, H].
-  __device__ int64_t token_index(const ReaderTile& at, int j, int row) const {
+  __device__ int64_t token_index(const WarpTile& warp_tile, int j, int row) const {
     const TrellisShape& shape = p.shape;
-    return (coord.chunked.sequence.batch * shape.grid.tokens.tokens + at.token(j) + row) * shape.heads +
+    return (coord.chunked.sequence.batch * shape.grid.tokens.tokens + warp_tile.token(j) + row) *
+               shape.heads +
            coord.head;
   }
   __device__ int64_t token_count() const {
     return p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
   }
 
-  // pair_ti for i in the output warp's tile and t in tile j, from the scores E (u_i.l_t): subtracts the sums
-  // over t from dL of i, and stores the sums over i in the stage's scalars.
-  __device__ void add_gate_pairs(const ReaderTile& at, const Accumulator<2>& decayed_scores, int j,
+  // pair_ti for i in the warp's tile and t in tile j, from the scores E_ti (u_i.l_t): subtracts the sums over
+  // t from dL_i, and stores the sums over i in the stage's scalars.
+  __device__ void add_gate_pairs(const WarpTile& warp_tile, const Accumulator<2>& decayed_scores, int j,
                                  float2 gamma, float2& dL) const {
-    const Token x = storage.token(at.own_pipe.stage, Storage::kX),
-                w = storage.token(at.stage(j), Storage::kW);
+    const StageTile x = storage.stage_tile(warp_tile.pipe.stage, Storage::kX),
+                    w = storage.stage_tile(warp_tile.stage(j), Storage::kW);
     Accumulator<2> pair;
     fill(pair, 0.f);
     add_tile_product_transposed<K>(pair, x, 0, w, 0);
@@ -114,7 +119,7 @@ struct TrellisReverseOutputWarp {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int t = 8 * n + lane_col() + (e & 1), i = lane_row() + (e >> 1) * 8;
-        const float value = j > at.tile || i < t
+        const float value = j > warp_tile.tile || i < t
                                 ? -(e < 2 ? gamma.x : gamma.y) * decayed_scores.at[n][e] * pair.at[n][e]
                                 : 0.f;
         subtracted[e >> 1] += value, sums[e & 1] += value;
@@ -123,63 +128,65 @@ struct TrellisReverseOutputWarp {
       for (int i = 0; i < 2; ++i) {
         const float sum = sum_over_col(sums[i]);
         if (lane_row() == 0) {
-          storage.scalars(at.own_pipe.stage).dL[j - at.tile][8 * n + lane_col() + i] = sum;
+          storage.scalars(warp_tile.pipe.stage).dL[j - warp_tile.tile][8 * n + lane_col() + i] = sum;
         }
       }
     }
     dL.x -= sum_over_row(subtracted[0]), dL.y -= sum_over_row(subtracted[1]);
   }
 
-  // `memories` provides A', then A if A is not A'.
+  // Gradients of the tokens of a tile. `memories` provides A', then A if A is not A'.
   template <class Memories>
-  __device__ void compute_gradients(const ReaderTile& at, const typename Storage::Memory& G,
+  __device__ void compute_gradients(const WarpTile& warp_tile, const typename Storage::Memory& G,
                                     const Memories& memories) const {
-    const int s = at.own_pipe.stage, memory = coord.memory;
-    const bool gated = p.dL != nullptr;
+    const int s = warp_tile.pipe.stage, memory = coord.memory;
+    const bool has_gates = p.dL != nullptr;
     auto& stage_scalars = storage.scalars(s);
     const auto& gates = stage_scalars.gates;
     const float2 gamma{gates[lane_row()].gamma, gates[lane_row() + 8].gamma},
         log_decay_to_end{gates[lane_row()].log_decay_to_end, gates[lane_row() + 8].log_decay_to_end};
     const TrellisLogDecays L(gates);
-    const Token x = storage.token(s, Storage::kX);
-    float2 dL{0.f, 0.f};
-    float end = 0.f;  // the lane's terms of dL at the end of the chunk
+    const StageTile x = storage.stage_tile(s, Storage::kX);
+    float2 dL{0.f, 0.f};  // of the lane's rows
+    float end = 0.f;      // the lane's terms of dL of the last token of the chunk
 
     // E_ti (u_i.l_t)
     AFragment<K> u, z;
-    load_blocks(u, storage.token(s, Storage::kU));
+    load_blocks(u, storage.stage_tile(s, Storage::kU));
     AFragment<1> scores[Storage::kOutputWarps];
 #pragma unroll
     for (int j = 0; j < Storage::kOutputWarps; ++j) {
-      if (at.tile + j >= at.tiles) break;
-      const int other = at.stage(at.tile + j);
+      if (warp_tile.tile + j >= warp_tile.tiles) break;
+      const int other = warp_tile.stage(warp_tile.tile + j);
       Accumulator<2> sums;
       fill(sums, 0.f);
-      add_product_transposed<T>(sums, u, storage.token(other, Storage::kL));
-      apply_token_decay_transposed(sums, L, storage.scalars(other).gates, j == 0, at.rows(at.tile + j));
-      if (gated) add_gate_pairs(at, sums, at.tile + j, gamma, dL);
+      add_product_transposed<T>(sums, u, storage.stage_tile(other, Storage::kL));
+      apply_token_decay_transposed(sums, L, storage.scalars(other).gates, j == 0,
+                                   warp_tile.rows(warp_tile.tile + j));
+      if (has_gates) add_gate_pairs(warp_tile, sums, warp_tile.tile + j, gamma, dL);
       round_to_a_fragment<T>(scores[j], sums);
     }
 
-    // c, dgamma, and dx = -gamma c + dZ A', which replaces the tile that the state warps no longer need
-    const Token dx = storage.token(s, Storage::kIntraDu);
+    // c, dgamma, and dx = -gamma c + dZ A', which replaces intra_du: the state warps have read it
+    const StageTile dx = storage.stage_tile(s, Storage::kIntraDu);
     const auto first = memories.first();
-    load_blocks(z, storage.token(s, Storage::kZ));
+    load_blocks(z, storage.stage_tile(s, Storage::kZ));
     const float2 to_end{exp2_fast(log_decay_to_end.x), exp2_fast(log_decay_to_end.y)};
     float2 end_dots{0.f, 0.f}, dgamma{0.f, 0.f};
     for_columns([&](int col) {
-      Accumulator<2> c, own;
+      Accumulator<2> c, x_block;
       fill(c, 0.f);
       add_product<T>(c, u, G, 0, col);
       scale_rows(c, to_end);
-      load_wide<T>(own, x, 0, col);
-      add_dots(end_dots, c, own);
+      load_block_fp32<T>(x_block, x, 0, col);
+      add_dots(end_dots, c, x_block);
 #pragma unroll
       for (int j = 0; j < Storage::kOutputWarps; ++j) {
-        if (at.tile + j >= at.tiles) break;
-        add_product<T>(c, scores[j].at[0], storage.token(at.stage(at.tile + j), Storage::kW), 0, col);
+        if (warp_tile.tile + j >= warp_tile.tiles) break;
+        add_product<T>(c, scores[j].at[0],
+                       storage.stage_tile(warp_tile.stage(warp_tile.tile + j), Storage::kW), 0, col);
       }
-      add_dots(dgamma, c, own);
+      add_dots(dgamma, c, x_block);
       scale_rows(c, {-gamma.x, -gamma.y});
       add_product<T>(c, z, first, 0, col);
       AFragment<1> rounded;
@@ -189,11 +196,13 @@ struct TrellisReverseOutputWarp {
     dgamma = sum_over_quad(dgamma);
     if (lane_col() == 0) {
       float* to = p.dgammas + memory * token_count();
-      if (lane_row() < at.rows(at.tile)) to[token_index(at, at.tile, lane_row())] = -dgamma.x;
-      if (lane_row() + 8 < at.rows(at.tile)) to[token_index(at, at.tile, lane_row() + 8)] = -dgamma.y;
+      if (lane_row() < warp_tile.rows(warp_tile.tile))
+        to[token_index(warp_tile, warp_tile.tile, lane_row())] = -dgamma.x;
+      if (lane_row() + 8 < warp_tile.rows(warp_tile.tile))
+        to[token_index(warp_tile, warp_tile.tile, lane_row() + 8)] = -dgamma.y;
     }
 
-    if (gated) {
+    if (has_gates) {
       end_dots = sum_over_quad(end_dots);
       end_dots = {gamma.x * end_dots.x, gamma.y * end_dots.y};
       dL.x += end_dots.x, dL.y += end_dots.y;
@@ -201,44 +210,49 @@ struct TrellisReverseOutputWarp {
       if (lane_col() == 0) end = -end_dots.x - end_dots.y;
       // e^{L_t} l_t^T A w_t
       const auto A = memories.second();
-      const Token w = storage.token(s, Storage::kW);
+      const StageTile w = storage.stage_tile(s, Storage::kW);
       float2 dot{0.f, 0.f};
-      load_blocks(u, storage.token(s, Storage::kL));
+      AFragment<K>& l = u;  // u is not needed any more
+      load_blocks(l, storage.stage_tile(s, Storage::kL));
       for_columns([&](int col) {
-        Accumulator<2> compute_gradients, own;
-        fill(compute_gradients, 0.f);
-        add_product<T>(compute_gradients, u, A, 0, col);
-        load_wide<T>(own, w, 0, col);
-        add_dots(dot, compute_gradients, own);
+        Accumulator<2> lA, w_block;
+        fill(lA, 0.f);
+        add_product<T>(lA, l, A, 0, col);
+        load_block_fp32<T>(w_block, w, 0, col);
+        add_dots(dot, lA, w_block);
       });
       dot = sum_over_quad(dot);
-      dL.x = fmaf(exp2_fast(L.sum.x), dot.x, dL.x), dL.y = fmaf(exp2_fast(L.sum.y), dot.y, dL.y);
-      end += stage_scalars.decay * product_of_states(at, G, A);
+      dL.x = fmaf(exp2_fast(L.log_decay.x), dot.x, dL.x), dL.y = fmaf(exp2_fast(L.log_decay.y), dot.y, dL.y);
+      end += stage_scalars.decay * dot_states(warp_tile, G, A);
       end = sum_over_col(sum_over_row(end));
       __syncwarp();
       if (lane_col() == 0)
         stage_scalars.dL[0][lane_row()] += dL.x, stage_scalars.dL[0][lane_row() + 8] += dL.y;
       __syncwarp();
-      const int last = at.tiles - 1;
-      if (lane() == 0) stage_scalars.dL[last - at.tile][at.rows(last) - 1] += end;
+      const int last = warp_tile.tiles - 1;
+      if (lane() == 0) stage_scalars.dL[last - warp_tile.tile][warp_tile.rows(last) - 1] += end;
       __syncwarp();
-      float* to = p.dL + (memory * ((p.shape.grid.size + kTile - 1) / kTile) + at.tile) * token_count();
-      for (int j = at.tile; j < at.tiles; ++j) {
-        if (lane() < at.rows(j)) to[token_index(at, j, lane())] = stage_scalars.dL[j - at.tile][lane()];
+      float* to = p.dL + (memory * ((p.shape.grid.size + kTokenTile - 1) / kTokenTile) + warp_tile.tile) *
+                             token_count();
+      for (int j = warp_tile.tile; j < warp_tile.tiles; ++j) {
+        if (lane() < warp_tile.rows(j))
+          to[token_index(warp_tile, j, lane())] = stage_scalars.dL[j - warp_tile.tile][lane()];
       }
     }
     __syncwarp();
-    store_tile(at, p.dx[memory], dx, p.shape.width(memory));
-    store_tile(at, p.da[memory], storage.token(s, Storage::kA), p.shape.M);
+    store_tile(warp_tile, p.dx[memory], dx, p.shape.width(memory));
+    store_tile(warp_tile, p.da[memory], storage.stage_tile(s, Storage::kTargets), p.shape.M);
   }
-  __device__ void store_tile(const ReaderTile& at, const OutputTensor<4>& to, const Token& tile,
+  __device__ void store_tile(const WarpTile& warp_tile, const OutputTensor<4>& to, const StageTile& tile,
                              int width) const {
-    store_rows<1>(tile, row_of<T>(to, coord.chunked.sequence.batch, at.token(at.tile), coord.head),
-                  to.stride[1], at.rows(at.tile), width, 0);
+    store_rows<1>(tile,
+                  row_of<T>(to, coord.chunked.sequence.batch, warp_tile.token(warp_tile.tile), coord.head),
+                  to.stride[1], warp_tile.rows(warp_tile.tile), width, 0);
   }
 
-  // The memories of a chunk. An output warp waits for each memory at its use, and releases all of them.
-  struct Memories {
+  // The memories before a chunk: A, or A' and then A. An output warp waits for each memory at its use, and
+  // releases all of them.
+  struct ChunkMemories {
     const Storage& storage;
     PipelineState& memory_pipe;
     int& unreleased;          // memories to release
@@ -264,20 +278,20 @@ struct TrellisReverseOutputWarp {
   };
 
   __device__ void run(int output_warp) const {
-    if constexpr (Short) {
-      run_short(output_warp);
+    if constexpr (HasOneTile) {
+      run_single_tile_chunks(output_warp);
     } else {
-      run_long(output_warp);
+      run_multi_tile_chunks(output_warp);
     }
   }
 
   // A chunk is one tile. Its output warp releases the tile and the memories.
-  __device__ void run_short(int output_warp) const {
+  __device__ void run_single_tile_chunks(int output_warp) const {
     // The ring of memories and the ring of gradients advance together: only the last chunk to be processed
     // may have a second memory. There may be fewer stages than output warps.
-    PipelineState stage, gradient_pipe;
+    PipelineState token_pipe, gradient_pipe;
     const auto skip = [&](int chunks) {
-      stage.skip(chunks, Storage::kStages);
+      token_pipe.skip(chunks, Storage::kStages);
       for (int i = 0; i < chunks; ++i) gradient_pipe.next(Storage::kMemoryStages);
     };
     skip(output_warp);
@@ -285,23 +299,23 @@ struct TrellisReverseOutputWarp {
     for (int64_t i = coord.chunked.chunks - 1 - output_warp; i >= 0; i -= Storage::kOutputWarps) {
       const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
       int unreleased = has_separate_first ? 2 : 1;
-      wait(storage.dz_full() + stage.stage, stage.phase);  // implies that G is stored
+      wait(storage.dz_full() + token_pipe.stage, token_pipe.phase);  // implies that G is stored
       PipelineState memory_pipe = gradient_pipe;
       // Hides the constants from the compiler, which otherwise unrolls into more registers than there are.
       int tile = 0, tiles = 1;
       asm volatile("" : "+r"(tile), "+r"(tiles));
-      const Memories memories{storage, memory_pipe, unreleased, has_separate_first};
-      compute_gradients(ReaderTile(chunk_of(p.shape.grid, coord.chunked, i), stage, tile, tiles),
+      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
+      compute_gradients(WarpTile(chunk_of(p.shape.grid, coord.chunked, i), token_pipe, tile, tiles),
                         storage.gradient(gradient_pipe.stage), memories);
       while (unreleased > 0) memories.release_memory();
-      arrive_warp(storage.empty() + stage.stage);
+      arrive_warp(storage.empty() + token_pipe.stage);
       arrive_warp(storage.gradient_empty() + gradient_pipe.stage);
       skip(Storage::kOutputWarps);
     }
   }
 
-  __device__ void run_long(int output_warp) const {
-    PipelineState stage, gradient_pipe, memory_pipe;
+  __device__ void run_multi_tile_chunks(int output_warp) const {
+    PipelineState token_pipe, gradient_pipe, memory_pipe;
     unsigned earlier_tiles = 0;  // tiles of the chunks processed earlier
     for (int64_t i = coord.chunked.chunks - 1; i >= 0; --i) {
       const Chunk chunk = chunk_of(p.shape.grid, coord.chunked, i);
@@ -310,17 +324,17 @@ struct TrellisReverseOutputWarp {
       const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
       int unreleased = has_separate_first ? 2 : 1;
       wait(storage.gradient_full() + gradient_pipe.stage, gradient_pipe.phase);
-      const Memories memories{storage, memory_pipe, unreleased, has_separate_first};
+      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
       if (own_index < tiles) {
-        const ReaderTile at(chunk, stage, tiles - 1 - own_index, tiles);
+        const WarpTile warp_tile(chunk, token_pipe, tiles - 1 - own_index, tiles);
         // The state warps store the tiles in order: the later wait implies the earlier ones.
-        wait(storage.dz_full() + at.own_pipe.stage, at.own_pipe.phase);
-        compute_gradients(at, storage.gradient(gradient_pipe.stage), memories);
+        wait(storage.dz_full() + warp_tile.pipe.stage, warp_tile.pipe.phase);
+        compute_gradients(warp_tile, storage.gradient(gradient_pipe.stage), memories);
       }
       while (unreleased > 0) memories.release_memory();
-      for (int j = 0; j < tiles; ++j, stage.next(Storage::kStages)) {
-        wait(storage.dz_full() + stage.stage, stage.phase);
-        arrive_warp(storage.empty() + stage.stage);
+      for (int j = 0; j < tiles; ++j, token_pipe.next(Storage::kStages)) {
+        wait(storage.dz_full() + token_pipe.stage, token_pipe.phase);
+        arrive_warp(storage.empty() + token_pipe.stage);
       }
       arrive_warp(storage.gradient_empty() + gradient_pipe.stage);
       gradient_pipe.next(Storage::kMemoryStages);

@@ -1,9 +1,9 @@
 // The gradient G of a memory [M, X] in the registers of the state warps of the reverse scan, and the warp's
 // slots of a tile of tokens.
 //
-// A warp has 8 S slots, from `slot` on, of all columns. There are eight warps, where the scan has four warps
-// of 16 slots for a tile of 64: these warps have twice the instructions, and more warps hide each other's
-// latency.
+// A warp has 8 S slots, from `slot` on, of all columns. There are eight warps, while the scan has four warps
+// of 16 slots for a width of 64: the reverse scan has twice the instructions, and more warps hide each
+// other's latency.
 #pragma once
 
 #include "trellis/common.cuh"
@@ -50,13 +50,13 @@ __device__ inline void clear(TransposedGradient<K, S>& A) {
   for (int k = 0; k < K; ++k) fill(A.at[k], 0.f);
 }
 template <int K, int S>
-__device__ inline void scale(TransposedGradient<K, S>& A, float by) {
+__device__ inline void scale(TransposedGradient<K, S>& A, float factor) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) scale_rows(A.at[k], {by, by});
+  for (int k = 0; k < K; ++k) scale_rows(A.at[k], {factor, factor});
 }
 
 template <typename T, int K, int S>
-__device__ inline void round_to_a_fragment(GradientBFragment<K, S>& right,
+__device__ inline void round_to_b_fragment(GradientBFragment<K, S>& right,
                                            const TransposedGradient<K, S>& A) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -111,7 +111,7 @@ __device__ inline void multiply_transposed(Accumulator<S>& z, const Tile& x,
   add(z, odd);
 }
 
-// Columns `col` to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
+// Columns col to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
 template <typename T, class Tile, int S>
 __device__ inline void add_outer_product_block(Accumulator<S>& A, const Tile& x, int col,
                                                const SlotFragment<S>& y) {
@@ -127,25 +127,26 @@ __device__ inline void add_outer_product(TransposedGradient<K, S>& A, const Tile
   for (int k = 0; k < K; ++k) add_outer_product_block<T>(A.at[k], x, 16 * k, y);
 }
 
-// ---- slices -----------------------------------------------------------------------------------------------
+// ---- slots of 16 tokens -----------------------------------------------------------------------------------
 
+// Loads the warp's slots.
 template <class Tile, int S>
-__device__ inline void load_slice(SlotFragment<S>& x, const Tile& tile, int slot) {
+__device__ inline void load_slots(SlotFragment<S>& x, const Tile& tile, int slot) {
   uint32_t four[4];
   ldmatrix(four, tile.address(0, slot, lane() & 15, S == 1 ? 0 : (lane() >> 4) * 8));
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
 }
-// Loads a slice as a B fragment.
+// Loads the warp's slots as a B fragment.
 template <class Tile, int S>
-__device__ inline void load_slice_as_b(SlotFragment<S>& x, const Tile& tile, int slot) {
+__device__ inline void load_slots_as_b(SlotFragment<S>& x, const Tile& tile, int slot) {
   uint32_t four[4];
   ldmatrix_trans(four, tile.address(0, slot, lane() & 15, S == 1 ? 0 : (lane() >> 4) * 8));
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] = four[i];
 }
 template <class Tile, int S>
-__device__ inline void store_slice(const Tile& tile, int slot, const SlotFragment<S>& x) {
+__device__ inline void store_slots(const Tile& tile, int slot, const SlotFragment<S>& x) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) {
     *reinterpret_cast<uint32_t*>(&lane_element(tile, i % 2 * 8, slot + i / 2 * 8)) = x.at[i];
@@ -161,7 +162,7 @@ __device__ inline void unpack(Accumulator<S>& x, const SlotFragment<S>& raw) {
   }
 }
 template <typename T, int S>
-__device__ inline void round_to_a_fragment(SlotFragment<S>& x, const Accumulator<S>& sums) {
+__device__ inline void round_to_slots(SlotFragment<S>& x, const Accumulator<S>& sums) {
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) {
     x.at[i] = pack_pair<T>(sums.at[i / 2][2 * (i % 2)], sums.at[i / 2][2 * (i % 2) + 1]);
@@ -173,7 +174,7 @@ __device__ inline void clear_padding(SlotFragment<S>& x, const uint32_t (&slot_m
 #pragma unroll
   for (int i = 0; i < 2 * S; ++i) x.at[i] &= slot_masks[i / 2];
 }
-// Converts a slice to a B fragment.
+// Converts to a B fragment.
 template <int S>
 __device__ inline SlotFragment<S> to_b_fragment(const SlotFragment<S>& x) {
   SlotFragment<S> right;

@@ -1,59 +1,70 @@
 // Shared memory of the reverse scan. A block has one sequence, head and memory.
 //
 // The tokens pass through a ring of stages with 16 tokens a stage, from the last tile on. Barriers of a
-// stage: `full` (producer warps have loaded the tokens), `written` (the state warps have stored dz and -J
-// du), `empty` (the output warps have released the stage). A second ring passes the memory before every chunk
-// from a warp that loads memories to the output warps. A third ring passes G after every chunk from the state
-// warps to the output warps.
+// stage:
+//
+//     full       a producer warp has loaded the tokens
+//     dz_full    the state warps have stored dz and -J du
+//     empty      the output warps have released the stage
+//
+// A second ring (memory_full, memory_empty) passes the memory before every chunk from a warp that loads
+// memories to the output warps. A third ring (gradient_full, gradient_empty) passes G after every chunk from
+// the state warps to the output warps.
 #pragma once
 
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+template <typename T, int Width>
 struct TrellisReverseStorage {
-  using Token = SharedTile<T, kTile, Tile>;
-  using Memory = SharedTile<T, Tile, Tile>;
+  using StageTile = SharedTile<T, kTokenTile, Width>;
+  using Memory = SharedTile<T, Width, Width>;
   // Warps of each role. A chunk has at most kOutputWarps tiles; one more warp loads memories.
-  static constexpr int kStateWarps = 8, kOutputWarps = kMaxChunk / kTile, kProducerWarps = 3;
+  static constexpr int kStateWarps = 8, kOutputWarps = kMaxChunk / kTokenTile, kProducerWarps = 3;
   static constexpr int kThreads = (kStateWarps + kOutputWarps + kProducerWarps + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 8 : 4, kMemoryStages = Tile == 64 ? 5 : 1;
-  // The state warps load the next tile before they store the current one: the ring holds a whole chunk and
-  // that tile.
-  static constexpr bool kPrefetch = Tile == 64;
+  static constexpr int kStages = Width == 64 ? 8 : 4, kMemoryStages = Width == 64 ? 5 : 1;
+  // The state warps load the next tile before they store dz of the current one, and the stages of a chunk are
+  // released after dz of its last tile: the ring has a whole chunk and the next tile.
+  static constexpr bool kPrefetch = Width == 64;
   static_assert(!kPrefetch || kStages > kOutputWarps);
-  // Tiles of a stage: x, w, l and u; l scaled by e^{L_t}; the terms of du from reads in the chunk; z and a,
-  // which dz and -J du replace.
-  enum TokenTile : int { kX, kW, kL, kU, kScaled, kIntraDu, kZ, kA, kTokenTiles };
+  // Tiles of a stage: x, w, l and u; e^{L_t} l_t; the terms of du from reads in the chunk; z and a, which dz
+  // and -J du replace.
+  enum StageTensor : int { kX, kW, kL, kU, kScaledL, kIntraDu, kZ, kTargets, kStageTensors };
   // Position of a tile: the last of its chunk, which is processed before the others; tile 0 of its chunk; in
   // a chunk that began in an earlier call (is_resumed); tile 0 of the sequence.
-  enum TileFlag : int { kChunkEnd = 1, kChunkStart = 2, kResumedChunk = 4, kSequenceStart = 8 };
-  // Scalars of a stage: Fit, gates and the factor -gamma e^{L_C - L} of each token; the decay e^{L_C}; dL
-  // from the tile's output warp, for this tile and the later tiles of the chunk.
+  enum TileFlag : int {
+    kLastTileOfChunk = 1,
+    kFirstTileOfChunk = 2,
+    kResumedChunk = 4,
+    kFirstTileOfSequence = 8
+  };
+  // Scalars of a stage: MapStats, gates and x_scale = -gamma e^{L_C - L} of each token; the decay e^{L_C};
+  // the TileFlags; dL from the tile's output warp, for this tile and the later tiles of the chunk.
   struct StageScalars {
-    MapStats row_stats[kTile];
-    TokenGate gates[kTile];
-    float step[kTile], decay;
+    MapStats row_stats[kTokenTile];
+    TokenGate gates[kTokenTile];
+    float x_scale[kTokenTile], decay;
     int tile_flags, unused[2];
-    float dL[kOutputWarps][kTile];
+    float dL[kOutputWarps][kTokenTile];
   };
   static constexpr int kSources = 6;  // x, w, l, u, z and a
-  static constexpr int kTileBytes = kStages * kTokenTiles * Token::kBytes,
+  static constexpr int kTileBytes = kStages * kStageTensors * StageTile::kBytes,
                        kMemoryBytes = 2 * kMemoryStages * Memory::kBytes,
                        kScalarBytes = kStages * static_cast<int>(sizeof(StageScalars)),
-                       kMomentBytes = 2 * kTile * kStateWarps * static_cast<int>(sizeof(float4));
-  static constexpr int kBytes = kTileBytes + kMemoryBytes + kScalarBytes + kMomentBytes +
+                       kSumBytes = 2 * kTokenTile * kStateWarps * static_cast<int>(sizeof(float4));
+  static constexpr int kBytes = kTileBytes + kMemoryBytes + kScalarBytes + kSumBytes +
                                 (3 * kStages + 4 * kMemoryStages) * 8 +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
   // With a weight of phi: the WeightedMapStats of each token, in 16 bytes.
   static constexpr int kWeightOffset = (kBytes + 15) / 16 * 16,
-                       kWeightedBytes = kWeightOffset + kStages * kTile * static_cast<int>(sizeof(float4));
+                       kWeightedBytes =
+                           kWeightOffset + kStages * kTokenTile * static_cast<int>(sizeof(float4));
 
   unsigned char* base;
 
-  __device__ Token token(int stage, TokenTile which) const {
-    return {reinterpret_cast<T*>(base + (stage * kTokenTiles + which) * Token::kBytes)};
+  __device__ StageTile stage_tile(int stage, StageTensor tensor) const {
+    return {reinterpret_cast<T*>(base + (stage * kStageTensors + tensor) * StageTile::kBytes)};
   }
   // Ring of A before a chunk, and ring of G after it.
   __device__ Memory memory(int stage) const {
@@ -66,37 +77,37 @@ struct TrellisReverseStorage {
     return reinterpret_cast<StageScalars*>(base + kTileBytes + kMemoryBytes)[stage];
   }
   __device__ float4* weighted_row_stats(int stage) const {
-    return reinterpret_cast<float4*>(base + kWeightOffset) + stage * kTile;
+    return reinterpret_cast<float4*>(base + kWeightOffset) + stage * kTokenTile;
   }
   // Sums of a row for every warp, [warp][row]; two buffers alternate by tile.
-  __device__ float4* partial_sums(unsigned tiles) const {
+  __device__ float4* partial_sums(unsigned tile_index) const {
     return reinterpret_cast<float4*>(base + kTileBytes + kMemoryBytes + kScalarBytes) +
-           (tiles & 1) * kTile * kStateWarps;
+           (tile_index & 1) * kTokenTile * kStateWarps;
   }
   __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kMomentBytes);
+    return reinterpret_cast<uint64_t*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kSumBytes);
   }
   __device__ uint64_t* dz_full() const { return full() + kStages; }
   __device__ uint64_t* empty() const { return dz_full() + kStages; }
-  __device__ uint64_t* memory_full() const { return empty() + kStages; }                   // memory A
-  __device__ uint64_t* memory_empty() const { return memory_full() + kMemoryStages; }      // memory A
-  __device__ uint64_t* gradient_full() const { return memory_empty() + kMemoryStages; }    // gradient G
-  __device__ uint64_t* gradient_empty() const { return gradient_full() + kMemoryStages; }  // gradient G
+  __device__ uint64_t* memory_full() const { return empty() + kStages; }
+  __device__ uint64_t* memory_empty() const { return memory_full() + kMemoryStages; }
+  __device__ uint64_t* gradient_full() const { return memory_empty() + kMemoryStages; }
+  __device__ uint64_t* gradient_empty() const { return gradient_full() + kMemoryStages; }
 
   __device__ RowSource<T>* sources() const {
     return reinterpret_cast<RowSource<T>*>(gradient_empty() + kMemoryStages);
   }
 
-  // Called by one thread. `readers` warps release a tile, a memory and a gradient.
+  // Called by one thread. `output_warps` warps release a stage, a memory and a gradient.
   __device__ void init(const TrellisReverse& p, const TrellisBlockCoord& coord, int output_warps) const {
     const int memory = coord.memory, width = p.shape.width(memory), M = p.shape.M;
     RowSource<T>* const source = sources();
-    const auto rows = [&](const InputTensor<4>& x, int cols, TokenTile to) {
-      return row_source<T>(x, coord.chunked.sequence.batch, coord.head, cols, to);
+    const auto source_of = [&](const InputTensor<4>& x, int cols, StageTensor tensor) {
+      return row_source<T>(x, coord.chunked.sequence.batch, coord.head, cols, tensor);
     };
-    source[0] = rows(p.x[memory], width, kX), source[1] = rows(p.w[memory], width, kW);
-    source[2] = rows(p.l[memory], M, kL), source[3] = rows(p.u[memory], M, kU);
-    source[4] = rows(p.z[memory], M, kZ), source[5] = rows(p.a, M, kA);
+    source[0] = source_of(p.x[memory], width, kX), source[1] = source_of(p.w[memory], width, kW);
+    source[2] = source_of(p.l[memory], M, kL), source[3] = source_of(p.u[memory], M, kU);
+    source[4] = source_of(p.z[memory], M, kZ), source[5] = source_of(p.a, M, kTargets);
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, arrival_count(1));
       init_barrier(dz_full() + s, arrival_count(kStateWarps));
@@ -111,14 +122,14 @@ struct TrellisReverseStorage {
   }
 };
 
-__device__ inline int tiles_in(const Chunk& chunk) { return (chunk.length + kTile - 1) / kTile; }
+__device__ inline int tiles_in(const Chunk& chunk) { return (chunk.length + kTokenTile - 1) / kTokenTile; }
 __device__ inline int rows_in(const Chunk& chunk, int tile) {
-  return min(chunk.length - tile * kTile, kTile);
+  return min(chunk.length - tile * kTokenTile, kTokenTile);
 }
 
-// The chunk began in an earlier call: A', which z was computed from, is not A.
-__device__ inline bool is_resumed(const InputTensor<4>& first, int64_t chunk) {
-  return first.data != nullptr && chunk == 0;
+// Whether the chunk began in an earlier call: A', from which z was computed, is not A.
+__device__ inline bool is_resumed(const InputTensor<4>& chunk_start, int64_t chunk) {
+  return chunk_start.data != nullptr && chunk == 0;
 }
 
 }  // namespace girih::kernels

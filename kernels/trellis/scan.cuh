@@ -6,26 +6,26 @@
 #include "pipe/clusters.h"
 #include "tile/cluster.h"
 #include "tile/warpgroup.h"
+#include "trellis/scan_lookahead_state_warps.cuh"
 #include "trellis/scan_output_warps.cuh"
 #include "trellis/scan_producer_warps.cuh"
-#include "trellis/scan_short_state_warps.cuh"
 
 namespace girih::kernels {
 
-// Short: a chunk has at most one tile of 16 tokens.
-template <typename T, int Tile, class Phi, bool Short>
-__global__ void __launch_bounds__(TrellisScanStorage<T, Tile>::kThreads, 1)
+// HasLookahead: a chunk has at most one tile of 16 tokens, and the state warps compute one chunk ahead.
+template <typename T, int Width, class Phi, bool HasLookahead>
+__global__ void __launch_bounds__(TrellisScanStorage<T, Width>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
-  using Storage = TrellisScanStorage<T, Tile>;
+  using Storage = TrellisScanStorage<T, Width>;
   extern __shared__ __align__(128) unsigned char shared[];
   const Storage storage{pin_address(shared)};
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const bool paired = has_cluster_pair(p);
   const int warp = warp_index();
   if (threadIdx.x == 0) {
-    storage.init(p, coord, Short ? 1 : Storage::kOutputWarps);
+    storage.init(p, coord, HasLookahead ? 1 : Storage::kOutputWarps);
     if (paired) fence_barrier_init();
-    if (coord.head == 0 && coord.memory == 0) {
+    if (coord.head == 0 && coord.memory == kKeyMemory) {
       const auto& sequence = coord.chunked.sequence;
       p.last_position[coord.sequence] =
           (coord.chunked.prior_tokens + sequence.end - sequence.start) % p.shape.grid.size;
@@ -33,23 +33,23 @@ __global__ void __launch_bounds__(TrellisScanStorage<T, Tile>::kThreads, 1)
   }
   __syncthreads();
   if (paired) cluster_sync();
-  // With a tile of 128 the state warps and output warps need the registers that producer warps and the store
-  // warp do not use.
-  constexpr bool kUseSetmaxnreg = Tile > 64;
+  // With a width of 128 the state warps and output warps need the registers that producer warps and the store
+  // warp do not use: 256 * 168 + 128 * 136 + 128 * 40 = 65536.
+  constexpr bool kUseSetmaxnreg = Width > 64;
   if (warp < Storage::kStateWarps) {
     if (kUseSetmaxnreg) setmaxnreg_inc<168>();
-    using StateWarp = std::conditional_t<Short, TrellisShortScanStateWarp<T, Tile, Phi>,
-                                         TrellisScanStateWarp<T, Tile, Phi>>;
+    using StateWarp = std::conditional_t<HasLookahead, TrellisLookaheadScanStateWarp<T, Width, Phi>,
+                                         TrellisScanStateWarp<T, Width, Phi>>;
     StateWarp(p, coord, storage, warp).run();
   } else if (warp < Storage::kStateWarps + Storage::kOutputWarps) {
     if (kUseSetmaxnreg) setmaxnreg_inc<136>();
-    TrellisScanOutputWarp<T, Tile, Short, Phi::has_weight>{p, coord, storage}.run(warp -
-                                                                                  Storage::kStateWarps);
+    TrellisScanOutputWarp<T, Width, HasLookahead, Phi::has_weight>{p, coord, storage}.run(
+        warp - Storage::kStateWarps);
   } else {
     if (kUseSetmaxnreg) setmaxnreg_dec<40>();
     const int producer = warp - Storage::kStateWarps - Storage::kOutputWarps;
     if (producer < Storage::kProducerWarps) {
-      TrellisScanProducerWarp<T, Tile, Short>{p, coord, storage}.run(producer);
+      TrellisScanProducerWarp<T, Width, HasLookahead>{p, coord, storage}.run(producer);
     } else {
       store_memories(p, coord, storage);
     }
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(TrellisScanStorage<T, Tile>::kThreads, 1)
   if (paired) cluster_sync();
 }
 
-template <auto Kernel, typename T, int Tile, int Bytes>
+template <auto Kernel, typename T, int Width, int Bytes>
 cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
-  using Storage = TrellisScanStorage<T, Tile>;
+  using Storage = TrellisScanStorage<T, Width>;
   if (const cudaError_t error = allow_shared<Kernel>(Bytes); error != cudaSuccess) return error;
   const int64_t blocks = memory_block_count(p.shape);
   if (blocks == 0) return cudaSuccess;
@@ -69,31 +69,31 @@ cudaError_t launch_scan(const TrellisScan& p, cudaStream_t stream) {
                                  Storage::kThreads, Bytes, stream);
 }
 
-template <typename T, int Tile>
+template <typename T, int Width>
 cudaError_t scan_has_output(bool& has_output) {
-  return has_clusters<trellis_scan_kernel<T, Tile, ActivationMap<false>, false>>(has_output);
+  return has_clusters<trellis_scan_kernel<T, Width, ActivationMap<false>, false>>(has_output);
 }
 
-template <typename T, int Tile, class Phi, bool Short>
-cudaError_t launch_scan_of(const TrellisScan& p, cudaStream_t stream) {
-  using Storage = TrellisScanStorage<T, Tile>;
+template <typename T, int Width, class Phi, bool HasLookahead>
+cudaError_t launch_scan_instance(const TrellisScan& p, cudaStream_t stream) {
+  using Storage = TrellisScanStorage<T, Width>;
   constexpr int kBytes = Phi::has_weight ? Storage::kWeightedBytes : Storage::kBytes;
-  return launch_scan<trellis_scan_kernel<T, Tile, Phi, Short>, T, Tile, kBytes>(p, stream);
+  return launch_scan<trellis_scan_kernel<T, Width, Phi, HasLookahead>, T, Width, kBytes>(p, stream);
 }
-template <typename T, int Tile>
+template <typename T, int Width>
 cudaError_t launch_trellis_scan(const TrellisScan& p, cudaStream_t stream) {
   const TrellisMap& phi = p.shape.phi;
   const bool softmax = phi.norm == Norm::softmax;
-  if constexpr (TrellisScanStorage<T, Tile>::kHasLookahead) {
-    if (p.shape.grid.size <= kTile) {
-      if (softmax) return launch_scan_of<T, Tile, ActivationMap<true>, true>(p, stream);
+  if constexpr (TrellisScanStorage<T, Width>::kHasLookahead) {
+    if (p.shape.grid.size <= kTokenTile) {
+      if (softmax) return launch_scan_instance<T, Width, ActivationMap<true>, true>(p, stream);
       return phi.silu && phi.norm != Norm::none
-                 ? launch_scan_of<T, Tile, SiluNormMap, true>(p, stream)
-                 : launch_scan_of<T, Tile, ActivationMap<false>, true>(p, stream);
+                 ? launch_scan_instance<T, Width, SiluNormMap, true>(p, stream)
+                 : launch_scan_instance<T, Width, ActivationMap<false>, true>(p, stream);
     }
   }
-  return softmax ? launch_scan_of<T, Tile, ActivationMap<true>, false>(p, stream)
-                 : launch_scan_of<T, Tile, ActivationMap<false>, false>(p, stream);
+  return softmax ? launch_scan_instance<T, Width, ActivationMap<true>, false>(p, stream)
+                 : launch_scan_instance<T, Width, ActivationMap<false>, false>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,11 +1,11 @@
-// Output warps of the scan: compute the reads of the memories and store o, u and z. They take the tiles of a
-// chunk round-robin.
+// Output warps of the scan: compute the reads of the memories and store o, u and z. Tile i of the sequence,
+// counted over all its chunks, belongs to warp i % kOutputWarps.
 //
 //     memory of keys      r_t = f(A_t q_t)    sent to the block of values; with one memory r is o
 //     memory of values    o_t = A_t^T r_t
 //
-// All output warps release the tiles and the memory of a chunk. If chunks have at most one tile, only the
-// output warp of the chunk releases these, and it multiplies by the memory before it waits for u.
+// All output warps release the tiles and the memory of a chunk. With HasLookahead a chunk is one tile: only
+// its output warp releases these, and it multiplies by the memory before it waits for u.
 #pragma once
 
 #include "tile/cluster.h"
@@ -13,23 +13,22 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, bool Short, bool Weighted>
+template <typename T, int Width, bool HasLookahead, bool Weighted>
 struct TrellisScanOutputWarp {
-  using Storage = TrellisScanStorage<T, Tile>;
-  using Token = typename Storage::Token;
-  static constexpr int N = Tile / 8, K = Tile / 16;
+  using Storage = TrellisScanStorage<T, Width>;
+  using StageTile = typename Storage::StageTile;
+  static constexpr int N = Width / 8, K = Width / 16;
 
   const TrellisScan& p;
   const TrellisBlockCoord& coord;
   const Storage& storage;
 
-  // A tile of an output warp: the stage of the chunk's tile 0, and the stage of its own tile.
-  struct ReaderTile {
-    PipelineState chunk_pipe, own_pipe;
+  // The tile of an output warp: its index in the chunk, its stage, and the stage of the chunk's tile 0.
+  struct WarpTile {
+    PipelineState chunk_pipe, pipe;
     int tile;
-    __device__ ReaderTile(const PipelineState& first, int tile)
-        : chunk_pipe(first), own_pipe(first), tile(tile) {
-      own_pipe.skip(tile, Storage::kStages);
+    __device__ WarpTile(const PipelineState& first, int tile) : chunk_pipe(first), pipe(first), tile(tile) {
+      pipe.skip(tile, Storage::kStages);
     }
     __device__ int stage(int j) const {
       const int s = chunk_pipe.stage + j;
@@ -37,30 +36,30 @@ struct TrellisScanOutputWarp {
     }
   };
 
-  // Adds the terms of the chunk's tokens to y; xs and ys are the two kinds of tiles.
-  __device__ void add_intra_chunk_terms(Accumulator<N>& y, const AFragment<K>& w, const ReaderTile& at,
-                                        typename Storage::TokenTile xs,
-                                        typename Storage::TokenTile ys) const {
-    add_intra_chunk<T>(
-        y, w, at.tile, [&](int j) { return storage.token(at.stage(j), xs); },
-        [&](int j) { return storage.token(at.stage(j), ys); },
-        [&](int j) { return storage.scalars(at.stage(j)).gates; });
+  // decay_and_add_intra_chunk() with the rows of two tensors.
+  __device__ void complete_read(Accumulator<N>& y, const AFragment<K>& w, const WarpTile& warp_tile,
+                                typename Storage::StageTensor dot_tensor,
+                                typename Storage::StageTensor sum_tensor) const {
+    decay_and_add_intra_chunk<T>(
+        y, w, warp_tile.tile, [&](int j) { return storage.stage_tile(warp_tile.stage(j), dot_tensor); },
+        [&](int j) { return storage.stage_tile(warp_tile.stage(j), sum_tensor); },
+        [&](int j) { return storage.scalars(warp_tile.stage(j)).gates; });
   }
 
-  // R = f(Q A^T + ..), stored to the stage of the other block or to o. Calls then() after the product with
-  // the memory.
-  template <class Then>
-  __device__ void compute_r(const ReaderTile& at, const typename Storage::Memory& memory, int64_t token,
-                            int rows, const Then& then) const {
-    const int s = at.own_pipe.stage;
-    const Token tile = storage.token(s, Storage::kQR);
+  // R = f(Q A^T + ..), stored to the stage of the other block or to o. Calls after_memory_product(), after
+  // which the memory is not read.
+  template <class Callback>
+  __device__ void compute_r(const WarpTile& warp_tile, const typename Storage::Memory& memory, int64_t token,
+                            int rows, const Callback& after_memory_product) const {
+    const int s = warp_tile.pipe.stage;
+    const StageTile tile = storage.stage_tile(s, Storage::kQR);
     AFragment<K> w;
     load_blocks(w, tile);
     Accumulator<N> y;
     fill(y, 0.f);
     add_product_transposed<T>(y, w, memory);
-    then();
-    add_intra_chunk_terms(y, w, at, Storage::kX, Storage::kU);
+    after_memory_product();
+    complete_read(y, w, warp_tile, Storage::kX, Storage::kU);
     apply_map_to_rows<T>(p.shape.f, p.shape.slots, y);
     round_to_a_fragment<T>(w, y);
     store_blocks(tile, 0, 0, w);
@@ -69,47 +68,48 @@ struct TrellisScanOutputWarp {
       store_tile(tile, p.o, token, rows, p.shape.M);
       return;
     }
-    // The stage is empty here only after the other block has loaded r (space.init()), so the tile of the
-    // other block is free too.
-    if (lane() == 0) copy_to_remote(tile.data, Token::kBytes, storage.r_full() + s, 1);
+    // The stage of this block was empty only after the other block had loaded its previous r (init()), so the
+    // tile of the other block is free.
+    if (lane() == 0) copy_to_remote(tile.data, StageTile::kBytes, storage.r_full() + s, kValueMemory);
   }
 
-  // O = R A + .., and then() as above.
-  template <class Then>
-  __device__ void compute_o(const ReaderTile& at, const typename Storage::Memory& memory, int64_t token,
-                            int rows, const Then& then) const {
-    const int s = at.own_pipe.stage;
-    wait(storage.r_full() + s, at.own_pipe.phase);
+  // O = R A + .., with after_memory_product() as above.
+  template <class Callback>
+  __device__ void compute_o(const WarpTile& warp_tile, const typename Storage::Memory& memory, int64_t token,
+                            int rows, const Callback& after_memory_product) const {
+    const int s = warp_tile.pipe.stage;
+    wait(storage.r_full() + s, warp_tile.pipe.phase);
     AFragment<K> r;
-    load_blocks(r, storage.token(s, Storage::kQR));
-    arrive_remote(storage.empty() + s, 0);
+    load_blocks(r, storage.stage_tile(s, Storage::kQR));
+    arrive_remote(storage.empty() + s, kKeyMemory);
     Accumulator<N> o;
     fill(o, 0.f);
     add_product<T>(o, r, memory);
-    then();
-    add_intra_chunk_terms(o, r, at, Storage::kU, Storage::kX);
-    // The state warps no longer needs this tile: it is ready before u is full.
-    const Token tile = storage.token(s, Storage::kScaled);
+    after_memory_product();
+    complete_read(o, r, warp_tile, Storage::kU, Storage::kX);
+    // o replaces X~. The state warps and, for the scores of the next tile, the producer warps have read X~
+    // before u is full.
+    const StageTile tile = storage.stage_tile(s, Storage::kScaledX);
     round_to_a_fragment<T>(r, o);
     store_blocks(tile, 0, 0, r);
     __syncwarp();
     store_tile(tile, p.o, token, rows, p.shape.V);
   }
 
-  __device__ void store_tile(const Token& tile, const OutputTensor<4>& to, int64_t token, int rows,
+  __device__ void store_tile(const StageTile& tile, const OutputTensor<4>& to, int64_t token, int rows,
                              int width) const {
     store_rows<1>(tile, row_of<T>(to, coord.chunked.sequence.batch, token, coord.head), to.stride[1], rows,
                   width, 0);
   }
 
-  // Stores u, z and the fits of the tile for backward.
+  // Stores u, z and the row statistics of the tile for backward.
   __device__ void store_saved(int stage, int64_t token, int rows) const {
     const int64_t batch = coord.chunked.sequence.batch;
-    const auto store_saved = [&](const OutputTensor<4>& to, typename Storage::TokenTile which) {
-      if (to.data != nullptr) store_tile(storage.token(stage, which), to, token, rows, p.shape.M);
+    const auto store_tensor = [&](const OutputTensor<4>& to, typename Storage::StageTensor tensor) {
+      if (to.data != nullptr) store_tile(storage.stage_tile(stage, tensor), to, token, rows, p.shape.M);
     };
-    store_saved(p.u[coord.memory], Storage::kU);
-    store_saved(p.z[coord.memory], Storage::kA);
+    store_tensor(p.u[coord.memory], Storage::kU);
+    store_tensor(p.z[coord.memory], Storage::kTargets);
     const auto& row_stats = p.row_stats[coord.memory];
     if (row_stats.data == nullptr || lane() >= rows) return;
     float* const to = row_of<float>(row_stats, batch, token + lane(), coord.head);
@@ -120,65 +120,66 @@ struct TrellisScanOutputWarp {
     }
   }
 
-  template <class Then>
-  __device__ void process_tile(const ReaderTile& at, const typename Storage::Memory& memory, int64_t token,
-                               int rows, const Then& then) const {
+  template <class Callback>
+  __device__ void process_tile(const WarpTile& warp_tile, const typename Storage::Memory& memory,
+                               int64_t token, int rows, const Callback& after_memory_product) const {
     if (p.o.data == nullptr) {
-      then();
-    } else if (coord.memory == 0) {
-      compute_r(at, memory, token, rows, then);
+      after_memory_product();
+    } else if (coord.memory == kKeyMemory) {
+      compute_r(warp_tile, memory, token, rows, after_memory_product);
     } else {
-      compute_o(at, memory, token, rows, then);
+      compute_o(warp_tile, memory, token, rows, after_memory_product);
     }
-    store_saved(at.own_pipe.stage, token, rows);
+    store_saved(warp_tile.pipe.stage, token, rows);
   }
 
   __device__ void run(int output_warp) const {
-    if constexpr (Short) {
-      run_short(output_warp);
+    if constexpr (HasLookahead) {
+      run_single_tile_chunks(output_warp);
     } else {
-      run_long(output_warp);
+      run_multi_tile_chunks(output_warp);
     }
   }
 
-  // A chunk is one tile.
-  __device__ void run_short(int output_warp) const {
-    PipelineState stage, memory_pipe;
-    stage.skip(output_warp, Storage::kStages), memory_pipe.skip(output_warp, Storage::kMemoryStages);
+  __device__ void run_single_tile_chunks(int output_warp) const {
+    PipelineState token_pipe, memory_pipe;
+    token_pipe.skip(output_warp, Storage::kStages), memory_pipe.skip(output_warp, Storage::kMemoryStages);
 #pragma unroll 1
     for (int64_t i = output_warp; i < coord.chunked.chunks; i += Storage::kOutputWarps) {
       const Chunk chunk = chunk_of(p.shape.grid, coord.chunked, i);
       // The state warps wait for the producer warps before they pass the memory on, so the tokens are loaded
       // too.
       wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
-      process_tile(ReaderTile(stage, 0), storage.memory(memory_pipe.stage), chunk.start, chunk.length, [&] {
-        arrive_warp(storage.memory_empty() + memory_pipe.stage);
-        wait(storage.u_full() + stage.stage, stage.phase);
-      });
-      arrive_warp(storage.empty() + stage.stage);
-      stage.skip(Storage::kOutputWarps, Storage::kStages),
+      process_tile(WarpTile(token_pipe, 0), storage.memory(memory_pipe.stage), chunk.start, chunk.length,
+                   [&] {
+                     arrive_warp(storage.memory_empty() + memory_pipe.stage);
+                     wait(storage.u_full() + token_pipe.stage, token_pipe.phase);
+                   });
+      arrive_warp(storage.empty() + token_pipe.stage);
+      token_pipe.skip(Storage::kOutputWarps, Storage::kStages),
           memory_pipe.skip(Storage::kOutputWarps, Storage::kMemoryStages);
     }
   }
 
-  __device__ void run_long(int output_warp) const {
-    PipelineState stage, memory_pipe;
+  __device__ void run_multi_tile_chunks(int output_warp) const {
+    PipelineState token_pipe, memory_pipe;
     unsigned earlier_tiles = 0;  // tiles of earlier chunks
     for (int64_t i = 0; i < coord.chunked.chunks; ++i) {
       const Chunk chunk = chunk_of(p.shape.grid, coord.chunked, i);
-      const int tiles = (chunk.length + kTile - 1) / kTile;
+      const int tiles = (chunk.length + kTokenTile - 1) / kTokenTile;
+      // The unsigned difference may wrap: kOutputWarps divides 2^32.
       const int tile = static_cast<int>((output_warp - earlier_tiles) % Storage::kOutputWarps);
       wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
       if (tile < tiles) {
-        const ReaderTile at(stage, tile);
+        const WarpTile warp_tile(token_pipe, tile);
         // The state warps store the tiles in order: the later wait implies the earlier ones.
-        wait(storage.u_full() + at.own_pipe.stage, at.own_pipe.phase);
-        process_tile(at, storage.memory(memory_pipe.stage), chunk.start + tile * kTile,
-                     min(chunk.length - tile * kTile, kTile), [] {});
+        wait(storage.u_full() + warp_tile.pipe.stage, warp_tile.pipe.phase);
+        process_tile(warp_tile, storage.memory(memory_pipe.stage), chunk.start + tile * kTokenTile,
+                     min(chunk.length - tile * kTokenTile, kTokenTile), [] {});
       }
-      for (int j = 0; j < tiles; ++j, stage.next(Storage::kStages)) {
-        wait(storage.u_full() + stage.stage, stage.phase);
-        arrive_warp(storage.empty() + stage.stage);
+      for (int j = 0; j < tiles; ++j, token_pipe.next(Storage::kStages)) {
+        wait(storage.u_full() + token_pipe.stage, token_pipe.phase);
+        arrive_warp(storage.empty() + token_pipe.stage);
       }
       arrive_warp(storage.memory_empty() + memory_pipe.stage);
       memory_pipe.next(Storage::kMemoryStages);

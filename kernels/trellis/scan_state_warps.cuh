@@ -1,4 +1,9 @@
-// State warps of the scan: update one memory chunk by chunk.
+// State warps of the scan: update one memory chunk by chunk. For every tile of a chunk,
+//
+//     Z = X A'^T        U = J_phi(Z)^T (phi(Z) - a)        A <- A + U^T X~        X~_t = -gamma_t e^{L_C -
+//     L_t} x_t
+//
+// The first tile of a chunk also scales A by e^{L_C}. Producer warps compute X~.
 //
 // M / 16 warps hold the memory; a warp has 16 slots. A row of z is distributed over all of these warps, so
 // the sums of its norm are exchanged once through shared memory.
@@ -8,32 +13,34 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, class ActivationMap>
+template <typename T, int Width, class Phi>
 class TrellisScanStateWarp {
  protected:
-  using Storage = TrellisScanStorage<T, Tile>;
-  using Token = typename Storage::Token;
-  static constexpr int N = Tile / 8, K = Tile / 16, kWarps = Storage::kStateWarps;
-  static constexpr bool kHasWeight = ActivationMap::has_weight;
+  using Storage = TrellisScanStorage<T, Width>;
+  using StageTile = typename Storage::StageTile;
+  static constexpr int N = Width / 8, K = Width / 16, kWarps = Storage::kStateWarps;
+  static constexpr bool kHasWeight = Phi::has_weight;
   // If registers allow, the tokens of a tile are loaded to registers while the tile before waits for its
-  // sums. This needs another full stage before the output warps release a chunk.
-  static constexpr bool kPrefetch = Tile == 64;
+  // sums. Then u of a tile is stored after the next tile is full, so the ring has one more stage.
+  static constexpr bool kPrefetch = Width == 64;
   static_assert(!kPrefetch || Storage::kStages > Storage::kProducerWarps + Storage::kOutputWarps);
 
   const TrellisScan& p;
   const TrellisBlockCoord& coord;
   const Storage& storage;
-  const ActivationMap phi;
+  const Phi phi;
   const int warp, slot;
   int row, lane_moment;  // of the lane: its upper row, and the moment that it stores
   const MapSlots map_slots;
   const std::conditional_t<kHasWeight, Weights<2>, NoWeights> weights;
   const bool stores_stats;
-  uint32_t lane_place, slot_masks[2];  // lane offset of PrecomputedTile; masks of the slots that exist
+  uint32_t lane_place, slot_masks[2];  // lane_offset of PrecomputedTile; masks of the slots that exist
   Accumulator<N> A;
-  BFragment<K> chunk_start;  // A', rounded, as a B fragment
+  // A before the chunk, rounded, which store_memory() stores; then A', the factor of Z. A' differs from A
+  // only in a chunk that began in an earlier call.
+  BFragment<K> A_rounded;
   PipelineState token_pipe, memory_pipe;
-  unsigned tiles = 0;
+  unsigned tile_index = 0;  // of the sequence
   // Inputs of the current tile: X, and the warp's slots of a.
   struct {
     AFragment<K> x;
@@ -56,7 +63,7 @@ class TrellisScanStateWarp {
         map_slots{slot, p.shape.slots},
         weights(p.weight + coord.head * p.shape.M, map_slots),
         stores_stats(p.row_stats[0].data != nullptr && warp == 0 && (lane() & 3) == 0),
-        lane_place(sizeof(T) * Token::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
+        lane_place(sizeof(T) * StageTile::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         slot_masks{map_slots.pair_mask(0), map_slots.pair_mask(1)} {
     // Keeps these values in registers; otherwise the compiler recomputes them for every tile.
     asm volatile(""
@@ -73,9 +80,9 @@ class TrellisScanStateWarp {
       if constexpr (!kPrefetch) load_tile();
       if (is_special_chunk()) begin_special_chunk();
 #pragma unroll 1
-      do {  // tiles of ordinary chunks
+      do {  // until a special chunk begins; without kPrefetch the flags of the next tile are not yet loaded
         is_incomplete = inputs.tile_flags & Storage::kIncompleteChunk;
-        has_more = step();
+        has_more = process_tile();
       } while (kPrefetch && has_more && !is_special_chunk());
     }
     store_state(p.last[coord.memory], A, coord, p.shape, slot);
@@ -87,8 +94,8 @@ class TrellisScanStateWarp {
   }
 
  protected:
-  __device__ PrecomputedTile<Token> token(int stage, typename Storage::TokenTile which) const {
-    const Token tile = storage.token(stage, which);
+  __device__ PrecomputedTile<StageTile> stage_tile(int stage, typename Storage::StageTensor tensor) const {
+    const StageTile tile = storage.stage_tile(stage, tensor);
     return {tile, shared_address(tile.data), lane_place};
   }
 
@@ -100,15 +107,15 @@ class TrellisScanStateWarp {
     const auto& scalars = storage.scalars(s);
     inputs.tile_flags = scalars.tile_flags, inputs.rows = scalars.rows[row];
     if constexpr (kPrefetch) {
-      load_blocks(inputs.x, token(s, Storage::kX));
-      load_block(inputs.a, token(s, Storage::kA), 0, slot);
+      load_blocks(inputs.x, stage_tile(s, Storage::kX));
+      load_block(inputs.a, stage_tile(s, Storage::kTargets), 0, slot);
     }
   }
 
   // Passes the memory before a chunk to the output warps and to the warp that stores memories.
   __device__ void store_memory() {
     wait(storage.memory_empty() + memory_pipe.stage, memory_pipe.phase ^ 1);
-    store_b_fragment(storage.memory(memory_pipe.stage), slot, 0, chunk_start);
+    store_b_fragment(storage.memory(memory_pipe.stage), slot, 0, A_rounded);
     arrive_warp(storage.memory_full() + memory_pipe.stage);
     memory_pipe.next(Storage::kMemoryStages);
   }
@@ -120,45 +127,46 @@ class TrellisScanStateWarp {
   // The current tile starts a chunk that began in an earlier call (A' is not A), or a chunk that stays
   // incomplete.
   __device__ bool is_special_chunk() const {
-    return (inputs.tile_flags & Storage::kChunkStart) &&
+    return (inputs.tile_flags & Storage::kFirstTileOfChunk) &&
            (inputs.tile_flags & (Storage::kIncompleteChunk | Storage::kResumedChunk));
   }
   __device__ void begin_special_chunk() {
     const bool is_incomplete = inputs.tile_flags & Storage::kIncompleteChunk;
-    const OutputTensor<4>& left = p.last_chunk_start[coord.memory];
-    round_to_b_fragment<T>(chunk_start, A);
+    const OutputTensor<4>& last_chunk_start = p.last_chunk_start[coord.memory];
+    round_to_b_fragment<T>(A_rounded, A);
     store_memory();
     if (inputs.tile_flags & Storage::kResumedChunk) {
       Accumulator<N> caller_state;
       load_state(caller_state, p.chunk_start[coord.memory], coord, p.shape, slot);
-      round_to_b_fragment<T>(chunk_start, caller_state);
-      if (is_incomplete) store_state(left, caller_state, coord, p.shape, slot);
+      round_to_b_fragment<T>(A_rounded, caller_state);
+      if (is_incomplete) store_state(last_chunk_start, caller_state, coord, p.shape, slot);
     } else {
-      store_state(left, A, coord, p.shape, slot);
+      store_state(last_chunk_start, A, coord, p.shape, slot);
     }
     apply_decay();
-    inputs.tile_flags &= ~Storage::kChunkStart;
+    inputs.tile_flags &= ~Storage::kFirstTileOfChunk;
   }
 
   // Moments of a row: one entry for each warp. With a weight, which needs further sums, the total over all
   // warps.
   struct RowMoments {
-    Moments parts[kHasWeight ? 1 : kWarps], scaled;
+    Moments parts[kHasWeight ? 1 : kWarps], weighted;
   };
   // Stores the moments over the warp's slots for both rows of the lane, for all warps.
   __device__ void store_moments(const Accumulator<2>& y, const Accumulator<2>& a) const {
-    Moments own[2];
-    compute_moments(own, phi, y, a, map_slots);
-    const int which = lane_moment;
+    Moments rows[2];
+    compute_moments(rows, phi, y, a, map_slots);
+    const int moment = lane_moment;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      storage.moments(tiles, which, row + 8 * half)[warp ^ which] = component(own[half], which);
+      storage.moments(tile_index, moment, row + 8 * half)[warp ^ moment] = component(rows[half], moment);
     }
     if constexpr (kHasWeight) {
-      compute_weighted_moments(own, weights, y, a);
+      compute_weighted_moments(rows, weights, y, a);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        storage.weighted_moments(tiles, which, row + 8 * half)[warp ^ which] = component(own[half], which);
+        storage.weighted_moments(tile_index, moment, row + 8 * half)[warp ^ moment] =
+            component(rows[half], moment);
       }
     }
   }
@@ -175,73 +183,73 @@ class TrellisScanStateWarp {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int which = 0; which < ActivationMap::kMoments; ++which) {
-        const float* const parts = storage.moments(tiles, which, row + 8 * half);
+      for (int moment = 0; moment < Phi::kMoments; ++moment) {
+        const float* const parts = storage.moments(tile_index, moment, row + 8 * half);
         if constexpr (kHasWeight) {
-          component(sums[half].parts[0], which) = sum_of_warps(parts);
-          component(sums[half].scaled, which) =
-              sum_of_warps(storage.weighted_moments(tiles, which, row + 8 * half));
+          component(sums[half].parts[0], moment) = sum_of_warps(parts);
+          component(sums[half].weighted, moment) =
+              sum_of_warps(storage.weighted_moments(tile_index, moment, row + 8 * half));
         } else {
 #pragma unroll
           for (int w = 0; w < kWarps; w += 4) {
             const float4 four = *reinterpret_cast<const float4*>(parts + w);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              component(sums[half].parts[w + (i ^ which)], which) = component(four, i);
+              component(sums[half].parts[w + (i ^ moment)], moment) = component(four, i);
           }
         }
       }
     }
-    ++tiles;
+    ++tile_index;
   }
 
-  // From z and a: z rounded to T, y, its slope, and the warp's moments. y is computed from the rounded z,
-  // because backward loads the rounded z.
-  __device__ void begin_update(Accumulator<2>& u, Accumulator<2>& slope, const Accumulator<2>& a,
-                               AFragment<1>& z) const {
-    round_to_a_fragment<T>(z, u);
-    unpack<T>(u, z.at[0]);
-    activate<T>(phi, u, slope);
-    store_moments(u, a);
+  // Replaces y = z by y = silu(z) or z, and computes its slope, z rounded to T, and the warp's moments. y is
+  // computed from the rounded z, because backward loads the rounded z.
+  __device__ void begin_update(Accumulator<2>& y, Accumulator<2>& slope, AFragment<1>& rounded_z,
+                               const Accumulator<2>& a) const {
+    round_to_a_fragment<T>(rounded_z, y);
+    unpack<T>(y, rounded_z.at[0]);
+    activate<T>(phi, y, slope);
+    store_moments(y, a);
   }
-  // Fits of both rows of the lane.
+  // Statistics of both rows of the lane.
   __device__ void compute_row_stats(MapStats (&row_stats)[2], WeightedMapStats (&weighted_stats)[2],
                                     const RowMoments (&sums)[2], const float (&sum_a)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kHasWeight) {
-        row_stats[half] = compute_weighted_stats(phi, sums[half].parts[0], sums[half].scaled, weights.square,
-                                                 weighted_stats[half]);
+        row_stats[half] = compute_weighted_stats(phi, sums[half].parts[0], sums[half].weighted,
+                                                 weights.square, weighted_stats[half]);
       } else {
         row_stats[half] = compute_stats(phi, sums[half].parts, sum_a[half]);
       }
     }
   }
-  // U = J_phi(Z)^T (phi(Z) - a), rounded, and U^T as an A fragment.
-  __device__ void finish_update(Accumulator<2>& u, const Accumulator<2>& slope, const Accumulator<2>& a,
-                                const MapStats (&row_stats)[2], AFragment<1>& rounded,
-                                uint32_t (&transposed)[4]) const {
+  // Replaces y by U = J_phi(Z)^T (phi(Z) - a), and computes U rounded, and U^T as an A fragment.
+  __device__ void finish_update(Accumulator<2>& y, const Accumulator<2>& slope, const Accumulator<2>& a,
+                                const MapStats (&row_stats)[2], AFragment<1>& rounded_u,
+                                uint32_t (&u_transposed)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kHasWeight) {
-        compute_weighted_residual(u, slope, a, weights, row_stats[half], half);
+        compute_weighted_residual(y, slope, a, weights, row_stats[half], half);
       } else {
-        compute_residual(phi, u, slope, a, row_stats[half], half);
+        compute_residual(phi, y, slope, a, row_stats[half], half);
       }
     }
-    round_to_a_fragment<T>(rounded, u);
+    round_to_a_fragment<T>(rounded_u, y);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      rounded.at[0][2 * n] &= slot_masks[n], rounded.at[0][2 * n + 1] &= slot_masks[n];
-      transposed[n] = transpose_pairs(rounded.at[0][2 * n]);
-      transposed[2 + n] = transpose_pairs(rounded.at[0][2 * n + 1]);
+      rounded_u.at[0][2 * n] &= slot_masks[n], rounded_u.at[0][2 * n + 1] &= slot_masks[n];
+      u_transposed[n] = transpose_pairs(rounded_u.at[0][2 * n]);
+      u_transposed[2 + n] = transpose_pairs(rounded_u.at[0][2 * n + 1]);
     }
   }
-  // Stores u, z in place of a, and the fits for the output warps.
+  // Stores u, z in place of a, and the row statistics, for the output warps.
   __device__ void store_u(int s, const AFragment<1>& u, const AFragment<1>& z, const MapStats (&row_stats)[2],
                           const WeightedMapStats (&weighted_stats)[2]) const {
-    store_block(token(s, Storage::kU), 0, slot, u.at[0]);
-    store_block(token(s, Storage::kA), 0, slot, z.at[0]);
+    store_block(stage_tile(s, Storage::kU), 0, slot, u.at[0]);
+    store_block(stage_tile(s, Storage::kTargets), 0, slot, z.at[0]);
     if (stores_stats) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -253,55 +261,55 @@ class TrellisScanStateWarp {
   }
 
   // Processes a tile. Returns whether there is another.
-  __device__ bool step() {
+  __device__ bool process_tile() {
     const int s = token_pipe.stage;
-    const bool enters = inputs.tile_flags & Storage::kChunkStart,
-               has_more = !(inputs.tile_flags & Storage::kSequenceEnd);
-    if (enters) round_to_b_fragment<T>(chunk_start, A);
+    const bool begins_chunk = inputs.tile_flags & Storage::kFirstTileOfChunk,
+               has_more = !(inputs.tile_flags & Storage::kLastTileOfSequence);
+    if (begins_chunk) round_to_b_fragment<T>(A_rounded, A);
 
-    // Z = X A'^T
-    Accumulator<2> u, slope, a;
+    // Z = X A'^T; y is z, then silu(z) or z, then u
+    Accumulator<2> y, slope, a;
     if constexpr (kPrefetch) {
-      multiply_transposed<T>(u, inputs.x, chunk_start);
+      multiply_transposed<T>(y, inputs.x, A_rounded);
     } else {
-      multiply_transposed<T>(u, token(s, Storage::kX), chunk_start);
+      multiply_transposed<T>(y, stage_tile(s, Storage::kX), A_rounded);
     }
     // Overlaps with the product.
-    if (enters) store_memory(), apply_decay();
+    if (begins_chunk) store_memory(), apply_decay();
     if constexpr (kPrefetch) {
       unpack<T>(a, inputs.a);
     } else {
-      load_wide<T>(a, token(s, Storage::kA), 0, slot);
+      load_block_fp32<T>(a, stage_tile(s, Storage::kTargets), 0, slot);
     }
     multiply_by_weight(a, weights);
-    AFragment<1> z;
-    begin_update(u, slope, a, z);
+    AFragment<1> rounded_z;
+    begin_update(y, slope, rounded_z, a);
     RowMoments sums[2];
     const float sum_a[2] = {inputs.rows.sum_a[0], inputs.rows.sum_a[1]};
     named_barrier_sync(1, 32 * kWarps);
     load_moments(sums);
     token_pipe.next(Storage::kStages);
     // Overlaps with the sums: the operands of the next products.
-    BFragment<K> scaled;
+    BFragment<K> scaled_x;
     if constexpr (kPrefetch) {
-      load_b_fragment(scaled, token(s, Storage::kScaled));
+      load_b_fragment(scaled_x, stage_tile(s, Storage::kScaledX));
       load_tile(has_more);
     }
     MapStats row_stats[2];
     WeightedMapStats weighted_stats[2];
     compute_row_stats(row_stats, weighted_stats, sums, sum_a);
-    AFragment<1> rounded;
-    uint32_t step[4];
-    finish_update(u, slope, a, row_stats, rounded, step);
+    AFragment<1> rounded_u;
+    uint32_t u_transposed[4];
+    finish_update(y, slope, a, row_stats, rounded_u, u_transposed);
 
-    // A <- e^{L_C} A - (U * gamma e^{L_C - L})^T X
+    // A += U^T X~; the first tile of the chunk has scaled A
     if constexpr (kPrefetch) {
-      add_product<T>(A, step, scaled);
+      add_product<T>(A, u_transposed, scaled_x);
     } else {
-      add_product<T>(A, step, token(s, Storage::kScaled), 0);
+      add_product<T>(A, u_transposed, stage_tile(s, Storage::kScaledX), 0);
     }
 
-    store_u(s, rounded, z, row_stats, weighted_stats);
+    store_u(s, rounded_u, rounded_z, row_stats, weighted_stats);
     return has_more;
   }
 };

@@ -1,9 +1,14 @@
 // Shared memory of the scan. A block has one sequence, head and memory.
 //
-// The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage: `full` (producer
-// warps have loaded the tokens), `written` (the state warps have stored u and z), `empty` (the output warps
-// have released the stage). The memory before every chunk passes through a second ring of kMemoryStages
-// stages, from the state warps to the output warps and to the warp that stores memories.
+// The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage:
+//
+//     full      a producer warp has loaded the tokens
+//     u_full    the state warps have stored u and z
+//     r_full    in the block of values: r of the block of keys has arrived
+//     empty     the output warps have released the stage
+//
+// The memory before every chunk passes through a second ring of kMemoryStages stages (memory_full,
+// memory_empty), from the state warps to the output warps and to the warp that stores memories.
 #pragma once
 
 #include <type_traits>
@@ -13,49 +18,58 @@
 namespace girih::kernels {
 
 // Whether the blocks of the two memories are a cluster: r goes from the block of keys to the block of values.
+// The cluster rank of a block is its MemoryIndex.
 __host__ __device__ inline bool has_cluster_pair(const TrellisScan& p) {
   return p.o.data != nullptr && p.shape.memories == 2;
 }
 
-template <typename T, int Tile>
+// Width: rows and columns of the tile of a memory.
+template <typename T, int Width>
 struct TrellisScanStorage {
-  using Token = SharedTile<T, kTile, Tile>;
-  using Memory = SharedTile<T, Tile, Tile>;
+  using StageTile = SharedTile<T, kTokenTile, Width>;
+  using Memory = SharedTile<T, Width, Width>;
   // Warps of each role. A chunk has at most kOutputWarps tiles; one more warp stores memories.
-  static constexpr int kStateWarps = Tile / 16, kOutputWarps = kMaxChunk / kTile, kProducerWarps = 3;
+  static constexpr int kStateWarps = Width / 16, kOutputWarps = kMaxChunk / kTokenTile, kProducerWarps = 3;
   static constexpr int kThreads = (kStateWarps + kOutputWarps + kProducerWarps + 1) * 32;
-  static constexpr int kStages = Tile == 64 ? 16 : 7, kMemoryStages = Tile == 64 ? 5 : 2;
-  // The state warps may compute a chunk ahead if a chunk has one tile (scan_short_state_warps.cuh). The
-  // scores fit the range of bf16, not of fp16.
-  static constexpr bool kHasLookahead = Tile == 64 && std::is_same<T, __nv_bfloat16>::value;
-  // A producer warp has two tiles in flight, and up to a whole chunk of other tiles lies between these two.
+  static constexpr int kStages = Width == 64 ? 16 : 7, kMemoryStages = Width == 64 ? 5 : 2;
+  // The state warps may compute a chunk ahead if a chunk has one tile (scan_lookahead_state_warps.cuh). The
+  // scores x.x~ may exceed the range of fp16; bf16 has the range of fp32.
+  static constexpr bool kHasLookahead = Width == 64 && std::is_same<T, __nv_bfloat16>::value;
+  // No deadlock: a producer warp completes tile n after it has started the copies of tile n + kProducerWarps,
+  // and the stages of a chunk are released after u of its last tile is stored. So the tiles from the first of
+  // a chunk to the one kProducerWarps after its last have stages of their own.
   static_assert(kStages >= kProducerWarps + kOutputWarps);
-  // Tiles of a stage: x; x scaled by -gamma_t e^{L_C - L_t}; a, which z replaces; in the block of keys q,
+  // Tiles of a stage: x; x~_t = -gamma_t e^{L_C - L_t} x_t; a, which z replaces; in the block of keys q,
   // which r replaces, and in the block of values the r that it receives; u.
-  enum TokenTile : int { kX, kScaled, kA, kQR, kU, kTokenTiles };
+  enum StageTensor : int { kX, kScaledX, kTargets, kQR, kU, kStageTensors };
   // Position of a tile: it starts a chunk, it ends the sequence, its chunk is incomplete, its chunk started
   // in an earlier call.
-  enum TileFlag : int { kChunkStart = 1, kSequenceEnd = 2, kIncompleteChunk = 4, kResumedChunk = 8 };
-  // Sums of a over the slots for tokens r and r + 8, and the decay e^{L_C} of the chunk: the scalars of a
-  // lane of the state warps.
+  enum TileFlag : int {
+    kFirstTileOfChunk = 1,
+    kLastTileOfSequence = 2,
+    kIncompleteChunk = 4,
+    kResumedChunk = 8
+  };
+  // Scalars of a lane of the state warps: the sums of a over the slots for tokens row and row + 8, and the
+  // decay e^{L_C} of the chunk.
   struct alignas(16) RowScalars {
     float sum_a[2], decay, unused;
   };
-  // Scalars of a stage: Fit and gates of each token, the RowScalars, and the marks of the tile.
+  // Scalars of a stage: MapStats and gates of each token, the RowScalars, and the TileFlags.
   struct StageScalars {
-    MapStats row_stats[kTile];
-    TokenGate gates[kTile];
-    RowScalars rows[kTile / 2];
+    MapStats row_stats[kTokenTile];
+    TokenGate gates[kTokenTile];
+    RowScalars rows[kTokenTile / 2];
     int tile_flags, unused[3];
   };
   // Scores X X~^T of a stage, rounded to T, as an A fragment: X of this chunk, X~ the scaled X of the chunk
-  // before (scan_short_state_warps.cuh).
+  // before (scan_lookahead_state_warps.cuh).
   using Scores = uint4[32];
   static constexpr int kSources = 3;  // x, a and q
-  static constexpr int kTileBytes = kStages * kTokenTiles * Token::kBytes,
+  static constexpr int kTileBytes = kStages * kStageTensors * StageTile::kBytes,
                        kMemoryBytes = kMemoryStages * Memory::kBytes,
                        kScalarBytes = kStages * static_cast<int>(sizeof(StageScalars)),
-                       kMomentBytes = 2 * kTile * kStateWarps * static_cast<int>(sizeof(Moments)),
+                       kMomentBytes = 2 * kTokenTile * kStateWarps * static_cast<int>(sizeof(Moments)),
                        kScoreBytes = kHasLookahead ? kStages * static_cast<int>(sizeof(Scores)) : 0;
   static constexpr int kBytes = kTileBytes + kMemoryBytes + kScalarBytes + kMomentBytes + kScoreBytes +
                                 (4 * kStages + 2 * kMemoryStages) * 8 +
@@ -63,12 +77,12 @@ struct TrellisScanStorage {
   // A weight of phi needs more sums of a row, and a WeightedMapStats for each token.
   static constexpr int kWeightOffset = (kBytes + 15) / 16 * 16,
                        kWeightedBytes = kWeightOffset + kMomentBytes +
-                                        kStages * kTile * static_cast<int>(sizeof(WeightedMapStats));
+                                        kStages * kTokenTile * static_cast<int>(sizeof(WeightedMapStats));
 
   unsigned char* base;
 
-  __device__ Token token(int stage, TokenTile which) const {
-    return {reinterpret_cast<T*>(base + (stage * kTokenTiles + which) * Token::kBytes)};
+  __device__ StageTile stage_tile(int stage, StageTensor tensor) const {
+    return {reinterpret_cast<T*>(base + (stage * kStageTensors + tensor) * StageTile::kBytes)};
   }
   __device__ Memory memory(int stage) const {
     return {reinterpret_cast<T*>(base + kTileBytes + stage * Memory::kBytes)};
@@ -76,19 +90,19 @@ struct TrellisScanStorage {
   __device__ StageScalars& scalars(int stage) const {
     return reinterpret_cast<StageScalars*>(base + kTileBytes + kMemoryBytes)[stage];
   }
-  // A moment of a row for all warps; two buffers alternate by tile. The value of warp w is at index w ^
-  // which: four lanes store the four moments of a row to different banks.
-  __device__ float* moments(unsigned tiles, int which, int row) const {
+  // One of the four moments of a row for all warps; two buffers alternate by tile. The value of warp w is at
+  // index w ^ moment: four lanes store the four moments of a row to different banks.
+  __device__ float* moments(unsigned tile_index, int moment, int row) const {
     return reinterpret_cast<float*>(base + kTileBytes + kMemoryBytes + kScalarBytes) +
-           (((tiles & 1) * 4 + which) * kTile + row) * kStateWarps;
+           (((tile_index & 1) * 4 + moment) * kTokenTile + row) * kStateWarps;
   }
   // The same for the sums of compute_weighted_moments().
-  __device__ float* weighted_moments(unsigned tiles, int which, int row) const {
+  __device__ float* weighted_moments(unsigned tile_index, int moment, int row) const {
     return reinterpret_cast<float*>(base + kWeightOffset) +
-           (((tiles & 1) * 4 + which) * kTile + row) * kStateWarps;
+           (((tile_index & 1) * 4 + moment) * kTokenTile + row) * kStateWarps;
   }
   __device__ WeightedMapStats* weighted_row_stats(int stage) const {
-    return reinterpret_cast<WeightedMapStats*>(base + kWeightOffset + kMomentBytes) + stage * kTile;
+    return reinterpret_cast<WeightedMapStats*>(base + kWeightOffset + kMomentBytes) + stage * kTokenTile;
   }
   __device__ uint4& scores(int stage) const {  // of the calling lane
     return reinterpret_cast<Scores*>(base + kTileBytes + kMemoryBytes + kScalarBytes +
@@ -107,21 +121,23 @@ struct TrellisScanStorage {
     return reinterpret_cast<RowSource<T>*>(memory_empty() + kMemoryStages);
   }
 
-  // Called by one thread. `readers` warps release a tile and a memory. In the block of keys a stage also
-  // waits until the block of values has loaded r.
+  // Called by one thread. `output_warps` warps release a stage and a memory. In the block of keys a stage
+  // also waits until the block of values has loaded r.
   __device__ void init(const TrellisScan& p, const TrellisBlockCoord& coord, int output_warps) const {
     const int memory = coord.memory;
     const bool has_output = p.o.data != nullptr, stores = p.memories[memory] != nullptr;
     RowSource<T>* const source = sources();
-    const auto rows = [&](const InputTensor<4>& x, int cols, TokenTile to) {
-      return row_source<T>(x, coord.chunked.sequence.batch, coord.head, cols, to);
+    const auto source_of = [&](const InputTensor<4>& x, int cols, StageTensor tensor) {
+      return row_source<T>(x, coord.chunked.sequence.batch, coord.head, cols, tensor);
     };
-    source[0] = rows(p.x[memory], p.shape.width(memory), kX), source[1] = rows(p.a, p.shape.M, kA);
-    if (memory == 0 && has_output) source[2] = rows(p.q, p.shape.D, kQR);
+    source[0] = source_of(p.x[memory], p.shape.width(memory), kX);
+    source[1] = source_of(p.a, p.shape.M, kTargets);
+    if (memory == kKeyMemory && has_output) source[2] = source_of(p.q, p.shape.D, kQR);
     for (int s = 0; s < kStages; ++s) {
       init_barrier(full() + s, arrival_count(1));
       init_barrier(u_full() + s, arrival_count(kStateWarps));
-      init_barrier(empty() + s, arrival_count(output_warps) + (has_cluster_pair(p) && memory == 0 ? 1 : 0));
+      init_barrier(empty() + s,
+                   arrival_count(output_warps) + (has_cluster_pair(p) && memory == kKeyMemory ? 1 : 0));
       init_barrier(r_full() + s, 1);
     }
     for (int stage = 0; stage < kMemoryStages; ++stage) {

@@ -26,15 +26,14 @@ __device__ inline float max_over_warp(float x) {
 }
 
 // Statistics of y = silu(z) or z [M] and of a, computed by one warp.
-template <class ActivationMap>
-__device__ inline MapStats compute_stats_of_warp_row(const ActivationMap& map, const float* y, const float* a,
-                                                     int M) {
+template <class Map>
+__device__ inline MapStats compute_stats_of_warp_row(const Map& map, const float* y, const float* a, int M) {
   const auto sum_of = [&](const auto& term) {
     float sum = 0.f;
     for (int m = lane(); m < M; m += 32) sum += term(y[m], a[m]);
     return sum_over_warp(sum);
   };
-  if constexpr (ActivationMap::softmax) {
+  if constexpr (Map::softmax) {
     float max_y = -1e30f;
     for (int m = lane(); m < M; m += 32) max_y = fmaxf(max_y, y[m]);
     max_y = max_over_warp(max_y);
@@ -54,40 +53,40 @@ __device__ inline MapStats compute_stats_of_warp_row(const ActivationMap& map, c
 // Replaces y = silu(z) or z, whose slope is `slope`, by u = J_phi(z)^T (w * (w * phi(z) - a)); called by one
 // warp. With n = phi(z), e = w * (w * n - a), s = n.e / N and r the root of n's norm: u = slope * (e -
 // mean(e) - s n) / r; softmax: u = n * (e - n.e).
-template <class ActivationMap>
-__device__ inline void compute_weighted_residual(const ActivationMap& map, float* y, const float* slope,
-                                                 const float* a, const float* w, int M) {
+template <class Map>
+__device__ inline void compute_weighted_residual(const Map& map, float* y, const float* slope, const float* a,
+                                                 const float* w, int M) {
   const MapStats stats = compute_stats_of_warp_row(map, y, a, M);
   const auto image = [&](int m) {
-    if constexpr (ActivationMap::softmax) return softmax_of(map, stats, y[m]);
+    if constexpr (Map::softmax) return softmax_of(map, stats, y[m]);
     return (y[m] - stats.mean) * stats.inverse;
   };
-  float n_dot_e = 0.f, all = 0.f;
+  float n_dot_e = 0.f, sum_e = 0.f;
   for (int m = lane(); m < M; m += 32) {
     const float n = image(m), e = w[m] * (w[m] * n - a[m]);
-    n_dot_e = fmaf(n, e, n_dot_e), all += e;
+    n_dot_e = fmaf(n, e, n_dot_e), sum_e += e;
   }
-  n_dot_e = sum_over_warp(n_dot_e), all = sum_over_warp(all);
+  n_dot_e = sum_over_warp(n_dot_e), sum_e = sum_over_warp(sum_e);
   for (int m = lane(); m < M; m += 32) {
     const float n = image(m), e = w[m] * (w[m] * n - a[m]);
-    if constexpr (ActivationMap::softmax) {
+    if constexpr (Map::softmax) {
       y[m] = n * (e - n_dot_e);
     } else {
-      y[m] = slope[m] * (e - all * map.mean_factor - n_dot_e * map.norm_factor * n) * stats.inverse;
+      y[m] = slope[m] * (e - sum_e * map.mean_factor - n_dot_e * map.norm_factor * n) * stats.inverse;
     }
   }
 }
 
 // The token of a block: its sequence, head and vectors in shared memory, and the phases of the update in
 // their order. A barrier separates two phases.
-template <int N, int Memories>
+template <int N, int MemoryCount>
 struct StepBlock {
   using ColumnPack = Pack<N>;
   using ThreadRows = LaneGroups<N, kThreads>;
 
   const TrellisStep& p;
   const int64_t sequence;
-  const int head, group;  // group: query heads of a memory
+  const int head, group;  // group: number of query heads of a memory
   const int thread, warp;
   const bool completes;                // whether the token completes its chunk
   const ThreadRows thread_rows_of[2];  // of each memory
@@ -95,7 +94,7 @@ struct StepBlock {
   float *q, *k, *v, *a, *z[2], *slope[2], *r, *parts;  // in shared memory
   float* w;  // weight of phi; needs one memory, and uses the storage of z[1]
 
-  __device__ StepBlock(float* at, const TrellisStep& p)
+  __device__ StepBlock(float* shared, const TrellisStep& p)
       : p(p),
         sequence(blockIdx.x / static_cast<unsigned>(p.heads)),
         head(static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads))),
@@ -105,7 +104,7 @@ struct StepBlock {
         completes(clamp(p.position[sequence], 0, p.chunk - 1) == p.chunk - 1),
         thread_rows_of{ThreadRows(p.D), ThreadRows(p.V)} {
     // Arrays that are accessed in packs precede the others, because M may be odd.
-    q = at, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
+    q = shared, k = q + p.D, v = k + p.D, parts = v + p.V, a = parts + kWarps * p.V;
     z[0] = a + p.M, z[1] = z[0] + p.M, slope[0] = z[1] + p.M, slope[1] = slope[0] + p.M, r = slope[1] + p.M;
     w = z[1];
   }
@@ -181,8 +180,8 @@ struct StepBlock {
   __device__ void load_query(int member) const { load_vector(q, p.q, head * group + member, p.D); }
   __device__ void load_token() {
     load_vector(k, p.k, head, p.D);
-    if (Memories == 2) load_vector(v, p.v, head, p.V);
-    if (Memories == 1 && p.weight.data != nullptr) {
+    if (MemoryCount == 2) load_vector(v, p.v, head, p.V);
+    if (MemoryCount == 1 && p.weight.data != nullptr) {
       for (int m = thread; m < p.M; m += kThreads) w[m] = load_element(p.weight, head, m);
     }
     load_vector(a, p.a, head, p.M);
@@ -218,27 +217,27 @@ struct StepBlock {
 
   // Replaces y by u = J_phi(z)^T (phi(z) - a); one warp for each memory.
   __device__ void compute_u() const {
-    if (warp >= Memories) return;
-    float *of = warp == 0 ? z[0] : z[1], *by = warp == 0 ? slope[0] : slope[1];
+    if (warp >= MemoryCount) return;
+    float *const y = warp == 0 ? z[0] : z[1], *const y_slope = warp == 0 ? slope[0] : slope[1];
     dispatch_map(p.phi, p.M, [&](const auto& phi) {
-      if (Memories == 1 && p.weight.data != nullptr) {
-        compute_weighted_residual(phi, of, by, a, w, p.M);
+      if (MemoryCount == 1 && p.weight.data != nullptr) {
+        compute_weighted_residual(phi, y, y_slope, a, w, p.M);
         return;
       }
-      const MapStats stats = compute_stats_of_warp_row(phi, of, a, p.M);
+      const MapStats stats = compute_stats_of_warp_row(phi, y, a, p.M);
       const Residual residual(stats);
       for (int m = lane(); m < p.M; m += 32) {
         if constexpr (phi.softmax) {
-          const float at = softmax_of(phi, stats, of[m]);
-          of[m] = at * (at - a[m] - (stats.beta - stats.mean_a));
+          const float image = softmax_of(phi, stats, y[m]);
+          y[m] = image * (image - a[m] - (stats.beta - stats.mean_a));
         } else {
-          of[m] = by[m] * residual(of[m], a[m]);
+          y[m] = y_slope[m] * residual(y[m], a[m]);
         }
       }
     });
   }
 
-  // If `steps`: A <- e^g A - gamma u k^T. Then y = A q, and r = silu(y) or y.
+  // If updates_memory: A <- e^g A - gamma u k^T. Then y = A q, and r = silu(y) or y.
   __device__ void update_keys(bool updates_memory) const {
     const ThreadRows& thread_rows = thread_rows_of[0];
     for_rows<0>([&](int m) {
@@ -272,7 +271,7 @@ struct StepBlock {
     });
   }
 
-  // If `steps`: A <- e^g A - gamma u v^T. Then o = A^T r, as one sum over rows for each warp.
+  // If updates_memory: A <- e^g A - gamma u v^T. Then o = A^T r, as one sum over rows for each warp.
   __device__ void update_values(bool updates_memory) const {
     const ThreadRows& thread_rows = thread_rows_of[1];
     // uniform in a warp, because reduce() needs all lanes
@@ -287,9 +286,9 @@ struct StepBlock {
 #pragma unroll
           for (int j = 0; j < kRowsInFlight; ++j) {
             const int at = m + j * thread_rows.rows;
-            const float by = at < p.M ? r[at] : 0.f;
+            const float r_m = at < p.M ? r[at] : 0.f;
 #pragma unroll
-            for (int i = 0; i < N; ++i) o.at[i] = fmaf(A[j].at[i], by, o.at[i]);
+            for (int i = 0; i < N; ++i) o.at[i] = fmaf(A[j].at[i], r_m, o.at[i]);
           }
         });
       }
@@ -298,9 +297,9 @@ struct StepBlock {
     }
   }
   __device__ void store_output(int member) const {
-    const int width = Memories == 2 ? p.V : p.M;
+    const int width = MemoryCount == 2 ? p.V : p.M;
     for (int i = thread; i < width; i += kThreads) {
-      const float x = Memories == 2 ? ThreadRows::sum_over_warps(parts + i, p.V) : r[i];
+      const float x = MemoryCount == 2 ? ThreadRows::sum_over_warps(parts + i, p.V) : r[i];
       store_element(p.o, x, sequence, head * group + member, i);
     }
   }
@@ -311,7 +310,7 @@ struct StepBlock {
     __syncthreads();
     if (warp == 0) apply_f();
     __syncthreads();
-    if constexpr (Memories == 2) {
+    if constexpr (MemoryCount == 2) {
       update_values(member == 0);
       __syncthreads();
     }
@@ -319,16 +318,16 @@ struct StepBlock {
   }
 };
 
-template <int N, int Memories>
+template <int N, int MemoryCount>
 __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
   extern __shared__ __align__(16) float shared[];
-  StepBlock<N, Memories> block(shared, p);
+  StepBlock<N, MemoryCount> block(shared, p);
   block.template prefetch_memory<0>();
-  if constexpr (Memories == 2) block.template prefetch_memory<1>();
+  if constexpr (MemoryCount == 2) block.template prefetch_memory<1>();
   block.load_token();
   __syncthreads();
   block.template compute_z<0>();
-  if constexpr (Memories == 2) block.template compute_z<1>();
+  if constexpr (MemoryCount == 2) block.template compute_z<1>();
   __syncthreads();
   block.compute_u();
   __syncthreads();

@@ -10,7 +10,7 @@ namespace {
 
 // Calls launch(element, tile) with the smallest tile of slots and columns that holds the widths.
 template <class Launch>
-cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
+cudaError_t dispatch_instance(const TrellisShape& shape, const Launch& launch) {
   const int widest = std::max({shape.M, shape.D, shape.V});
   return dispatch_16bit(shape.dtype, [&](auto element) {
     return dispatch_width<64, kTrellisMaxWidth>(widest, [&](auto tile) { return launch(element, tile); });
@@ -21,7 +21,7 @@ cudaError_t by_instance(const TrellisShape& shape, const Launch& launch) {
 
 #define GIRIH_TRELLIS(Problem, function, name)                                         \
   cudaError_t function(const Problem& problem, cudaStream_t stream) {                  \
-    return by_instance(problem.shape, [&](auto element, auto tile) {                   \
+    return dispatch_instance(problem.shape, [&](auto element, auto tile) {             \
       return launch_##name<decltype(element), decltype(tile)::value>(problem, stream); \
     });                                                                                \
   }
@@ -47,7 +47,7 @@ cudaError_t trellis_scan_has_output(const TrellisShape& shape, bool& has_output)
     has_output = true;
     return cudaSuccess;
   }
-  return by_instance(shape, [&](auto element, auto tile) {
+  return dispatch_instance(shape, [&](auto element, auto tile) {
     return scan_has_output<decltype(element), decltype(tile)::value>(has_output);
   });
 }

@@ -7,12 +7,15 @@
 // A' is the memory at the start of the chunk. The update of a memory depends neither on the other memory nor
 // on a read. TTT has the memory of keys only, and its output is r [M].
 //
+// L_t is the sum of g over the tokens of the chunk up to and including t, and L_C is the sum over the chunk.
+// Both count only the tokens of this call. The kernels have L in units of log2: e^{L} is exp2(L).
+//
 // Forward:
 //     scan      updates both memories chunk by chunk and computes both reads; stores u, z and the memory
 //               before every chunk for backward
 //     output    computes the reads of all chunks in parallel, on devices without clusters
 // Backward, from the tensors that forward stores:
-//     rows      computes r, dr, dy and dq of all chunks in parallel
+//     dq        computes r, dr, dy and dq of all chunks in parallel
 //     reverse   computes the gradients of the memories chunk by chunk, from the end: du, dz, -J du, dk, dv,
 //               dgamma and the terms whose sum is dg
 #pragma once
@@ -28,7 +31,10 @@ namespace girih::kernels {
 
 constexpr int kTrellisMaxWidth = 128;  // M, D and V
 
-// phi and f: an optional silu, then a norm.
+// Index of a memory in arrays of two.
+enum MemoryIndex : int { kKeyMemory, kValueMemory };
+
+// phi and f: an optional silu, then a norm. softmax has no silu.
 enum class Norm : int { none, l2, layer, softmax };
 struct TrellisMap {
   bool silu;
@@ -37,15 +43,17 @@ struct TrellisMap {
 
 // Rows of every 16-bit array start at 16 bytes: strides and widths are multiples of 8.
 struct TrellisShape {
-  ChunkGrid grid;
-  int heads;         // H, also the number of query heads
-  int memories = 2;  // 1: the memory of keys only; V is 0, arrays of values are absent, and o is r
-  int D, V, M;
-  int slots;    // slots of the caller's M; the other slots are padding
+  ChunkGrid grid;  // sequences and their chunks
+  int heads;       // H, also the number of query heads
+  // number of memories; 1: the memory of keys only; V is 0, arrays of values are absent, and o is r
+  int memories = 2;
+  int D, V;
+  int M;        // row length of a, u, z and r, a multiple of 8
+  int slots;    // slots that exist, at most M; the others are padding, and states do not have them
   DType dtype;  // dtype of q, k, v, a, o and of the stored memories: fp16 or bf16
   TrellisMap phi, f;
 
-  __host__ __device__ int width(int memory) const { return memory == 0 ? D : V; }
+  __host__ __device__ int width(int memory) const { return memory == kKeyMemory ? D : V; }
   __host__ __device__ int output_width() const { return memories == 1 ? M : V; }
 };
 
@@ -55,7 +63,8 @@ __host__ __device__ inline int trellis_tile_width(const TrellisShape& shape) {
   return shape.M <= 64 && shape.D <= 64 && shape.V <= 64 ? 64 : 128;
 }
 
-// Of a token, in units of log2: L_t, the rounding error of L_t, L_C - L_t; and gamma_t.
+// Gates of a token. L_t is log_decay + log_decay_error, where the error is what rounding has taken from
+// log_decay. log_decay_to_end is L_C - L_t.
 struct alignas(16) TokenGate {
   float log_decay, log_decay_error, log_decay_to_end, gamma;
 };
@@ -66,7 +75,7 @@ struct TrellisGates {
 };
 cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 
-// Arrays of two have an entry for each memory: 0 keys, 1 values. States are fp32 [N, H, M, X] with any
+// Arrays of two have an entry for each memory, by MemoryIndex. States are fp32 [N, H, M, X] with any
 // strides.
 struct TrellisScan {
   TrellisShape shape;
@@ -83,9 +92,9 @@ struct TrellisScan {
   int64_t* last_position;               // [N]
   InputTensor<4> q;                     // [B, T, H, D]
   OutputTensor<4> o;  // [B, T, H, V or M]; absent if trellis_scan_has_output() returns false
-  // Optional, for backward and trellis_output(): u and z, [B, T, H, M] in dtype; the Fit (maps.cuh) of z, [B,
-  // T, H, 4] in fp32, with a weight followed by its WeightedMapStats, [B, T, H, 8]; A before every chunk,
-  // [chunk_count, H, tile, tile].
+  // Optional, for backward and trellis_output(): u and z, [B, T, H, M] in dtype; the MapStats (maps.cuh) of
+  // z, [B, T, H, 4] in fp32, with a weight followed by the WeightedMapStats, [B, T, H, 8]; memories: A before
+  // every chunk, [chunk_count, H, tile, tile] with trellis_tile_width().
   OutputTensor<4> u[2], z[2], row_stats[2];
   void* memories[2];
 };
@@ -93,7 +102,7 @@ cudaError_t trellis_scan(const TrellisScan& problem, cudaStream_t stream);
 // Whether the scan computes o on the current device: with two memories this needs clusters.
 cudaError_t trellis_scan_has_output(const TrellisShape& shape, bool& has_output);
 
-// Needs two memories.
+// Computes the reads of all chunks. Needs two memories.
 struct TrellisOutput {
   TrellisShape shape;
   const TokenGate* gates;
@@ -151,7 +160,7 @@ cudaError_t trellis_fits(bool& fits);
 struct TrellisStep {
   int64_t sequences;
   int heads, query_heads;
-  int memories = 2;  // 1: the memory of keys only; V is 0
+  int memories = 2;  // number of memories; 1: the memory of keys only; V is 0
   int D, V, M, chunk;
   TrellisMap phi, f;
   InputTensor<3> q, k, v, a;                  // [N, HQ, D], [N, H, D], [N, H, V], [N, H, M]

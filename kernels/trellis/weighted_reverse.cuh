@@ -5,9 +5,9 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+template <typename T, int Width>
 cudaError_t launch_weighted_reverse(const TrellisReverse& p, cudaStream_t stream) {
-  return launch_reverse_of<T, Tile, WeightedActivationMap>(p, stream);
+  return launch_reverse_instance<T, Width, WeightedActivationMap>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -5,12 +5,13 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile>
+template <typename T, int Width>
 cudaError_t launch_weighted_scan(const TrellisScan& p, cudaStream_t stream) {
-  if constexpr (TrellisScanStorage<T, Tile>::kHasLookahead) {
-    if (p.shape.grid.size <= kTile) return launch_scan_of<T, Tile, WeightedActivationMap, true>(p, stream);
+  if constexpr (TrellisScanStorage<T, Width>::kHasLookahead) {
+    if (p.shape.grid.size <= kTokenTile)
+      return launch_scan_instance<T, Width, WeightedActivationMap, true>(p, stream);
   }
-  return launch_scan_of<T, Tile, WeightedActivationMap, false>(p, stream);
+  return launch_scan_instance<T, Width, WeightedActivationMap, false>(p, stream);
 }
 
 }  // namespace girih::kernels

@@ -1,5 +1,5 @@
 // The warpgroup kernels (sm_90a), for calls whose chunks fill tiles of 128 rows and whose D and V are at most
-// 128. The try_ functions set `taken` if the device has the kernel and the kernel serves the call.
+// 128. The try_ functions set is_launched if the device has the kernel and the kernel serves the call.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,7 +38,7 @@ __host__ __device__ inline bool cat_fills_sm90_tiles(const CatShape& shape) {
 __host__ __device__ inline bool cat_has_fused_own_gradients(const CatShape& shape) {
   return cat_fills_sm90_tiles(shape) && shape.group() == 1 && 4 <= shape.size && shape.size <= 16;
 }
-// Floats of the shares of headers [B, H, K, 2, Tile], which are behind the sums in `partials`.
+// Floats of the shares of headers [B, H, K, 2, Tile], which follow the sums in `partials` of the call.
 template <int Tile>
 __host__ __device__ inline int64_t cat_shares_size(const CatShape& shape) {
   return cat_has_fused_own_gradients(shape)
@@ -64,7 +64,8 @@ cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& problem, 
 template <typename T, int Tile>
 cudaError_t launch_cat_sum_headers(const CatOwnGradients& problem, cudaStream_t stream);
 
-// Tensor map for boxes of `box` rows of a head of x [B, rows, H, width], with a row stride of `apart` rows.
+// Tensor map for boxes of `box` rows of a head of x [B, rows, H, width], with a row stride of
+// `row_step` rows.
 inline cudaError_t describe_rows(TensorMap& boxes, const InputTensor<4>& x, const CatShape& shape,
                                  int64_t rows, int64_t row_step, int heads, int width, int box) {
   InputTensor<4> view = x;

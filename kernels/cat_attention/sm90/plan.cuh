@@ -11,8 +11,8 @@ namespace girih::kernels {
 struct CatSm90TilePlan {
   int batch, head, row;         // batch row, query head and first row
   int header;                   // first header that any row attends to
-  int blocks, unmasked_blocks;  // blocks of headers; `whole` of these, the first in memory, are not masked
-                                // for any row
+  int blocks, unmasked_blocks;  // blocks of headers; the first unmasked_blocks of these in memory are not
+                                // masked for any row
   int log2_chunk;               // log2 of C, which is a power of two
 
   __device__ static unsigned tile_count(const CatShape& shape) {

@@ -4,7 +4,7 @@
 // warps compute:
 //
 //     A <- e^{L_C} A + U^T X~            X~_t = -gamma_t e^{L_C - L_t} x_t
-//     Z_next = e^{L_C} X_next A^T + (X_next X~^T) U
+//     Z_next = e^{L_C} X_next A^T + (X_next X~^T) U            A: before the update
 //
 // The term with A is computed before U is. So neither the rounding of the next A nor a product with the next
 // A is on the critical path between one U and the next.
@@ -14,27 +14,27 @@
 
 namespace girih::kernels {
 
-template <typename T, int Tile, class ActivationMap>
-class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
-  using Base = TrellisScanStateWarp<T, Tile, ActivationMap>;
-  using Base::A, Base::chunk_start, Base::inputs, Base::token_pipe, Base::p, Base::coord, Base::storage,
+template <typename T, int Width, class Phi>
+class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
+  using Base = TrellisScanStateWarp<T, Width, Phi>;
+  using Base::A, Base::A_rounded, Base::inputs, Base::token_pipe, Base::p, Base::coord, Base::storage,
       Base::slot;
-  using Base::K, Base::kWarps, Base::N, Base::phi, Base::token;
+  using Base::K, Base::kWarps, Base::N, Base::phi, Base::stage_tile;
   using typename Base::Storage;
   static_assert(Storage::kHasLookahead && Base::kPrefetch);
 
-  // Of the current chunk: y, its slope and the rounded z. `at` has a and the scalars of the current chunk,
+  // y, its slope and the rounded z of the current chunk. `inputs` has a and the scalars of the current chunk,
   // and X of the next chunk.
   Accumulator<2> y, slope;
   AFragment<1> rounded_z;
-  // Masks of the lane's slots, as rows of U^T. The masked values are zero already; the mask gives U^T new
-  // registers for the products with U^T as A fragment. Without it the compiler copies the registers for every
-  // product, because U as B fragment needs another register order.
+  // Masks of the lane's slots, as rows of U^T (Base::slot_masks has columns of U). Padding is zero already:
+  // the AND copies U^T once to registers in the order of an A fragment. Without it the compiler copies the
+  // registers for every product, because U as B fragment needs them in another order.
   uint32_t slot_masks[2];
 
  public:
-  __device__ TrellisShortScanStateWarp(const TrellisScan& p, const TrellisBlockCoord& coord,
-                                       const Storage& storage, int warp)
+  __device__ TrellisLookaheadScanStateWarp(const TrellisScan& p, const TrellisBlockCoord& coord,
+                                           const Storage& storage, int warp)
       : Base(p, coord, storage, warp) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) slot_masks[i] = slot + lane_row() + 8 * i < p.shape.slots ? ~0u : 0u;
@@ -43,18 +43,18 @@ class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
 
   __device__ void run() {
     const int chunks = static_cast<int>(coord.chunked.chunks);
-    // 1: the last chunk is incomplete
+    // 0, or 1 if the last chunk is incomplete
     const int incomplete_chunks =
         chunks > 0 && !chunk_of(p.shape.grid, coord.chunked, chunks - 1).is_complete ? 1 : 0;
     const bool resumed = p.chunk_start[coord.memory].data != nullptr;
     load_state(A, p.initial[coord.memory], coord, p.shape, slot);
     if (chunks > 0) begin_sequence(chunks, resumed);
 #pragma unroll 1
-    for (int remaining = chunks; remaining > 0;) {
+    for (int remaining = chunks; remaining > 0;) {  // the complete chunks, then the incomplete one
       if (remaining == incomplete_chunks) store_chunk_start(chunks == 1 && resumed);
 #pragma unroll 1
-      do {  // complete chunks
-        step(remaining);
+      do {
+        process_chunk(remaining);
       } while (--remaining > incomplete_chunks);
     }
     store_state(p.last[coord.memory], A, coord, p.shape, slot);
@@ -64,9 +64,9 @@ class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
 
  private:
   // Stores A' of the chunk of the next token: the caller's A', or A.
-  __device__ void store_chunk_start(bool caller_state) const {
+  __device__ void store_chunk_start(bool use_caller_state) const {
     Accumulator<N> A = this->A;
-    if (caller_state) load_state(A, p.chunk_start[coord.memory], coord, p.shape, slot);
+    if (use_caller_state) load_state(A, p.chunk_start[coord.memory], coord, p.shape, slot);
     store_state(p.last_chunk_start[coord.memory], A, coord, p.shape, slot);
   }
 
@@ -75,31 +75,32 @@ class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
   __device__ void begin_sequence(int chunks, bool resumed) {
     Accumulator<N> caller_state = A;
     if (resumed) load_state(caller_state, p.chunk_start[coord.memory], coord, p.shape, slot);
-    round_to_b_fragment<T>(chunk_start, caller_state);
+    round_to_b_fragment<T>(A_rounded, caller_state);
     wait(storage.full(), 0);
-    load_blocks(inputs.x, token(0, Storage::kX));
+    load_blocks(inputs.x, stage_tile(0, Storage::kX));
     Accumulator<2> z;
-    multiply(z);
+    compute_z(z);
     load_targets();
     begin_chunk(z);
     load_next_x(chunks > 1);
   }
 
-  // z = X A'^T with X from registers. One accumulator is enough: nothing waits for this product.
-  __device__ void multiply(Accumulator<2>& z) const {
+  // z = X A^T with the rounded A. One chain of products is fast enough: in process_chunk() it overlaps with
+  // the exchange of moments.
+  __device__ void compute_z(Accumulator<2>& z) const {
     fill(z, 0.f);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        mma<T>(z.at[j], inputs.x.at[k], chunk_start.at[k][2 * j], chunk_start.at[k][2 * j + 1]);
+        mma<T>(z.at[j], inputs.x.at[k], A_rounded.at[k][2 * j], A_rounded.at[k][2 * j + 1]);
     }
   }
 
-  // Loads the inputs of the current chunk, which is full.
+  // Loads a and the scalars of the current chunk, which is full.
   __device__ void load_targets() {
     inputs.rows = storage.scalars(token_pipe.stage).rows[this->row];
-    load_block(inputs.a, token(token_pipe.stage, Storage::kA), 0, slot);
+    load_block(inputs.a, stage_tile(token_pipe.stage, Storage::kTargets), 0, slot);
   }
   // Computes the current chunk up to the moments of the warp.
   __device__ void begin_chunk(const Accumulator<2>& z) {
@@ -107,26 +108,26 @@ class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
     unpack<T>(a, inputs.a);
     multiply_by_weight(a, this->weights);
     y = z;
-    this->begin_update(y, slope, a, rounded_z);
+    this->begin_update(y, slope, rounded_z, a);
   }
   // Loads X of the next chunk; unspecified data if there is none.
   __device__ void load_next_x(bool has_next) {
     PipelineState next = token_pipe;
     next.next(Storage::kStages);
     if (has_next) wait(storage.full() + next.stage, next.phase);
-    load_blocks(inputs.x, token(next.stage, Storage::kX));
+    load_blocks(inputs.x, stage_tile(next.stage, Storage::kX));
   }
 
-  // Processes a chunk, with `left` chunks to go, from its moments to the moments of the next chunk. After the
-  // last chunk the results of the next chunk are unspecified and unused.
-  __device__ void step(int remaining) {
+  // Processes a chunk from its moments to the moments of the next chunk. `remaining` chunks include this one.
+  // After the last chunk the results of the next chunk are unspecified and unused.
+  __device__ void process_chunk(int remaining) {
     const int s = token_pipe.stage;
     const float decay = inputs.rows.decay;
 
     // Overlaps with the exchange of moments: the term of A in the next z, and the rounded A.
     Accumulator<2> z, a;
-    round_to_b_fragment<T>(chunk_start, A);
-    multiply(z);
+    round_to_b_fragment<T>(A_rounded, A);
+    compute_z(z);
     token_pipe.next(Storage::kStages);
     const uint4 scores = storage.scores(token_pipe.stage);
     named_barrier_sync(1, 32 * kWarps);
@@ -138,25 +139,26 @@ class TrellisShortScanStateWarp : TrellisScanStateWarp<T, Tile, ActivationMap> {
     MapStats row_stats[2];
     WeightedMapStats weighted_stats[2];
     this->compute_row_stats(row_stats, weighted_stats, sums, inputs.rows.sum_a);
-    AFragment<1> rounded;
-    uint32_t transposed[4];
+    AFragment<1> rounded_u;
+    uint32_t u_transposed[4];
     unpack<T>(a, inputs.a);
     multiply_by_weight(a, this->weights);
     load_targets();
-    this->finish_update(y, slope, a, row_stats, rounded, transposed);
+    this->finish_update(y, slope, a, row_stats, rounded_u, u_transposed);
 
-    const uint32_t factor[4] = {scores.x, scores.y, scores.z, scores.w};
+    // z += (X_next X~^T) U; the registers of U^T as an A fragment are also those of U as a B fragment
+    const uint32_t scores_a[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) mma<T>(z.at[j], factor, transposed[j], transposed[2 + j]);
-    // Loads the operand of A's update after the next z is computed, and before an output warp may overwrite
-    // the tile with o.
-    BFragment<K> scaled;
-    load_b_fragment(scaled, token(s, Storage::kScaled));
-    this->store_u(s, rounded, rounded_z, row_stats, weighted_stats);
-    uint32_t u_transposed[4];
+    for (int j = 0; j < 2; ++j) mma<T>(z.at[j], scores_a, u_transposed[j], u_transposed[2 + j]);
+    // Loads X~ after the next z is computed, and before store_u(): then an output warp may overwrite X~ with
+    // o.
+    BFragment<K> scaled_x;
+    load_b_fragment(scaled_x, stage_tile(s, Storage::kScaledX));
+    this->store_u(s, rounded_u, rounded_z, row_stats, weighted_stats);
+    uint32_t u_transposed_copy[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) u_transposed[i] = transposed[i] & slot_masks[i % 2];
-    add_product<T>(A, u_transposed, scaled);
+    for (int i = 0; i < 4; ++i) u_transposed_copy[i] = u_transposed[i] & slot_masks[i % 2];
+    add_product<T>(A, u_transposed_copy, scaled_x);
     begin_chunk(z);
     load_next_x(remaining > 2);
   }
