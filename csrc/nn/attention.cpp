@@ -153,7 +153,7 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   expect_state(call.state, x);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto past = before.tokens, T = x.size(1);
-  if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
+  if (call.is_step(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())
     return step(qkv, before);
   const auto position = at::arange(past, past + T, x.options().dtype(at::kLong));

@@ -101,7 +101,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
                     " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
   if (past && !call.attention_mask.defined() && T == 1) {
     return step(ids,
-                call.steps(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+                call.is_step(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   // The incomplete chunk is read again from its start.
   const bool needs_cache = past || call.use_cache;

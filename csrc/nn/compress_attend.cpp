@@ -190,7 +190,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   check_state(call.state, 6, 0);
   if (past) check_batch(call.state.tensors[0], x.size(0));
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
-    return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+    return step(x, call.is_step(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   const auto& before = call.state.tensors;
   const auto seq_lengths = past ? SequenceLengths{before[4], before[5]} : SequenceLengths();

@@ -47,15 +47,15 @@ Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& 
   const auto p = split_heads(qkv, heads_, key_dim_, value_dim_);
   const auto k = split_steps(p[1]), v = split_steps(p[2]);
   const auto beta = split_steps(projected[1]), g = decay ? projected[3] : Tensor();
-  const ops::DeltaProductOptions rule{.n = options.n,
-                                      .l2norm_qk = true,
-                                      .chunk = options.chunk,
-                                      .between_chunks = options.between_chunks,
-                                      .state = call.part(1).as<ops::DeltaProductState>(),
-                                      .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(qkv)
-                         ? std::pair(ops::delta_product_step(p[0], k, v, beta, g, rule), rule.state)
-                         : ops::delta_product(p[0], k, v, beta, g, rule);
+  const ops::DeltaProductOptions op_options{.n = options.n,
+                                            .l2norm_qk = true,
+                                            .chunk = options.chunk,
+                                            .between_chunks = options.between_chunks,
+                                            .state = call.part(1).as<ops::DeltaProductState>(),
+                                            .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.is_step(qkv) ? std::pair(ops::delta_product_step(p[0], k, v, beta, g, op_options),
+                                                   op_options.state)
+                                       : ops::delta_product(p[0], k, v, beta, g, op_options);
   const auto gate = to_heads(projected[2], heads_[0]);
   return {norm(o, gate).flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }

@@ -60,14 +60,14 @@ Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const 
                             .feature = options.feature,
                             .state = call.part(1).as<ops::GSAState>(),
                             .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(qkv) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
-                                     : ops::gsa(p[0], p[1], p[2], s, g, gsa);
+  auto [o, memory] = call.is_step(qkv) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
+                                       : ops::gsa(p[0], p[1], p[2], s, g, gsa);
   return {o.flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
 
 namespace {
 
-AnyLayer slots(const Config& c, bool gated) {
+AnyLayer make_slot_attention(const Config& c, bool gated) {
   auto options = options_from_config<GatedSlotAttentionOptions>(c);
   options.gated = gated;
   if (!gated) options.data_dependent_decay = true;  // the field belongs to gsa layers of the model
@@ -80,9 +80,10 @@ std::vector<MixerField> slot_fields(std::initializer_list<MixerField> own) {
   return all;
 }
 
-const MixerRegistration gsa({"gsa", [](const Config& c) { return slots(c, true); },
+const MixerRegistration gsa({"gsa", [](const Config& c) { return make_slot_attention(c, true); },
                              slot_fields({"data_dependent_decay"})});
-const MixerRegistration abc({"abc", [](const Config& c) { return slots(c, false); }, slot_fields({})});
+const MixerRegistration abc({"abc", [](const Config& c) { return make_slot_attention(c, false); },
+                             slot_fields({})});
 
 }  // namespace
 

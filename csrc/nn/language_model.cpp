@@ -25,7 +25,7 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, std::optional<int64_t>
 
 // The state of the block is the state of its mixer.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
-  if (!has_few_rows(x)) {
+  if (!is_decode_sized(x)) {
     const auto after = parts(x, {}, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
     return {after.x + after.branch, after.state};
   }
@@ -48,7 +48,7 @@ bool BlockImpl::stepped(State& state, std::vector<int64_t>& kind) const {
 
 Tensor BlockImpl::around(const Tensor& x,
                          const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
-  if (has_few_rows(x)) {
+  if (is_decode_sized(x)) {
     const auto h = mix(x, mixer_norm->input(), x);
     return mlp ? mlp->onto(h, h, mlp_norm->input()) : h;
   }
@@ -74,7 +74,7 @@ ModelImpl::ModelImpl(const Config& config)
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids), branch = Tensor();
-  const bool has_few = has_few_rows(x);
+  const bool has_few = is_decode_sized(x);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);

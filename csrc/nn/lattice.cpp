@@ -52,14 +52,15 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
   auto past = call.part(2).as<ops::LatticeState>();
   if (call.state.empty())
     past.first = options.normalize ? unit(promote_to_fp32(memory), -2) : promote_to_fp32(memory);
-  const ops::LatticeOptions rule{.chunk = options.chunk,
-                                 .objective = options.objective,
-                                 .normalize = options.normalize,
-                                 .shrinkage = options.shrinkage,
-                                 .state = past,
-                                 .cu_seqlens = call.cu_seqlens};
-  auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
-                                   : ops::lattice(q, k, v, gamma, g, rule);
+  const ops::LatticeOptions op_options{.chunk = options.chunk,
+                                       .objective = options.objective,
+                                       .normalize = options.normalize,
+                                       .shrinkage = options.shrinkage,
+                                       .state = past,
+                                       .cu_seqlens = call.cu_seqlens};
+  auto [o, state] = call.is_step(qk)
+                        ? std::pair(ops::lattice_step(q, k, v, gamma, g, op_options), op_options.state)
+                        : ops::lattice(q, k, v, gamma, g, op_options);
   return {apply_output_gate(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(state)}}};
 }

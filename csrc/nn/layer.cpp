@@ -114,14 +114,14 @@ Output LayerImpl::run_with_residual(const Tensor& x, LayerImpl& layer, const Row
   // core() does not read masks or packed sequences; forward() does.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
     return layer.run_products(x, call, input, x);
-  auto [y, state] = layer.forward(apply_row_input(x, input), call.attention_mask, call.state, call.use_cache,
+  auto [y, state] = layer.forward(apply_prologue(x, input), call.attention_mask, call.state, call.use_cache,
                                   call.cu_seqlens);
   return {x + y, state};
 }
 
 bool LayerImpl::stepped(State&, std::vector<int64_t>&) const { return false; }
 
-bool LayerImpl::Call::steps(const Tensor& x) const {
+bool LayerImpl::Call::is_step(const Tensor& x) const {
   return use_cache && !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 &&
          !at::GradMode::is_enabled();
 }

@@ -42,7 +42,7 @@ inline Tensor unit(const Tensor& x, int64_t dim) {
 }
 
 // x W^T in the dtype of x, plus b in fp32 or fp64: the bias of a gate sets its time scale.
-inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
+inline Tensor linear_with_fp32_bias(const torch::nn::Linear& proj, const Tensor& x) {
   return promote_to_fp32(at::linear(x, proj->weight)) + proj->bias;
 }
 

@@ -63,7 +63,7 @@ Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) 
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
   auto [o, memory] =
-      call.steps(xbc) ? std::pair(ops::gla_step(C, B, v, g, gla), gla.state) : ops::gla(C, B, v, g, gla);
+      call.is_step(xbc) ? std::pair(ops::gla_step(C, B, v, g, gla), gla.state) : ops::gla(C, B, v, g, gla);
   o = o + x * skip.unsqueeze(-1).to(x.scalar_type());
   return {silu_product(projected[2], o.flatten(-2)), {{}, {conv_state, State::of(memory)}}};
 }

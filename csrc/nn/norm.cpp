@@ -11,7 +11,7 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
   no_weight_decay({weight});
 }
 
-Tensor RMSNormImpl::forward(const Tensor& x) { return apply_row_input(x, input()); }
+Tensor RMSNormImpl::forward(const Tensor& x) { return apply_prologue(x, input()); }
 
 GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
     : RMSNormImpl(dim, eps), activation(std::move(activation)) {
@@ -29,8 +29,8 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
 
 Tensor SwiGLUImpl::forward(const Tensor& x) { return onto({}, x, {}); }
 
-Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& row_input) {
-  const auto p = products(x, {make_product(gate_proj), make_product(up_proj)}, row_input);
+Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& prologue) {
+  const auto p = products(x, {make_product(gate_proj), make_product(up_proj)}, prologue);
   return products(p[0], {make_product(down_proj)}, {"silu_product", p[1]}, residual)[0];
 }
 

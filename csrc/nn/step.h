@@ -10,19 +10,19 @@ namespace girih::nn {
 // result of a single product without gate. If `has_skinny_gemm`, one launch, which rounds only the final
 // results; else the functions of fused.h.
 std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& specs,
-                             const RowInput& row_input = {}, const Tensor& residual = {});
+                             const RowInput& prologue = {}, const Tensor& residual = {});
 
 // Whether the few_rows kernel supports the call: CUDA build, fp16 or bf16 on a GPU, 1 to 16 rows, no
 // gradient, no autocast, contiguous tensors of one dtype.
-bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& row_input = {},
+bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& prologue = {},
                      const Tensor& residual = {});
 
 // Whether x has at most 16 rows and no gradient is recorded. Then blocks pass the norm and the residual to
 // `products`, which fuses them if `has_skinny_gemm`.
-bool has_few_rows(const Tensor& x);
+bool is_decode_sized(const Tensor& x);
 
 // Applies `given` to x.
-Tensor apply_row_input(const Tensor& x, const RowInput& row_input);
+Tensor apply_prologue(const Tensor& x, const RowInput& prologue);
 
 // The product of a linear layer.
 inline Product make_product(const torch::nn::Linear& proj, const std::string& gate = "none",

@@ -20,7 +20,7 @@ def is_operator(function: Any) -> bool:
     return isinstance(function, torch._ops.OpOverloadPacket)
 
 
-def is_watched() -> bool:
+def has_dispatch_mode() -> bool:
     """Whether a TorchDispatchMode sees every operator, as one that counts FLOPs does."""
     return torch._C._len_torch_dispatch_stack() > 0
 

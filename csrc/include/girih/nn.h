@@ -163,7 +163,7 @@ class LayerImpl : public Module {
     const Tensor& cu_seqlens;
 
     // Whether the call is a step: one token after a state that may be overwritten, without gradient.
-    bool steps(const Tensor& x) const;
+    bool is_step(const Tensor& x) const;
     State part(size_t i) const {
       TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state has ", state.parts.size(),
                         " parts; expected more, as this layer returns it");

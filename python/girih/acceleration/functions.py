@@ -15,7 +15,7 @@ from torch import Tensor
 
 from girih import ops
 from girih.nn.functional.fused import autocast_dtype
-from girih.nn.functional.packing import bounds_from_starts
+from girih.nn.functional.packing import cu_seqlens_from_starts
 
 Function = Callable[..., Any]
 FILTER_ACTIVATIONS = (None, *ops.words("short_conv", "activation"))
@@ -42,7 +42,7 @@ def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
     if index.shape[0] != 1:
         raise ValueError(f"seq_idx has {index.shape[0]} rows; packed sequences lie in one")
     starts = (index[0, 1:] != index[0, :-1]).nonzero()[:, 0] + 1
-    return bounds_from_starts(starts, index.shape[1])
+    return cu_seqlens_from_starts(starts, index.shape[1])
 
 
 def chunk_gated_delta_rule(original: Function) -> Function:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from girih.nn.functional.packing import bounds_from_starts, restarting, seq_idx_of
+from girih.nn.functional.packing import cu_seqlens_from_starts, make_position_ids, make_seq_idx
 from girih.nn.layers.sequence_layer import CACHES
 
 Forward = Callable[..., Any]
@@ -53,7 +53,7 @@ def find_bounds(name: str, index: Tensor, rows: int) -> Tensor | None:
             f"{name} starts new sequences within a row of {list(index.shape)}; expected one row, [1, T]: the "
             "linear layers keep packed sequences apart in one row alone"
         )
-    return bounds_from_starts(starts[:, 1] + 1, index.shape[1])
+    return cu_seqlens_from_starts(starts[:, 1] + 1, index.shape[1])
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
@@ -100,7 +100,7 @@ def separate_attention(
             "use_cache is True, but no cache is kept of packed sequences; call the model with use_cache=False"
         )
     arguments["use_cache"] = False
-    positions, position_ids = restarting(cu_seqlens, x.shape[1]), arguments.get("position_ids")
+    positions, position_ids = make_position_ids(cu_seqlens, x.shape[1]), arguments.get("position_ids")
     if position_ids is None or (has_explicit_bounds and position_ids.dim() == 2):
         arguments["position_ids"] = positions
     if type(model).__name__ in MASKS_WITHOUT_POSITIONS:
@@ -141,7 +141,7 @@ def separate_packed(original: Forward) -> Forward:
         arguments["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
             if arguments.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
-                arguments["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
+                arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
             if has_packed_mask(arguments):
                 separate_attention(self, arguments, x, cu_seqlens, has_explicit_bounds)
         if "position_ids" not in argument_names:

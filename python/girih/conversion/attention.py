@@ -19,12 +19,12 @@ from girih.conversion.cache import AttentionStateLayer
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.projections import Projections, RecordingAttention
 from girih.models.adapters.attention_call import (
-    OF_TOKENS,
+    TOKEN_ARGUMENTS,
     attend,
     cache_of,
     refuse_packed,
-    state_layer,
-    tokens_of,
+    get_state_layer,
+    resolve_tokens,
 )
 from girih.nn import Attention, MixState
 from girih.nn.layers.sequence_layer import CACHES
@@ -120,15 +120,17 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.bind_arguments(args, kwargs)
-        token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+        token_arguments = {name: call[name] for name in TOKEN_ARGUMENTS if call.get(name) is not None}
         for name in ("girih_tokens", "cu_seqlens"):  # not the original's
             call.pop(name, None)
         cache, mask = cache_of(call), call.get("attention_mask")
         layer = None
         if cache is not None:
             window = self.max_self_attn_length
-            layer = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
-        tokens = tokens_of(hidden_states, mask, 0 if layer is None else layer.tokens, **token_arguments)
+            layer = get_state_layer(
+                cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window)
+            )
+        tokens = resolve_tokens(hidden_states, mask, 0 if layer is None else layer.tokens, **token_arguments)
         if self.max_self_attn_length is not None:
             num_keys = 0 if layer is None else layer.num_keys
             call["attention_mask"] = self.cut_mask(mask, hidden_states, num_keys)

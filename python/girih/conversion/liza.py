@@ -11,12 +11,12 @@ from torch import Tensor
 
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
-from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
+from girih.conversion.rows import MAX_STEPS, ChannelGate, PooledGate, VirtualRows, has_kernel, silu_normalize
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.packing import count_sequences, token_positions
-from girih.nn.functional.state import Like, advance, check_state
+from girih.nn.functional.state import TensorSpec, advance, check_state
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import cast_conv_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
@@ -94,7 +94,7 @@ class SharedPath(RecurrentLayer):
         check_state(state, self.state_like(count_sequences(x, cu_seqlens), dtype))
 
     def state_like(self, sequences: int, dtype: torch.dtype) -> Any:
-        """The path's state after a token, with a `Like` for each tensor; dtype: of sums over tokens."""
+        """The path's state after a token, with a `TensorSpec` for each tensor; dtype: of sums over tokens."""
         raise NotImplementedError
 
     def read(
@@ -130,14 +130,14 @@ class LinearPath(SharedPath):
     def state_like(self, sequences: int, dtype: torch.dtype) -> LinearPathState:
         heads, D, is_past = self.heads[1], self.head_dim, self.pool == "past"
         pooled_heads = heads * len(self.gate)
-        tokens = Like((sequences,), torch.int64)
+        tokens = TensorSpec((sequences,), torch.int64)
         if is_past:
-            pool = GLAState(Like((sequences, pooled_heads, 1, D), dtype))
+            pool = GLAState(TensorSpec((sequences, pooled_heads, 1, D), dtype))
         else:
-            pool = ShortConvState(Like((sequences, WINDOW - 1, pooled_heads * D)))
-        row = ShortConvState(Like((sequences, 1, 2 * heads * D)))
+            pool = ShortConvState(TensorSpec((sequences, WINDOW - 1, pooled_heads * D)))
+        row = ShortConvState(TensorSpec((sequences, 1, 2 * heads * D)))
         differences = () if self.virtual_tokens == "rotary" else (row,) * (self.n - 1)
-        memory = Like((sequences, heads, D, D), dtype)
+        memory = TensorSpec((sequences, heads, D, D), dtype)
         position = tokens if self.between_chunks else None
         return LinearPathState(
             pool, tokens if is_past else None, differences, DeltaProductState(memory, position)
@@ -250,11 +250,11 @@ class LinearPath(SharedPath):
         is_whole_text = state is None and cu_seqlens is None and not use_cache
         beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, is_whole_text)
         differences: tuple[Any, ...] = ()
-        has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
+        has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MAX_STEPS)
         if is_whole_text and has_kernel_rows and all(has_kernel(x) for x in (q, k, v)):
             q, k, v = VirtualRows.apply(q, k, v, self.n)
         else:
-            q, kv = unit(q), unit(torch.cat((k, v), 2))
+            q, kv = silu_normalize(q), silu_normalize(torch.cat((k, v), 2))
             rows, differences = self.virtual_rows(kv, state, in_place, cu_seqlens)
             kv = torch.stack(rows, 2).flatten(1, 2) if self.n > 1 else kv  # token by token
             k, v = kv.split(self.heads[1:], 2)
@@ -297,7 +297,7 @@ class LinearAttentionPath(SharedPath):
 
     def state_like(self, sequences: int, dtype: torch.dtype) -> LinearAttentionState:
         heads, D = self.heads[1], self.head_dim
-        return LinearAttentionState(*(GLAState(Like((sequences, heads, D, V), dtype)) for V in (D, 1)))
+        return LinearAttentionState(*(GLAState(TensorSpec((sequences, heads, D, V), dtype)) for V in (D, 1)))
 
     def read(
         self,

@@ -11,11 +11,14 @@ from girih._torch_internals import has_transform
 from girih.nn.functional import fused
 from girih.nn.functional.fused import autocast_device
 
-LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
-WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has
+MIN_NORM = 1e-6  # what shorter rows count as, where they are divided by their length
+MAX_HEAD_DIM, MAX_STEPS = (
+    256,
+    4,
+)  # elements of a row and n; as MIN_NORM, what kernels/linear_path/linear_path.h has
 
 
-class Unit(torch.autograd.Function):
+class SiluNormalize(torch.autograd.Function):
     """y / |y| of y = silu(x), in x's dtype, whatever autocast says: lengths alone are fp32.
 
     By F.normalize all rows behind it would be fp32 under autocast, and several more kept for the backward.
@@ -35,19 +38,19 @@ class Unit(torch.autograd.Function):
         """dy = (dz - z <z, dz>) / length, and then silu's."""
         x, z, length = ctx.saved_tensors
         dy = dz * z
-        along = dy.sum(-1, keepdim=True, dtype=length.dtype).masked_fill_(length <= LEAST, 0)
+        along = dy.sum(-1, keepdim=True, dtype=length.dtype).masked_fill_(length <= MIN_NORM, 0)
         torch.sub(dz, torch.mul(z, along, out=dy), out=dy)
         return torch.ops.aten.silu_backward(dy.div_(length), x)
 
 
 def length_of(y: Tensor) -> Tensor:
-    """In fp32 at least, and LEAST."""
+    """In fp32 at least, and MIN_NORM."""
     wide = torch.promote_types(y.dtype, torch.float32)
     with torch.autocast(autocast_device(y), enabled=False):
-        return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=LEAST)
+        return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=MIN_NORM)
 
 
-def unit(x: Tensor) -> Tensor:
+def silu_normalize(x: Tensor) -> Tensor:
     """SiLU, then length 1 (eq. 4). x `[..., head_dim]`.
 
     By plain operators for a compiler, which loses the gradients of a function that writes what it returns and
@@ -57,20 +60,20 @@ def unit(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_transform():
         y = F.silu(x)
         return (y / length_of(y)).to(x.dtype)
-    return Unit.apply(x)
+    return SiluNormalize.apply(x)
 
 
 def has_kernel(x: Tensor) -> bool:
     return (
         fused.has_fused_kernel(x, needs_contiguous=False)
         and x.shape[-1] % fused.PACK == 0
-        and 0 < x.shape[-1] <= WIDEST
+        and 0 < x.shape[-1] <= MAX_HEAD_DIM
         and x.numel() // x.shape[-1] < 2**31
     )
 
 
 class VirtualRows(torch.autograd.Function):
-    """The rows of q, k, v by `unit`, and of k and v the half differences over tokens: a token's n rows one
+    """The rows of q, k, v by `silu_normalize`, and of k and v the half differences over tokens: a token's n rows one
     after the other (eq. 22). q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]`, which alone
     are kept."""
 

@@ -6,9 +6,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.models.adapters.attention_call import Tokens, cache_of, is_recorded, is_seen, where_masked
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds, restarting, seq_idx_of
+from girih.models.adapters.attention_call import (
+    Tokens,
+    cache_of,
+    is_traced,
+    get_visibility,
+    drop_trivial_mask,
+)
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import resolve_cu_seqlens, make_position_ids, make_seq_idx
 from girih.nn.layers.sequence_layer import CACHES
 
 
@@ -45,14 +51,14 @@ class TokensForLayers:
             refuse_blocks(arguments)
             return None  # each layer reads its own arguments
         x = x[None] if x.dim() == 1 else x
-        valid = where_masked(own_mask(mask, x.shape[1]))
+        valid = drop_trivial_mask(select_current_mask(mask, x.shape[1]))
         position_ids = arguments.get("position_ids")
         if position_ids is not None and (not is_matrix(position_ids) or cache_of(arguments) is not None):
             position_ids = None
         has_bounds = any(
             arguments.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
         )
-        cu_seqlens = bounds(
+        cu_seqlens = resolve_cu_seqlens(
             x,
             valid,
             cu_seqlens=arguments.pop("cu_seqlens", None),
@@ -67,13 +73,13 @@ class TokensForLayers:
             arguments["attention_mask"] = None  # of ones; with one transformers looks for no sequences
             positions = arguments.get("position_ids")
             if positions is None or (has_bounds and is_matrix(positions)):
-                arguments["position_ids"] = restarting(cu_seqlens, x.shape[1])
+                arguments["position_ids"] = make_position_ids(cu_seqlens, x.shape[1])
             if arguments.get("use_cache") is None:
                 arguments["use_cache"] = False
             # Linear layers of transformers that are not converted keep sequences apart by these, or refuse.
             arguments["cu_seq_lens_q"] = cu_seqlens
             if arguments.get("seq_idx") is None and cu_seqlens.shape[0] > 2:
-                arguments["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
+                arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
         if arguments.get("position_ids") is not None and all(
             isinstance(m, ReplacedAttention) for m in self.attention
         ):
@@ -109,11 +115,11 @@ def refuse_blocks(arguments: dict[str, Any]) -> None:
         or mask.dim() != 4
         or mask.shape[2] != mask.shape[3]
         or any(arguments.get(name) is not None for name in names)
-        or is_recorded()
+        or is_traced()
         or mask.device.type == "meta"
     ):
         return
-    is_visible = is_seen(mask)
+    is_visible = get_visibility(mask)
     valid = is_visible.diagonal(0, 2, 3)
     if (valid[..., 1:] & valid[..., :-1] & ~is_visible.diagonal(-1, 2, 3)).any():
         raise ValueError(

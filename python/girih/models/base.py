@@ -17,9 +17,9 @@ from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
-from girih.nn.functional.fields import completed, text_of
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds
+from girih.nn.functional.fields import complete_fields, fields_to_json
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import resolve_cu_seqlens
 from girih.nn.functional.step import MAX_ROWS, use_weights_only
 
 
@@ -38,9 +38,9 @@ class GirihPreTrainedModel(PreTrainedModel):
         probe.register_parameter("weight", nn.Parameter(torch.empty(0)))
         data = probe.weight.data
         if type(data) is Tensor and data.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
-            torch.ops.girih.check_memory(text_of(config.own_fields()), data.element_size())
+            torch.ops.girih.check_memory(fields_to_json(config.own_fields()), data.element_size())
         else:
-            completed(config.own_fields())  # attributes may have been set since it was made
+            complete_fields(config.own_fields())  # attributes may have been set since it was made
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, config: Any = None, **kwargs: Any):
@@ -121,11 +121,11 @@ class GirihPreTrainedModel(PreTrainedModel):
         attention_mask: Tensor | None,
         **bound_arguments: Any,
     ) -> Tensor | None:
-        """The bounds of the packed sequences that these arguments hold, if they do (`packing.bounds`)."""
+        """The bounds of the packed sequences that these arguments hold, if they do (`packing.resolve_cu_seqlens`)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         x = input_ids if inputs_embeds is None else inputs_embeds
-        return bounds(x, own_mask(attention_mask, x.shape[1]), **bound_arguments)
+        return resolve_cu_seqlens(x, select_current_mask(attention_mask, x.shape[1]), **bound_arguments)
 
 
 class Backbone(GirihPreTrainedModel):
@@ -189,9 +189,9 @@ class Backbone(GirihPreTrainedModel):
             output_hidden_states = config.output_hidden_states
         call, all_hidden = (input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, chunk), None
         if cache is not None and not output_hidden_states:
-            all_hidden = cache.steps.hidden_states(self, *call)
+            all_hidden = cache.steps.try_replay(self, *call)
         if all_hidden is None:
-            all_hidden = self.hidden_states(*call)
+            all_hidden = self.compute_hidden_states(*call)
         output = BaseModelOutputWithPast(
             last_hidden_state=all_hidden[-1],
             **{CACHE: cache},
@@ -200,7 +200,7 @@ class Backbone(GirihPreTrainedModel):
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     @abstractmethod
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -211,8 +211,8 @@ class Backbone(GirihPreTrainedModel):
     ) -> list[Tensor]:
         """The input of each block, then the output of the last block and the norm. Advances the cache."""
 
-    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
-        """Whether `hidden_states` of one more token only calls the layers, with no other work on the host."""
+    def is_capturable_step(self, cache: GirihCache, chunk: int | None) -> bool:
+        """Whether `compute_hidden_states` of one more token only calls the layers, with no other work on the host."""
         return chunk is None
 
     def run_blocks(
@@ -226,7 +226,7 @@ class Backbone(GirihPreTrainedModel):
         """
         all_hidden, states, branch = [], [], None
         use_checkpoints = self.gradient_checkpointing and self.training
-        use_steps = self.steps_by_weights() and x.numel() <= MAX_ROWS * x.shape[-1]
+        use_steps = self.uses_weights_only() and x.numel() <= MAX_ROWS * x.shape[-1]
         use_parts = not (use_checkpoints or use_steps) and all(
             type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
@@ -244,9 +244,9 @@ class Backbone(GirihPreTrainedModel):
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(block.__call__, *arguments)
-        return block.step(*arguments) if self.steps_by_weights() else block(*arguments)
+        return block.step(*arguments) if self.uses_weights_only() else block(*arguments)
 
-    def steps_by_weights(self) -> bool:
+    def uses_weights_only(self) -> bool:
         return not torch.compiler.is_compiling() and use_weights_only.get()
 
 

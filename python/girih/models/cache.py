@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from girih.models.graph import StepGraphs, move
+from girih.models.graph import StepGraphs, copy_state_to
 from girih.nn import map_state
 from girih.nn.functional.masking import join_masks
 from girih.nn.functional.state import first_tensor
@@ -206,10 +206,10 @@ class GirihCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorders one layer at a time and copies it to the tensors that graphs read, so that only one
         layer's state exists twice."""
-        for layer, places in itertools.zip_longest(self.layers, self.steps.places):
+        for layer, places in itertools.zip_longest(self.layers, self.steps.captured_tensors):
             layer.reorder_cache(beam_idx)
             if places is not None:
-                move(layer, places)
+                copy_state_to(layer, places)
 
     def end_past_recording(self) -> None:
         """Stops the recording that `activate_past_recording()` began."""

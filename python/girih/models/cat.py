@@ -12,8 +12,8 @@ from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
 from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
-from girih.nn.functional.fused import is_product
-from girih.nn.functional.masking import check_mask, own_mask
+from girih.nn.functional.fused import is_plain_linear
+from girih.nn.functional.masking import check_mask, select_current_mask
 from girih.nn.functional.state import check_batch
 from girih.nn.layers.chunk_attention import KeyValues, with_room
 
@@ -58,7 +58,7 @@ class Compressor(nn.Module):
         if len(self.chunks) == 1:
             return self.proj(x).unflatten(0, (B, K))
         before = sum(self.chunks[: self.chunks.index(C)]) * self.norm.weight.shape[0]
-        if is_product(self.proj):
+        if is_plain_linear(self.proj):
             return F.linear(x, self.proj.weight[:, before : before + x.shape[1]]).unflatten(0, (B, K))
         # An adapter's or a quantized map has no columns to take: those of other lengths read zeros.
         after = sum(self.chunks) * self.norm.weight.shape[0] - before - x.shape[1]
@@ -155,7 +155,7 @@ class CatModel(Backbone):
             raise ValueError(f"chunk is {chunk}; expected {cache_chunk}, with which the cache was begun")
         return chunk
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -173,7 +173,7 @@ class CatModel(Backbone):
                 "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
             )
         T = input_ids.shape[1]
-        mask = own_mask(attention_mask, T)
+        mask = select_current_mask(attention_mask, T)
         check_mask(input_ids, mask, cu_seqlens)
         if cu_seqlens is not None:
             C = self.choose_chunk(chunk, None)
@@ -191,7 +191,7 @@ class CatModel(Backbone):
         layer.chunk = C
         return all_hidden
 
-    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
+    def is_capturable_step(self, cache: GirihCache, chunk: int | None) -> bool:
         layer = cache.layers[0]
         return (
             chunk in (None, layer.chunk)

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from girih import remote_code
-from girih.nn.functional.fields import completed, text_of
+from girih.nn.functional.fields import complete_fields, fields_to_json
 
 # What the module beside a saved model names, by transformers' Auto classes.
 REMOTE = {
@@ -135,10 +135,12 @@ class GirihConfig(PretrainedConfig):
         that its mixers do not read, as earlier versions wrote them; keywords may not."""
         refuse_misspelt([*config_dict, *kwargs])
         saved_fields = {name: config_dict[name] for name in OWN_FIELDS if name in config_dict}
-        unread = torch.ops.girih.unread_options(text_of(saved_fields))
+        unread = torch.ops.girih.unread_options(fields_to_json(saved_fields))
         values = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
         config = super().from_dict(values, **kwargs)
-        completed((config[0] if isinstance(config, tuple) else config).own_fields())  # with the keywords
+        complete_fields(
+            (config[0] if isinstance(config, tuple) else config).own_fields()
+        )  # with the keywords
         return config
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -152,7 +154,7 @@ class GirihConfig(PretrainedConfig):
         for alias, name in self.attribute_map.items():  # before what follows from them is completed
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
-        for name, value in completed(self.own_fields()).items():
+        for name, value in complete_fields(self.own_fields()).items():
             if name in OWN_FIELDS:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from girih.nn.functional.fields import text_of
+from girih.nn.functional.fields import fields_to_json
 
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
@@ -88,7 +88,7 @@ def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
             # A base model's names lack the prefix.
             for candidate in (name, prefix + name, name.removeprefix(prefix)):
                 if expected.get(candidate, shape) != shape:
-                    earlier = torch.ops.girih.earlier_mixers(text_of(config.own_fields()))
+                    earlier = torch.ops.girih.earlier_mixers(fields_to_json(config.own_fields()))
                     raise ValueError(
                         f"{file}: {name} has shape {shape}; expected {expected[candidate]}{earlier}"
                     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from girih import _torch_internals as internals
 from girih.nn import map_state
-from girih.nn.functional.state import is_unobserved, stepped
+from girih.nn.functional.state import is_eager_inference, stepped
 from girih.nn.functional.step import use_weights_only
 
 if TYPE_CHECKING:
@@ -166,12 +166,12 @@ class StepGraphs:
         self.snapshot: ModelSnapshot | None = None
         self.ids: Tensor | None = None
         self.stream: torch.cuda.Stream | None = None
-        self.places: list[list[Tensor]] = []  # the tensors of each layer
+        self.captured_tensors: list[list[Tensor]] = []  # the tensors of each layer
         self.states: list[Any] = []  # of each layer, after the last step
         self.steps_in_place: list[bool] = []  # of each layer, whether a step changes its tensors only
         self.keep_alive: list[Any] = []  # objects that captured graphs refer to
 
-    def hidden_states(
+    def try_replay(
         self,
         model: "Backbone",
         ids: Tensor | None,
@@ -187,13 +187,13 @@ class StepGraphs:
             return None
         if (
             self.refused
-            or not (is_unobserved(ids) and can_capture(ids))
+            or not (is_eager_inference(ids) and can_capture(ids))
             or model.training
             or any(layer.record_past or layer.reread is not None for layer in cache.layers)
-            or not model.is_plain_step(cache, chunk)
+            or not model.is_capturable_step(cache, chunk)
         ):
             return None
-        if self.places and not self.matches_call(model, ids, cache.layers):
+        if self.captured_tensors and not self.matches_call(model, ids, cache.layers):
             self.drop()
         after = [
             ((), layer.state) if steps_in_place else stepped(layer.state)
@@ -232,8 +232,8 @@ class StepGraphs:
             and self.stream == stream_of(ids)
             and self.ids.is_inference() == torch.is_inference_mode_enabled()
             and all(
-                layer.state is state or move(layer, places)
-                for layer, state, places in zip(layers, self.states, self.places, strict=True)
+                layer.state is state or copy_state_to(layer, places)
+                for layer, state, places in zip(layers, self.states, self.captured_tensors, strict=True)
             )
         )
 
@@ -242,29 +242,31 @@ class StepGraphs:
     ) -> RecordedStep | None:
         """The graph of a step, not replayed yet; the cache is as before."""
         before = [(layer.state, layer.tokens) for layer in cache.layers]
-        if not self.places:
+        if not self.captured_tensors:
             self.snapshot = ModelSnapshot(model, weak_callback(self.drop))
             self.ids, self.stream = ids.clone(), stream_of(ids)
             self.states = [state for state, _ in before]
-            self.places = [tensors_of(state) for state in self.states]
+            self.captured_tensors = [tensors_of(state) for state in self.states]
             self.steps_in_place = [stepped(state)[1] is state for state in self.states]
         if not self.snapshot.matches(model):  # it has a hook, which may be removed later
             self.drop()
             return None
         all_hidden: list[Tensor] = []
         graph = None
-        devices = {part.device for part in itertools.chain.from_iterable(self.places)}
+        devices = {part.device for part in itertools.chain.from_iterable(self.captured_tensors)}
         try:
             if self.snapshot.is_capturable(ids.device) and devices <= {ids.device}:
                 replay = record(
                     lambda: all_hidden.extend(
-                        call_by_weights(model.hidden_states, self.ids, None, None, cache, None, chunk)
+                        call_with_weights_only(
+                            model.compute_hidden_states, self.ids, None, None, cache, None, chunk
+                        )
                     ),
                     self.stream,
                 )
                 if all(
                     tensor is place
-                    for layer, places in zip(cache.layers, self.places, strict=True)
+                    for layer, places in zip(cache.layers, self.captured_tensors, strict=True)
                     for tensor, place in zip(tensors_of(layer.state), places, strict=True)
                 ):
                     self.keep_alive += before
@@ -283,7 +285,7 @@ class StepGraphs:
         return graph
 
 
-def call_by_weights(call: Callable[..., Any], *arguments: Any) -> Any:
+def call_with_weights_only(call: Callable[..., Any], *arguments: Any) -> Any:
     """Calls `call` with `use_weights_only` set: a model's blocks compute their step from the weights."""
     token = use_weights_only.set(True)
     try:
@@ -314,7 +316,7 @@ def layout(ids: Tensor, layers: list["StateLayer"]) -> tuple:
     return tuple((part.shape, part.dtype, part.device) for part in parts)
 
 
-def move(layer: "StateLayer", places: list[Tensor]) -> bool:
+def copy_state_to(layer: "StateLayer", places: list[Tensor]) -> bool:
     """Copies the tensors of a layer's state to these places, if they fit there."""
     tensors = tensors_of(layer.state)
     if len(tensors) != len(places) or not all(map(same_layout, tensors, places)):

@@ -14,9 +14,9 @@ from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
-from girih.nn.functional.fused import is_product
+from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.loss import linear_cross_entropy
-from girih.nn.functional.masking import own_mask
+from girih.nn.functional.masking import select_current_mask
 from girih.nn.layers.layer import Layer
 
 
@@ -58,7 +58,7 @@ class GirihModel(Backbone):
     def _from_config(cls, config: GirihConfig, **kwargs: Any):
         return (CatModel if _is_whole_cat(config) else super())._from_config(config, **kwargs)
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -70,7 +70,7 @@ class GirihModel(Backbone):
         if chunk is not None:
             raise ValueError(f"chunk is {chunk!r}; expected none: only the CAT model has a choice of chunks")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = own_mask(attention_mask, x.shape[1])
+        mask = select_current_mask(attention_mask, x.shape[1])
         if cache is None:
             all_hidden, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
         else:
@@ -132,7 +132,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         return (
             self.config.loss_in_chunks
             and self.training
-            and is_product(self.lm_head)
+            and is_plain_linear(self.lm_head)
             and getattr(self, "_loss_function", None) is None
         )
 

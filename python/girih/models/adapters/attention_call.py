@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from girih.models.cache import StateLayer
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import resolve_cu_seqlens
 from girih.nn.layers.sequence_layer import CACHES
 
 
@@ -23,14 +23,14 @@ class Tokens(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-def is_recorded() -> bool:
+def is_traced() -> bool:
     """Whether torch.compile or torch.jit.trace records this call for other values."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def where_masked(valid: Tensor | None) -> Tensor | None:
+def drop_trivial_mask(valid: Tensor | None) -> Tensor | None:
     """None in place of a mask that masks nothing, for the faster path; what is recorded cannot look."""
-    if valid is None or is_recorded() or valid.device.type == "meta":
+    if valid is None or is_traced() or valid.device.type == "meta":
         return valid
     return None if bool(valid.all()) else valid
 
@@ -52,7 +52,7 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
         )
     B, T = x.shape[:2]
     if attention_mask.dim() == 2:
-        return own_mask(attention_mask, T)
+        return select_current_mask(attention_mask, T)
     rows, keys = attention_mask.shape[2:] if attention_mask.dim() == 4 else (0, 0)
     is_square = rows == keys and rows > T and rows >= past + T
     if not is_square and (rows != T or keys < T):
@@ -64,17 +64,17 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
     last = keys - 1 if is_square else first + T - 1  # of the mask's rows
     mask = attention_mask[:, 0]
     row = mask[:, past : past + T] if is_square else mask
-    own = is_seen(row.diagonal(first, 1, 2))
-    is_opened = is_seen(row[:, :, last]) & ~is_seen(mask[:, -1, first : first + T])
+    own = get_visibility(row.diagonal(first, 1, 2))
+    is_opened = get_visibility(row[:, :, last]) & ~get_visibility(mask[:, -1, first : first + T])
     return (own & ~is_opened).expand(B, -1)
 
 
-def is_seen(mask: Tensor) -> Tensor:
+def get_visibility(mask: Tensor) -> Tensor:
     """Which scores a mask leaves: a bool, or a number that is added."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def tokens_of(
+def resolve_tokens(
     x: Tensor,
     attention_mask: Any,
     past: int,
@@ -87,14 +87,14 @@ def tokens_of(
 ) -> Tokens:
     """What a call says of x `[B, T, ...]`. `girih_tokens` is this, by who has read the model's arguments.
 
-    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: `packing.bounds`.
+    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: `packing.resolve_cu_seqlens`.
     """
     if girih_tokens is not None:
         return girih_tokens
-    valid = where_masked(valid_tokens(x, attention_mask, past))
+    valid = drop_trivial_mask(valid_tokens(x, attention_mask, past))
     if position_ids is not None and (position_ids.dim() != 2 or past):
         position_ids = None  # of an image's rows and columns; sequences are packed without a past
-    cu_seqlens = bounds(
+    cu_seqlens = resolve_cu_seqlens(
         x,
         valid,
         cu_seqlens=cu_seqlens,
@@ -105,7 +105,7 @@ def tokens_of(
     return Tokens(valid, cu_seqlens)
 
 
-def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
+def get_state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
     """The place of a layer's state in transformers' cache, a `StateLayer`, made when it is first asked for.
 
     It takes the place of the layer of keys that a cache has there, as caches are made from a model's
@@ -141,13 +141,13 @@ def attend(
     **call: Any,
 ) -> tuple[Tensor, None]:
     """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
-    token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+    token_arguments = {name: call[name] for name in TOKEN_ARGUMENTS if call.get(name) is not None}
     cache = cache_of(call)
     if cache is None:
-        tokens = tokens_of(hidden_states, attention_mask, 0, **token_arguments)
+        tokens = resolve_tokens(hidden_states, attention_mask, 0, **token_arguments)
         return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
-    place = state_layer(cache, layer_idx)
-    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **token_arguments)
+    place = get_state_layer(cache, layer_idx)
+    tokens = resolve_tokens(hidden_states, attention_mask, place.tokens, **token_arguments)
     refuse_packed(tokens)
     return place.run(lambda *of: layer(*of, True, None), hidden_states, tokens.valid), None
 
@@ -168,4 +168,4 @@ def refuse_packed(tokens: Tokens) -> None:
         raise ValueError("no cache is kept of packed sequences; call the model with use_cache=False")
 
 
-OF_TOKENS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")
+TOKEN_ARGUMENTS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")

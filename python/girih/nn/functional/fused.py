@@ -26,7 +26,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def are_plain_tensors(*tensors: Tensor) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
 
 
@@ -37,7 +37,7 @@ def is_transformed() -> bool:
 
 def is_compiled(*tensors: Tensor) -> bool:
     """Whether torch.compile traces plain tensors; it decomposes operators without a kernel."""
-    return torch.compiler.is_compiling() and not is_transformed() and is_plain(*tensors)
+    return torch.compiler.is_compiling() and not is_transformed() and are_plain_tensors(*tensors)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -47,7 +47,7 @@ def is_eager(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not is_transformed()
-        and is_plain(*tensors)
+        and are_plain_tensors(*tensors)
     )
 
 
@@ -64,7 +64,7 @@ def has_fused_kernel(*tensors: Tensor, needs_contiguous: bool = True) -> bool:
     )
 
 
-def is_product(linear: nn.Module) -> bool:
+def is_plain_linear(linear: nn.Module) -> bool:
     """Whether the module is x W^T only: a Linear without bias, adapters and hooks."""
     return type(linear) is nn.Linear and linear.bias is None and internals.is_called_plainly(linear)
 

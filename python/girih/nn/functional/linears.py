@@ -4,7 +4,7 @@ decomposes it: fewer launches, one sum of the gradients of x, gradients of weigh
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fused import autocast_dtype, has_fused_kernel, is_compiled, is_product
+from girih.nn.functional.fused import autocast_dtype, has_fused_kernel, is_compiled, is_plain_linear
 
 
 def has_linears_kernel(x: Tensor, weights: list[Tensor | None]) -> bool:
@@ -23,7 +23,7 @@ def has_linears_kernel(x: Tensor, weights: list[Tensor | None]) -> bool:
 
 def apply_linears(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """The outputs of all these linear layers for x."""
-    weights = [linear.weight if is_product(linear) else None for linear in linears]
+    weights = [linear.weight if is_plain_linear(linear) else None for linear in linears]
     if has_linears_kernel(x, weights):
         return torch.ops.girih.linears(x, weights)
     return [linear(x) for linear in linears]

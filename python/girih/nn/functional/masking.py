@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+def select_current_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     """The last `tokens` columns of a mask over past and present tokens, `[B, tokens]`."""
     if attention_mask is None:
         return None

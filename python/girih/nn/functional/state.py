@@ -17,7 +17,7 @@ class LayerState(NamedTuple):
     memory: Any
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """The expected shape `[N, ...]` and dtype of a tensor in a state; dtype None: any floating dtype."""
 
     shape: tuple[int, ...]
@@ -35,11 +35,11 @@ def check_batch(part: Tensor, sequences: int) -> None:
 
 
 def check_state(state: Any, like: Any, name: str = "state") -> None:
-    """Raises unless a state matches `like`: the same nested tuples, with a `Like` for each tensor.
+    """Raises unless a state matches `like`: the same nested tuples, with a `TensorSpec` for each tensor.
 
     A layer with several operators calls this before the first of them writes its state.
     """
-    if isinstance(like, Like) and isinstance(state, Tensor):
+    if isinstance(like, TensorSpec) and isinstance(state, Tensor):
         check_batch(state, like.shape[0])
         if not like.fits(state):
             expected = "a floating dtype" if like.dtype is None else like.dtype
@@ -48,7 +48,7 @@ def check_state(state: Any, like: Any, name: str = "state") -> None:
                 f"{list(like.shape)}, as this layer returns it"
             )
     elif type(state) is not type(like) or (isinstance(like, tuple) and len(state) != len(like)):
-        expected = "Tensor" if isinstance(like, Like) else type(like).__name__
+        expected = "Tensor" if isinstance(like, TensorSpec) else type(like).__name__
         size = f" of {len(like)} parts" if type(state) is type(like) else ""
         raise ValueError(
             f"{name} is a {type(state).__name__}; expected a {expected}{size}, as this layer returns it"
@@ -108,7 +108,7 @@ def first_tensor(state: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-def is_unobserved(x: Tensor) -> bool:
+def is_eager_inference(x: Tensor) -> bool:
     """Whether operators on x run immediately and unobserved: no compiler, tracer, gradient, dispatch mode,
     transform or CUDA graph capture is active."""
     return not (
@@ -116,7 +116,7 @@ def is_unobserved(x: Tensor) -> bool:
         or torch.is_grad_enabled()
         or type(x) is not Tensor
         or torch.jit.is_tracing()
-        or internals.is_watched()
+        or internals.has_dispatch_mode()
         or internals.has_transform()
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih._torch_internals import register_dataclass
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import Like, check_state, is_unobserved
+from girih.nn.functional.state import TensorSpec, check_state, is_eager_inference
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -48,7 +48,7 @@ def make_slots(cached: Tensor, theta: float, window: int | None) -> Slots:
     """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
     `turn` is as large as the keys and values of one head of a sequence."""
     slots, head_dim = cached.shape[1], cached.shape[-1]
-    shared = is_unobserved(cached)
+    shared = is_eager_inference(cached)
     if shared:
         stream = torch.cuda.current_stream(cached.device) if cached.is_cuda else None
         key = slots, head_dim, theta, window, cached.dtype, cached.device, stream
@@ -148,7 +148,7 @@ class Attention(SequenceLayer):
         window: int | None = None,
     ):
         super().__init__()
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "attention",
             hidden_size,
             num_heads,
@@ -170,14 +170,14 @@ class Attention(SequenceLayer):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
         shape = (x.shape[0], slots, self.heads[1], self.head_dim)
-        check_state(state.k, Like(shape), "state.k")
-        check_state(state.v, Like(shape, state.k.dtype), "state.v")
+        check_state(state.k, TensorSpec(shape), "state.k")
+        check_state(state.v, TensorSpec(shape, state.k.dtype), "state.v")
         if not 0 <= state.tokens <= slots:
             raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:
-            check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
+            check_state(state.valid, TensorSpec((x.shape[0], slots), torch.bool), "state.valid")
         if state.place is not None:
-            check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
+            check_state(state.place, TensorSpec((x.shape[0],), torch.int64), "state.place")
 
     def make_mask(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device

@@ -78,13 +78,13 @@ class Block(nn.Module):
             y, state = mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
             x = x + y
         else:
-            projected = products(x, specs, norm_of(self.mixer_norm))
+            projected = products(x, specs, norm_prologue(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
             (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.output_prologue(), residual=x)
         if mlp is None:
             return x, state
         gate, up = products(
-            x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_of(self.mlp_norm)
+            x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_prologue(self.mlp_norm)
         )
         (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
         return x, state
@@ -99,5 +99,5 @@ class Block(nn.Module):
         )
 
 
-def norm_of(norm: RMSNorm) -> RowInput:
+def norm_prologue(norm: RMSNorm) -> RowInput:
     return RowInput("rms_norm", norm.weight, norm.eps)

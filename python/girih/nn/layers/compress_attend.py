@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.state import check_batch, map_state
@@ -69,7 +69,7 @@ class CompressAttend(SequenceLayer):
         running_positions: bool = False,
     ):
         super().__init__()
-        heads_of(
+        resolve_heads(
             "cat",
             hidden_size,
             num_heads,

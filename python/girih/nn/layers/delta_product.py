@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.state import LayerState
 from girih.nn.layers.decay import DecayGate
-from girih.nn.layers.mixers import layer_of, register
+from girih.nn.layers.mixers import make_builder, register
 from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection, decay_projections, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
@@ -53,7 +53,7 @@ class DeltaProduct(RecurrentLayer):
         super().__init__()
         if between_chunks is None and chunk is not None:
             raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "delta_product",
             hidden_size,
             num_heads,
@@ -141,7 +141,7 @@ _FIELDS = (
 def _register(name: str, *own: str, **fixed: Any) -> None:
     def build(config: Any) -> nn.Module:
         unread = () if config.between_chunks else ("chunk",)
-        return layer_of(DeltaProduct, *(f for f in (*own, *_FIELDS) if f not in unread), **fixed)(config)
+        return make_builder(DeltaProduct, *(f for f in (*own, *_FIELDS) if f not in unread), **fixed)(config)
 
     register(name, build, *own, *_FIELDS)
 

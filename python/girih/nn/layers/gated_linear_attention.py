@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.packing import token_positions
 from girih.nn.functional.rotary import rotary
 from girih.nn.functional.state import LayerState, is_step
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.layer import GateLinear
-from girih.nn.layers.mixers import Mixer, layer_of, register, register_layer
+from girih.nn.layers.mixers import Mixer, make_builder, register, register_layer
 from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection, project, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
@@ -73,7 +73,7 @@ class GatedLinearAttention(RecurrentLayer):
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
         if not rotary and rope_theta != ROPE_THETA:
             raise ValueError(f"rope_theta is {rope_theta}; expected none: it is for rotary")
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "retnet" if rotary else "gla",
             hidden_size,
             num_heads,
@@ -167,7 +167,7 @@ register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
 def _retnet(config: Any) -> nn.Module:
     # Without rotary positions the field rope_theta belongs to other layers of the model.
     rotary_fields = ("rotary", "rope_theta") if config.rotary else ()
-    return layer_of(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
+    return make_builder(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
 
 
 register(
@@ -177,6 +177,6 @@ register(
     "rope_theta",
     *_FIELDS,
     compared=False,
-    on_attention=Mixer(layer_of(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
+    on_attention=Mixer(make_builder(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
 )
 register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", expand_k=0.5)  # d_k = d / 2, d_v = d

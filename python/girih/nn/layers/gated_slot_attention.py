@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
@@ -57,7 +57,7 @@ class GatedSlotAttention(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "gsa",
             hidden_size,
             num_heads,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
@@ -46,7 +46,7 @@ class HGRN2(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "hgrn2",
             hidden_size,
             num_heads,

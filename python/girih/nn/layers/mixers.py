@@ -35,7 +35,7 @@ def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more:
         MIXERS[known] = MIXERS.pop(known)
 
 
-def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
+def make_builder(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
     """A builder that passes the fields of a configuration to the layer's keywords of the same names. A field
     that is None leaves the value of `fixed` or the layer's default."""
 
@@ -49,5 +49,5 @@ def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[An
 def register_layer(
     name: str, layer: type[nn.Module], *fields: str, compared: bool = True, **fixed: Any
 ) -> None:
-    """Registers a mixer with the builder `layer_of`; `fixed`: keyword arguments of this mixer."""
-    register(name, layer_of(layer, *fields, **fixed), *fields, compared=compared)
+    """Registers a mixer with the builder `make_builder`; `fixed`: keyword arguments of this mixer."""
+    register(name, make_builder(layer, *fields, **fixed), *fields, compared=compared)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from girih._torch_internals import is_called_plainly
-from girih.nn.functional.fused import is_product
+from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.gates import apply_gate
 from girih.nn.functional.linears import has_linears_kernel
 from girih.nn.functional.step import Product
@@ -81,4 +81,4 @@ def plain_weight(module: nn.Module) -> Tensor | None:
         return module.weight
     if type(module) is DecayGate and is_called_plainly(module):
         module = module.proj
-    return module.weight if is_product(module) else None
+    return module.weight if is_plain_linear(module) else None

@@ -13,7 +13,7 @@ from girih.nn.layers.projections import Projection, products_of
 # GPT-BigCode; models with remote code for older versions, such as OpenELM.
 CACHES = ("cache", "past_key_values", "layer_past", "past_key_value")
 # A call with any of these arguments is a call by transformers, not a layer's own call.
-OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
+ATTENTION_ARGUMENTS = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
 
 class SequenceLayer(Layer):
@@ -31,10 +31,10 @@ class SequenceLayer(Layer):
     attention_call: ClassVar[Callable[..., tuple[Tensor, None]]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        if OF_ATTENTION.isdisjoint(kwargs):
+        if ATTENTION_ARGUMENTS.isdisjoint(kwargs):
             return super().__call__(*args, **kwargs)
         if len(args) > 1:
-            names = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
+            names = ", ".join(sorted(kwargs.keys() & ATTENTION_ARGUMENTS))
             raise ValueError(
                 f"{type(self).__name__}: {names} beside {len(args)} positional arguments; expected "
                 "hidden_states as the only one"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
@@ -69,7 +69,7 @@ class Trellis(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "trellis",
             hidden_size,
             num_heads,
@@ -89,9 +89,9 @@ class Trellis(RecurrentLayer):
         self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
         self.phi, self.f, self.gated = phi, f, gated
         self.normalize_kv, self.value_read = normalize_kv, value_read
-        self.reads = ("qk_proj",) if shared_qk else ("q_proj", "k_proj")
+        self.qk_names = ("qk_proj",) if shared_qk else ("q_proj", "k_proj")
         channels = num_heads * head_dim
-        for name in self.reads:
+        for name in self.qk_names:
             setattr(self, name, nn.Linear(hidden_size, channels, bias=False))
         self.q_conv = ShortConv(channels, conv_size)
         self.k_conv = ShortConv(channels, conv_size)
@@ -113,7 +113,7 @@ class Trellis(RecurrentLayer):
 
     def projections(self) -> tuple[Projection, ...]:
         plain = (Projection(name) for name in ("v_proj", "a_proj", "g_proj"))
-        reads = (Projection(name) for name in self.reads)
+        reads = (Projection(name) for name in self.qk_names)
         return *plain, Projection("gamma_proj", "sigmoid"), *reads, *decay_projections(self)
 
     def core(
@@ -124,7 +124,7 @@ class Trellis(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
         v, a, gate, gamma, q, *others = projected
-        k = others[0] if len(self.reads) == 2 else q
+        k = others[0] if len(self.qk_names) == 2 else q
         g = None if self.decay is None else others[-1]
         (q_state, k_state), memory = state or ((None, None), None)
         q, q_state = self.q_conv(q, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
