@@ -22,8 +22,8 @@ from girih.models.adapters.attention_call import (
     TOKEN_ARGUMENTS,
     attend,
     cache_of,
-    refuse_packed,
     get_state_layer,
+    refuse_packed,
     resolve_tokens,
 )
 from girih.nn import Attention, MixState
@@ -92,7 +92,7 @@ class InjectedLayer(ConvertedAttention):
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
         )
-        qkv = self.projections.parts(self, softmax.outputs())
+        qkv = self.projections.get_qkv(self, softmax.outputs())
         out = functools.partial(self.projections.project_out, self)
         y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
         return y, MixState(base_state, path_state) if use_cache else None
@@ -165,7 +165,7 @@ class InjectedAttention(ConvertedAttention):
         The output projection is linear, so base may be its input, with `project` the identity: the mixture is
         then projected once. With `cross`, which multiplies both paths, base is the projection's output.
         """
-        return self.girih(base, self.projections.parts(self, outputs), project, **options)
+        return self.girih(base, self.projections.get_qkv(self, outputs), project, **options)
 
     def cut_mask(self, mask: Tensor | None, x: Tensor, num_keys: int) -> Tensor | None:
         """A mask `[B, heads, T, num_keys + T]` over the cached keys and the new ones, cut to the window.

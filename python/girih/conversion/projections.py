@@ -68,7 +68,7 @@ class Projections(NamedTuple):
             for i, x in parts.items()
         ]
 
-    def parts(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
+    def get_qkv(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
         """q, k and v from the projections' outputs, after attention's norms, before rotary positions."""
         parts = outputs if len(outputs) == 3 else self.split_qkv(outputs[0])
         return self.apply_norms(attention, dict(enumerate(parts)))
@@ -78,7 +78,7 @@ class Projections(NamedTuple):
         outputs = [getattr(attention, name)(x) for name in self.qkv]
         if len(outputs) == 1 and self.norms is None and not self.is_head_major:
             return outputs[0]
-        return torch.cat(self.parts(attention, outputs), -1)
+        return torch.cat(self.get_qkv(attention, outputs), -1)
 
     def project_out(self, attention: nn.Module, o: Tensor) -> Tensor:
         """o through the output projection, and the dropout that GPT-2's attention has behind it."""

@@ -73,9 +73,9 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class VirtualRows(torch.autograd.Function):
-    """The rows of q, k, v by `silu_normalize`, and of k and v the half differences over tokens: a token's n rows one
-    after the other (eq. 22). q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]`, which alone
-    are kept."""
+    """The rows of q, k, v by `silu_normalize`, and of k and v the half differences over tokens: a token's n
+    rows one after the other (eq. 22). q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]`,
+    which alone are kept."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,12 +9,12 @@ from girih.conversion.attention import ReplacedAttention
 from girih.models.adapters.attention_call import (
     Tokens,
     cache_of,
-    is_traced,
-    get_visibility,
     drop_trivial_mask,
+    get_visibility,
+    is_traced,
 )
 from girih.nn.functional.masking import select_current_mask
-from girih.nn.functional.packing import resolve_cu_seqlens, make_position_ids, make_seq_idx
+from girih.nn.functional.packing import make_position_ids, make_seq_idx, resolve_cu_seqlens
 from girih.nn.layers.sequence_layer import CACHES
 
 

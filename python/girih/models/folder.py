@@ -40,7 +40,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The files of tensors, those that an index names or one; none where a model is kept in another way."""
+    """The safetensors files of a model: one, or those that the index names. Empty if the folder has other
+    formats only."""
     index = folder / INDEX
     if (folder / TENSORS).exists() or not index.exists():
         return [folder / TENSORS] if (folder / TENSORS).exists() else []
@@ -67,14 +68,17 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it holds adapters of peft and no model."""
+    """Whether the folder has adapters of peft and no model."""
     return (folder / "adapter_config.json").exists() and not (folder / CONFIG).exists()
 
 
 def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
-    """Refuses a folder whose configuration (but where one is given) or tensors cannot be read, or that holds
-    a tensor of another shape than the model's, but where these are quantized. A missing or an unknown one is
-    transformers' to report."""
+    """Raises unless the configuration and the tensors of a folder can be read and the tensors have the
+    model's shapes.
+
+    config: use this configuration instead of the folder's. Shapes of quantized models are not checked.
+    transformers reports missing and unknown tensors.
+    """
     config_class, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
     if not isinstance(config, config_class):
         config = config_class.from_dict(read_config(folder))

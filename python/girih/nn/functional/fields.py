@@ -48,5 +48,6 @@ def resolve_heads(mixer: str, hidden_size: int, num_heads: int, **options: Any) 
 
 
 def head_widths(head_dim: int, expand_k: float, expand_v: float) -> tuple[int, int]:
-    """Channels of the keys and the values of a head; `resolve_heads` has checked that they are whole numbers."""
+    """Channels of the keys and the values of a head; `resolve_heads` has checked that they are whole
+    numbers."""
     return round(head_dim * expand_k), round(head_dim * expand_v)
