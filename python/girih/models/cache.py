@@ -79,9 +79,8 @@ class StateLayer(CacheLayerMixin):
         self.state: Any = None
         self.tokens = 0
         self.chunk: int | None = None
-        self.calls: list[
-            tuple[Any, LayerInput]
-        ] = []  # since the last crop: the state before the call, and its input
+        # The calls since the last crop: the state before the call, and its input.
+        self.calls: list[tuple[Any, LayerInput]] = []
         self.reread: LayerInput | None = None  # the tokens that the next call reads again
 
     def advance(self, state: Any, tokens: int) -> None:
@@ -190,9 +189,7 @@ class StateLayer(CacheLayerMixin):
             self.state, call = self.calls.pop()
             num_kept = call.tokens - num_removed
             self.reread, num_removed = (call.split(num_kept)[0], 0) if num_kept > 0 else (None, -num_kept)
-        self.reread = map_state(
-            torch.clone, self.reread
-        )  # the slice would keep the tensors of the whole call
+        self.reread = map_state(torch.clone, self.reread)  # a slice would keep the whole call alive
         self.calls = []
 
 

@@ -38,8 +38,8 @@ class GirihConfig(PretrainedConfig):
     conv_size: width of the short convolutions; 0: none. Default: that of the mixer's paper.
     expand_k, expand_v: width of keys and values as multiples of head_dim. Defaults are those of the papers:
         gla 0.5 and 1; gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
-        delta_product 1 and 1. mamba2 reads expand_v only: it has expand_v * num_heads heads, by default 2 * num_heads. Other
-        mixers read neither.
+        delta_product 1 and 1. mamba2 reads expand_v only: it has expand_v * num_heads heads, by default 2 *
+        num_heads. Other mixers read neither.
     state_size: width of the keys (B, C) of mamba2, which all of its heads share.
     intermediate_size: width of the feed-forward layers. Blocks of mamba2 have none: if all layers are mamba2,
         intermediate_size must be None.
@@ -144,9 +144,8 @@ class GirihConfig(PretrainedConfig):
         unread = torch.ops.girih.unread_options(fields_to_json(saved_fields))
         values = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
         config = super().from_dict(values, **kwargs)
-        complete_fields(
-            (config[0] if isinstance(config, tuple) else config).own_fields()
-        )  # checks kwargs too
+        # Checks kwargs too.
+        complete_fields((config[0] if isinstance(config, tuple) else config).own_fields())
         return config
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -87,9 +87,8 @@ def stream_of(x: Tensor) -> torch.cuda.Stream | None:
 
 def can_capture(x: Tensor) -> bool:
     """Whether a graph can be captured or replayed on x's device."""
-    return x.is_cuda and not torch.is_autocast_enabled(
-        "cuda"
-    )  # autocast casts weights to new tensors in each call
+    # Autocast casts the weights to new tensors in each call.
+    return x.is_cuda and not torch.is_autocast_enabled("cuda")
 
 
 class ModelSnapshot:
@@ -106,8 +105,7 @@ class ModelSnapshot:
         self.weights = [part for part in self.entries if isinstance(part, Tensor)]
         self.weight_layout = self.describe_weights()
         self.hooks = [table for module in modules for table in internals.hook_tables(module)]
-        # Other modules may run host code that a graph does not contain, such as adapters that can be
-        # disabled.
+        # Other modules may run host code that a graph does not contain, such as switchable adapters.
         self.has_known_modules = all(
             type(m).__module__.startswith(("girih.", "torch.nn.modules.")) for m in modules
         )

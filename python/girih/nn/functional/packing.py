@@ -1,4 +1,4 @@
-"""Bounds of sequences packed into one row, from the formats that collators use."""
+"""Bounds of sequences packed into one row, from the arguments that collators produce."""
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     """Position of each token in its sequence, `[B, T]`, and length of each sequence after x, `[N]`.
 
     x `[B, T, ...]`. before: lengths of the sequences before x, `[N]` int64; None: 0. cu_seqlens: `[N + 1]`,
-    bounds of rows `[B, 2]`, or None.
+    or `[B, 2]` with the first and last + 1 valid token of each row, or None.
     """
     T = x.shape[1]
     token = torch.arange(T, device=x.device)

@@ -1,5 +1,9 @@
-"""Linear products of up to 16 rows with the norm before and the gate after, in one kernel: all that a
-decoding step computes beside the steps of the mixers."""
+"""Linear layers of a decoding step, which has few rows (at most 16).
+
+One kernel (skinny GEMM, torch.ops.girih.few_rows) computes several products of one input, with the prologue
+before them (a norm or an activation) and the gates after them. Beside the operators of the mixers, a decoding
+step computes nothing else.
+"""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -13,15 +17,16 @@ from girih.nn.functional import fused
 from girih.nn.functional.fused import silu_product
 from girih.nn.functional.gates import apply_gate
 
-# True while a step is captured: the model's blocks have no hooks or adapters, so a step reads their weights
-# only.
+# True while a decoding step is captured. Then the blocks have no hooks and no adapters, and `Block.step`
+# computes from the weights without calling modules.
 use_weights_only: ContextVar[bool] = ContextVar("use_weights_only", default=False)
 
 MAX_ROWS, MAX_MATRICES, MAX_WIDTH, MAX_ELEMENTS = 16, 8, 8192, 96 * 1024  # limits of the kernel
 
 
 class Product(NamedTuple):
-    """gate(x W^T), W `[features, width]`: the arguments of `gates.apply_gate`; bias and rate are fp32."""
+    """gate(x W^T), W `[features, width]`, with the arguments of `gates.apply_gate`. bias, rate: fp32; rate is
+    the log rate (A_log). With gate "none" bias must be None."""
 
     weight: Tensor
     gate: str = "none"
@@ -31,10 +36,10 @@ class Product(NamedTuple):
 
 
 class RowInput(NamedTuple):
-    """A function of x that is applied before linear products.
+    """The prologue: a function of x that is applied before linear products.
 
-    plain: x.  rms_norm: RMS norm of x with weight `other`.  silu_rms_norm: RMS norm of silu(x) with weight
-        `other`.
+    plain: x (no prologue).  rms_norm: RMS norm of x with weight `other`.  silu_rms_norm: RMS norm of silu(x)
+        with weight `other`.
     silu_product: silu(x) * other; `other` has the shape of x.
     """
 
@@ -51,8 +56,8 @@ def products(
 ) -> list[Tensor]:
     """Applies `prologue` to x `[..., width]`, then computes every product of the result.
 
-    residual: added to the result of a single product without gate. If `has_skinny_gemm`, one launch, which
-    rounds only the final results; else the functions that layers use.
+    residual: added to the result of a single product without gate. If `has_skinny_gemm`, this is one launch,
+    which rounds only the final results; else the functions that layers use.
     """
     if has_skinny_gemm(x, specs, prologue, residual):
         weights, gates, biases, rates, scales = (list(part) for part in zip(*specs, strict=True))

@@ -22,18 +22,23 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 def choose_capacity(tokens: int) -> int:
-    """Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time;
-    a full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan
-    for each size, which takes tens of milliseconds."""
+    """Number of slots of a cache for `tokens` tokens and later ones.
+
+    A decoding step reads all slots, so spare slots cost time. A full cache is copied and its CUDA graph
+    captured again. The result is a multiple of 256, because cuDNN builds a plan for each size in tens of
+    milliseconds.
+    """
     return -(-(tokens + max(64, tokens // 8)) // 256) * 256
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Tables that a step reads, one entry for each slot of the key-value cache; shared by all sequences.
+    """Tables that a decoding step reads, one entry for each slot of the key-value cache; shared by all
+    sequences.
 
-    turn: `[slots, 2, head_dim]`; rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
-    see: `[2 slots - 1]`; see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf.
+    turn: rotary factors `[slots, 2, head_dim]`: rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
+    see: additive mask `[2 slots - 1]`, 0 or -inf: see[slots - 1 - i + j] is added to the score of query i and
+        key j.
     """
 
     turn: Tensor
@@ -80,9 +85,9 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class AttentionState(NamedTuple):
     """Rotated keys and values `[N, slots, heads, head_dim]`; the first `tokens` slots are used.
 
-    valid: `[N, slots]`, false at masked tokens; None: no token is masked.  place: `[N]`, `tokens` on the
-        device.
-    slots: the tables of a step; None if the state was returned with gradients enabled.
+    valid: `[N, slots]`, false at masked tokens; None: no token is masked.
+    place: `[N]`, the slot of the next token: `tokens` on the device.
+    slots: the tables of a decoding step; None if the state was returned with gradients enabled.
     """
 
     k: Tensor
@@ -120,12 +125,13 @@ def append_tokens(cached: Tensor | None, tokens: int, x: Tensor, slots: int) -> 
 
 
 class Attention(SequenceLayer):
-    """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
+    """Softmax attention, causal or bidirectional; num_heads query heads read num_kv_heads heads of keys and
+    values.
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
     x, y `[B, T, hidden_size]`. The state is the key-value cache. With use_cache and without gradients it has
-    spare slots, and a step writes its token there in place.
+    spare slots, and a decoding step writes its token to one of them in place.
 
     window: tokens that a query attends to, itself included (sliding-window attention); only with causal. The
         state has the keys of all tokens.
@@ -272,9 +278,9 @@ class Attention(SequenceLayer):
         return o, AttentionState(*cached, valid, past + T, place, slots)
 
     def step(self, qkv: Tensor, state: AttentionState, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
-        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: its mask, `[N, 1]`. Writes the
-        state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
-        can replay it."""
+        """`core` for one token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: `[N, 1]`. Writes the
+        state's tensors in place. The device work does not depend on the host's token count, so that a CUDA
+        graph can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
             state = state.grow_cache(choose_capacity(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]

@@ -51,8 +51,11 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """`forward` of x + branch without the last sum, which the next norm computes. Returns x + branch, the
-        two terms of the result, and the state."""
+        """`forward` of x + branch without its last sum: the norm of the next block adds the two terms.
+
+        branch: the second term of the previous block; None: 0. Returns (x + branch, first term, second term,
+        state); the output of the block is the sum of the terms.
+        """
         total, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
         if self.mlp is None:
@@ -68,8 +71,9 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """`forward` of few tokens by `products`, which read the weights and call no module: hooks do not run.
-        Norms, activations and sums are fused with products. Calls `forward` if a module was replaced."""
+        """`forward` for few rows, computed from the weights by `products`: no module is called, so hooks do
+        not run. Norms, activations and sums are fused with the products. Calls `forward` if a module is not
+        known (`has_known_modules`)."""
         if not self.has_known_modules():
             return self(x, attention_mask, state, use_cache, cu_seqlens)
         mixer, mlp = self.mixer, self.mlp

@@ -20,8 +20,8 @@ COMPRESS = (Projection("compress"),)
 
 
 class CompressAttendState(NamedTuple):
-    """`x [N, C, hidden_size]`: inputs of the current chunk. `header [N, hidden_size]`: its header. kv: keys
-    and values of its tokens and of all headers. seq_lengths: lengths of the sequences."""
+    """x: `[N, C, hidden_size]`, inputs of the current chunk.  header: `[N, hidden_size]`, its header.  kv:
+    keys and values of its tokens and of all headers.  seq_lengths: lengths of the sequences."""
 
     x: Tensor
     header: Tensor
@@ -29,7 +29,7 @@ class CompressAttendState(NamedTuple):
     seq_lengths: SequenceLengths
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
-        """The kind of a step is the number of chunks that it compresses."""
+        """The kind of a step is the number of chunks that it compresses (`functional.state.stepped`)."""
         C = self.x.shape[1]
         seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
         if self.kv.k.shape[1] <= C + max_tokens(seq_lengths.host_tokens) // C:

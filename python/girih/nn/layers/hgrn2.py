@@ -24,9 +24,9 @@ class HGRN2(RecurrentLayer):
         f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
         S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
 
-    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. In a
-    model layer i of L has the `lower_bound` i / L, the initial value of the paper's learned bounds. x, y
-    `[B, T, hidden_size]`.
+    Keys have `expand_k * head_dim` channels (the paper's state expansion), values `expand_v * head_dim`. A
+    model sets the `lower_bound` of layer i of L to i / L, the initial value of the paper's learned bounds. x,
+    y `[B, T, hidden_size]`.
 
     >>> layer = HGRN2(64, num_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)

@@ -76,7 +76,7 @@ class Mamba2(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates exp(A_log) are uniform in [1, 16], steps softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        """Rates exp(A_log) are uniform in [1, 16], softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(1.0, 16.0).log_()
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -122,7 +122,7 @@ class Mamba2(RecurrentLayer):
 
 
 _FIELDS = ("head_dim", "expand_v", "state_size", "conv_size", "norm_eps")
-# On attention's projections k, q and v are B, C and x of each head; decay, step and skip are added.
+# On attention's projections k, q and v are B, C and x of each head; decay, dt and skip are added.
 _ON_ATTENTION = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
 register(
     "mamba2",

@@ -17,7 +17,8 @@ from girih.nn.layers.layer import GateLinear, check_features
 
 class Projection(NamedTuple):
     """A linear projection of a layer's input: the layer's attribute `name`, and the gate of its result
-    (`gates.apply_gate`). The gate "decay" is that of a DecayGate, which has its own bias and rate."""
+    (`gates.apply_gate`). With gate "decay" the attribute is a DecayGate, which has the bias and the log
+    rate."""
 
     name: str
     gate: str = "none"
@@ -55,7 +56,7 @@ def decay_projections(layer: nn.Module) -> tuple[Projection, ...]:
 
 
 def products_of(layer: nn.Module, specs: Sequence[Projection]) -> tuple[Product, ...]:
-    """`project` by the weights alone, as a decoding step computes it."""
+    """`project` as products of the weights, which a decoding step computes without calling modules."""
     modules = [getattr(layer, spec.name) for spec in specs]
     return tuple(
         module.product()

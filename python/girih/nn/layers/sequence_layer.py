@@ -45,19 +45,20 @@ class SequenceLayer(Layer):
         return self.attention_call(super().__call__, x, self.layer_idx, **kwargs)
 
     def projections(self) -> tuple[Projection, ...] | None:
-        """The projections of x, for a layer that is `o_proj(core(projections of x))`. None: another layer."""
+        """The projections of x, if the layer is `o_proj(output_prologue(core(projections of x)))`; else
+        None."""
         return None
 
     def products(self) -> tuple[Product, ...] | None:
-        """`projections` by their weights: a decoding step computes them in one launch. None: a step calls the
-        layer."""
+        """`projections` as products of the weights. Only a decoding step under CUDA-graph capture
+        (`Block.step`) uses them: it computes all products in one launch. None: `Block.step` calls the layer."""
         specs = self.projections()
         return None if specs is None else products_of(self, specs)
 
     def core(
         self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """The layer between the projections and `output_prologue`. Returns o and the state."""
+        """The part of the layer between the projections and `output_prologue`. Returns o and the state."""
         raise NotImplementedError
 
     def output_prologue(self) -> RowInput:
