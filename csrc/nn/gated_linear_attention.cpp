@@ -45,7 +45,7 @@ void GatedLinearAttentionImpl::reset_parameters() {
   if (gate_proj) torch::nn::init::zeros_(gate_proj->bias);
 }
 
-// The log decay g and, for gate = scalar, the step dt.
+// The log decay g and, for gate = scalar, the time step dt.
 std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   if (options.gate == "none") return {};
   if (options.gate == "fixed") {
@@ -91,11 +91,12 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
 namespace {
 
 AnyLayer make_linear_attention(const Config& c, GatedLinearAttentionOptions defaults) {
-  const auto has_rotary = defaults.rotary && c.rotary;  // the field `rotary` is read by retnet only
+  const auto has_rotary = defaults.rotary && c.rotary;  // only retnet reads the field `rotary`
   auto options = options_from_config(c, std::move(defaults));
   options.rotary = has_rotary;
   if (!has_rotary)
-    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // the field belongs to other layers
+    // Not read; other layers of the model may set the field.
+    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;
   return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 

@@ -205,9 +205,9 @@ std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
 
 namespace {
 
-// Samples: chances [B, vocab_size] -> [B, 1]. multinomial checks the chances and waits for the device, so on
-// a GPU this is its formula without the check. `sound`, initially undefined, becomes false on the device if
-// any chance is not a number in [0, 1].
+// Samples: probabilities [B, vocab_size] -> [B, 1]. multinomial checks the probabilities and waits for the
+// device, so on a GPU this function computes the formula of multinomial without the check. is_valid,
+// initially undefined, becomes false on the device if any probability is not a number in [0, 1].
 Tensor sample(const Tensor& probabilities, const std::optional<at::Generator>& generator, Tensor& is_valid) {
   if (!probabilities.is_cuda()) return probabilities.multinomial(1, /*replacement=*/false, generator);
   const auto numbers = (probabilities <= 1).all();
@@ -232,7 +232,7 @@ Tensor select_token(const Tensor& logits, const GenerateOptions& options, Tensor
   auto probabilities = scores.softmax(-1);
   if (options.top_p) {
     const auto [sorted, order] = probabilities.sort(/*dim=*/-1, /*descending=*/true);
-    // Sum of the chances of more likely tokens.
+    // Sum of the probabilities of more likely tokens.
     const auto before = sorted.cumsum(-1) - sorted;
     probabilities =
         at::zeros_like(probabilities).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));

@@ -165,11 +165,12 @@ Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& a
 
 Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
   expect_state(call.state, x, call.cu_seqlens);
-  const auto p = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto parts = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto &k = parts[1], &v = parts[2];
   State after;
-  const auto beta = step_sizes(p[1], p[2], call, after);
+  const auto beta = step_sizes(k, v, call, after);
   after.parts.emplace_back();  // parts[1], the memory, set below
-  const auto kv = virtual_rows(silu_normalize(at::cat({p[1], p[2]}, 2)), call, after)
+  const auto kv = virtual_rows(silu_normalize(at::cat({k, v}, 2)), call, after)
                       .split_with_sizes({heads_[1], heads_[2]}, 2);
   const ops::DeltaProductOptions op_options{
       .n = options.n,
@@ -178,7 +179,7 @@ Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
       .between_chunks = options.between_chunks,
       .state = call.part(1).as<ops::DeltaProductState>(),
       .cu_seqlens = call.cu_seqlens};
-  const auto q = silu_normalize(p[0]);
+  const auto q = silu_normalize(parts[0]);
   auto [o, memory] =
       call.is_step(x)
           ? std::pair(ops::delta_product_step(q, kv[0], kv[1], beta, {}, op_options), op_options.state)

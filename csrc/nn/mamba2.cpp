@@ -36,8 +36,7 @@ Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options set
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) uniformly in [1, 16] and steps softplus(dt_bias) log-uniformly in
-// [0.001, 0.1].
+// Initializes rates exp(A_log) uniformly in [1, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1].
 void Mamba2Impl::reset_parameters() {
   const at::NoGradGuard no_grad;
   A_log.uniform_(1, 16).log_();

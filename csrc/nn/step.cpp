@@ -10,7 +10,7 @@
 namespace girih::nn {
 namespace {
 
-// Limits of the few_rows kernel.
+// Limits of the operator few_rows.
 constexpr int64_t kMaxRows = 16, kMaxMatrices = 8, kMaxWidth = 8192, kMaxElements = 96 * 1024;
 
 using SkinnyGemmSignature = std::vector<Tensor>(const Tensor&, at::TensorList,

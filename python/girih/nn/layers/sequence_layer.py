@@ -51,7 +51,8 @@ class SequenceLayer(Layer):
 
     def products(self) -> tuple[Product, ...] | None:
         """`projections` as products of the weights. Only a decoding step under CUDA-graph capture
-        (`Block.step`) uses them: it computes all products in one launch. None: `Block.step` calls the layer."""
+        (`Block.step`) uses them: it computes all products in one launch.
+        None: `Block.step` calls the layer."""
         specs = self.projections()
         return None if specs is None else products_of(self, specs)
 
