@@ -78,9 +78,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     file = folder / LOCK
     with file.open("w") as lock:
         try:
-            fcntl.lockf(
-                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # belongs to this process: a fork does not inherit it
+            # The lock belongs to this process: a fork does not inherit it.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise Refusal(f"folder {folder}: another run is at work in it") from None
         if not is_held():
