@@ -108,7 +108,8 @@ class Task(ABC, Generic[AnyRecipe]):
         return replace(recipe, **fields)
 
     def label(self, setting: str) -> str:
-        """The task with its setting, "mqar_256 pairs=4,8", fields in the task's order; `parse_label` parses it."""
+        """The task with its setting, "mqar_256 pairs=4,8", fields in the task's order; `parse_label` parses
+        it."""
         place = {name: i for i, name in enumerate(self.settings)}
         words = sorted(setting.split(), key=lambda word: place.get(word.split("=")[0], 0))
         return " ".join([self.name, *words])
