@@ -40,7 +40,7 @@ bool has_silu_product_kernel(const Tensor& gate, const Tensor& up) {
          gate.scalar_type() == up.scalar_type() && gate.numel() % kPack == 0;
 }
 
-bool is_plain_product(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
+bool is_plain_linear(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
 
 bool has_linears_kernel(const Tensor& x, const std::vector<Product>& specs) {
   const auto dtype = specs[0].weight.scalar_type();
@@ -143,7 +143,7 @@ std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& s
 }
 
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Product& product) {
-  if (at::GradMode::is_enabled() && is_plain_product(product) && has_silu_product_kernel(gate, up) &&
+  if (at::GradMode::is_enabled() && is_plain_linear(product) && has_silu_product_kernel(gate, up) &&
       has_fused_kernel(product.weight))
     return girih::fused::silu_product_linear(gate, up, product.weight);
   return apply_linears(silu_product(gate, up), {product})[0];
