@@ -10,14 +10,14 @@
 namespace girih::nn {
 namespace {
 
-// Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time; a
-// full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan for
-// each size, which takes tens of milliseconds.
+// Number of slots of a cache for `tokens` tokens and later ones. A decoding step reads all slots, so spare
+// slots cost time. A full cache is copied and its CUDA graph captured again. The result is a multiple of 256,
+// because cuDNN builds a plan for each size in tens of milliseconds.
 int64_t choose_capacity(int64_t tokens) {
   return (tokens + std::max<int64_t>(64, tokens / 8) + 255) / 256 * 256;
 }
 
-// A new tensor with at least `slots` slots: the first `tokens` slots of `kept` (may be undefined), then
+// A new tensor with at least `slots` slots: the first `tokens` slots of `cached` (may be undefined), then
 // x [N, T, heads, head_dim].
 Tensor append_tokens(const Tensor& cached, int64_t tokens, const Tensor& x, int64_t slots) {
   const auto end = tokens + x.size(1);
@@ -28,7 +28,7 @@ Tensor append_tokens(const Tensor& cached, int64_t tokens, const Tensor& x, int6
   return padded;
 }
 
-// The tables for keys k [N, slots, heads, head_dim].
+// The tables of a decoding step for keys k [N, slots, heads, head_dim].
 std::shared_ptr<const Slots> make_slots(const Tensor& k, const AttentionOptions& options) {
   const auto theta = options.rope_theta;
   const auto window = options.window.value_or(0);
@@ -153,7 +153,7 @@ Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& cal
   expect_state(call.state, x);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto past = before.tokens, T = x.size(1);
-  if (call.steps(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
+  if (call.is_step(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&
       before.tensors[0].scalar_type() == qkv.scalar_type())
     return step(qkv, before);
   const auto position = at::arange(past, past + T, x.options().dtype(at::kLong));

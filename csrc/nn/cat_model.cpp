@@ -72,7 +72,7 @@ void CatModelImpl::set_chunk(int64_t chunk) {
   chunk_ = chunk;
 }
 
-// State {ids, header, tokens, known} and {k, v} of each layer: tokens and header of the current chunk,
+// State {ids, header, tokens, host_tokens} and {k, v} of each layer: tokens and header of the current chunk,
 // lengths of the sequences on the device and on the host, keys and values of the chunk's rows and of all
 // headers.
 Output CatModelImpl::run(const Tensor& ids, const Call& call) {
@@ -101,7 +101,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
                     " tokens; expected at most max_position_embeddings, ", max_position_embeddings_);
   if (past && !call.attention_mask.defined() && T == 1) {
     return step(ids,
-                call.steps(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+                call.is_step(ids) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   // The incomplete chunk is read again from its start.
   const bool needs_cache = past || call.use_cache;
@@ -142,8 +142,8 @@ Output CatModelImpl::step(const Tensor& ids, const State& state) {
   auto x = embed_tokens(ids);
   if (const auto compressions = after.find_compressions(C)) {
     const auto& sequences = compressions->sequences;
-    const auto place = (at::floor_divide(n.index_select(0, sequences), C) - 1).unsqueeze(-1);
-    const auto next = compressor(chunk.index_select(0, sequences).unsqueeze(1), place);
+    const auto index = (at::floor_divide(n.index_select(0, sequences), C) - 1).unsqueeze(-1);
+    const auto next = compressor(chunk.index_select(0, sequences).unsqueeze(1), index);
     cached_header.index_put_({sequences},
                              compressions->select(next.select(1, 0), cached_header.index({sequences})));
     x = x.index_put({sequences}, compressions->select(next, x.index({sequences})));
@@ -191,8 +191,8 @@ Tensor CatModelImpl::decode(Tensor x, const ChunkRows& rows, std::vector<State>&
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
     auto& attention = dynamic_cast<ChunkAttentionImpl&>(*block.mixer);
-    x = block.around(x, [&](const Tensor& y, const RowInput& input, const Tensor& residual) {
-      return attention.attend(y, rows, cache[i], cu_chunks, input, residual);
+    x = block.around(x, [&](const Tensor& y, const RowInput& prologue, const Tensor& residual) {
+      return attention.attend(y, rows, cache[i], cu_chunks, prologue, residual);
     });
   }
   return norm(x);

@@ -31,8 +31,8 @@ struct Compressions {
   Tensor select(const Tensor& fresh, const Tensor& old) const;
 };
 
-// Number of tokens of each of N sequences, int64 [N]: `tokens` on the device, for computations; `known` on
-// the CPU, for the host's choice of kernels and sizes.
+// Number of tokens of each of N sequences, int64 [N]: `tokens` on the device, for computations;
+// `host_tokens`, the same numbers on the CPU, for the host's choice of kernels and sizes.
 struct SequenceLengths {
   Tensor tokens, host_tokens;
 
@@ -51,8 +51,8 @@ struct SequenceLengths {
 
 // Layout of T further tokens of N sequences in chunks. The first chunk of a row is the sequence's incomplete
 // chunk, with its earlier tokens. Masked tokens are moved behind the valid tokens, which do not attend to
-// them. `keep`: the sequences continue after this call. Then the host reads the lengths, and waits for the
-// device if there is a mask.
+// them. use_cache: whether the sequences continue after this call. Then the host reads the lengths, and waits
+// for the device if there is a mask.
 class Continuation {
  public:
   // past: lengths before the call; past.tokens is undefined at the start of the sequences.
@@ -70,7 +70,7 @@ class Continuation {
 
   Tensor first_chunk;           // [N]: index of the table's first chunk in the sequence
   int64_t chunks;               // chunks of the table; the next token's chunk is one of them
-  SequenceLengths seq_lengths;  // lengths after the call, with `keep`
+  SequenceLengths seq_lengths;  // lengths after the call, with use_cache
 
  private:
   int64_t chunk_, T_;

@@ -7,7 +7,7 @@
 namespace girih::nn {
 namespace {
 
-// Headers by which a cache grows. Growth copies the cache, and a step reads all slots.
+// A cache grows by this many headers. Growth copies the cache, and a step reads all slots.
 constexpr int64_t kRoom = 16;
 
 // The cache after the rows of a call: the headers of all chunks, and the rows of the current chunk.
@@ -59,8 +59,8 @@ Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
 }
 
 Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, State& cache,
-                                  const Tensor& cu_chunks, const RowInput& input, const Tensor& residual) {
-  const auto qkv = nn::products(x, {make_product(qkv_proj)}, input)[0].unflatten(-1, {-1, head_dim_});
+                                  const Tensor& cu_chunks, const RowInput& prologue, const Tensor& residual) {
+  const auto qkv = nn::products(x, {make_product(qkv_proj)}, prologue)[0].unflatten(-1, {-1, head_dim_});
   auto rows = call_rows;
   // The dtypes differ when only some calls run under autocast.
   for (auto& part : cache.tensors) part = part.to(qkv.scalar_type());
@@ -170,8 +170,8 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
 
 void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
-// State {x, header, k, v, tokens, known}: inputs and header of the current chunk, keys and values of its
-// tokens and of all headers, lengths of the sequences on the device and on the host.
+// State {x, header, k, v, tokens, host_tokens}: inputs and header of the current chunk, keys and values of
+// its tokens and of all headers, lengths of the sequences on the device and on the host.
 Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   check_packing(x, call.cu_seqlens);
   check_mask(x, call.attention_mask);
@@ -190,7 +190,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
   check_state(call.state, 6, 0);
   if (past) check_batch(call.state.tensors[0], x.size(0));
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
-    return step(x, call.steps(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
+    return step(x, call.is_step(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }
   const auto& before = call.state.tensors;
   const auto seq_lengths = past ? SequenceLengths{before[4], before[5]} : SequenceLengths();

@@ -9,6 +9,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
     : options(completed("delta_product", hidden_size, num_heads, settings)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
+  // completed() has filled options.chunk from Config::chunk, so the caller's value is tested.
   TORCH_CHECK_VALUE(!options.between_chunks || settings.chunk,
                     "chunk is missing; between_chunks requires it");
   TORCH_CHECK_VALUE(options.between_chunks || !settings.chunk, "chunk is ", settings.chunk.value_or(0),
@@ -27,7 +28,8 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
-// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n rows of a token are adjacent.
+// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n keys, values or betas of a token are
+// adjacent rows.
 Tensor DeltaProductImpl::split_steps(const Tensor& x) const {
   return x.unflatten(2, {options.n, -1}).flatten(1, 2);
 }
@@ -44,18 +46,18 @@ Product DeltaProductImpl::output() const { return make_product(o_proj); }
 
 Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
-  const auto p = split_heads(qkv, heads_, key_dim_, value_dim_);
-  const auto k = split_steps(p[1]), v = split_steps(p[2]);
+  const auto [q, k_rows, v_rows] = split_heads(qkv, heads_, key_dim_, value_dim_);
+  const auto k = split_steps(k_rows), v = split_steps(v_rows);
   const auto beta = split_steps(projected[1]), g = decay ? projected[3] : Tensor();
-  const ops::DeltaProductOptions rule{.n = options.n,
-                                      .l2norm_qk = true,
-                                      .chunk = options.chunk,
-                                      .between_chunks = options.between_chunks,
-                                      .state = call.part(1).as<ops::DeltaProductState>(),
-                                      .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(qkv)
-                         ? std::pair(ops::delta_product_step(p[0], k, v, beta, g, rule), rule.state)
-                         : ops::delta_product(p[0], k, v, beta, g, rule);
+  const ops::DeltaProductOptions op_options{.n = options.n,
+                                            .l2norm_qk = true,
+                                            .chunk = options.chunk,
+                                            .between_chunks = options.between_chunks,
+                                            .state = call.part(1).as<ops::DeltaProductState>(),
+                                            .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.is_step(qkv)
+                         ? std::pair(ops::delta_product_step(q, k, v, beta, g, op_options), op_options.state)
+                         : ops::delta_product(q, k, v, beta, g, op_options);
   const auto gate = to_heads(projected[2], heads_[0]);
   return {norm(o, gate).flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
@@ -70,6 +72,7 @@ AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v
   return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads, options);
 }
 
+// Mixer::check of the delta-rule mixers; expand_v: the mixer's default.
 template <int expand_v = 1>
 void check_delta_rule(const Config& c) {
   head_widths(c, 1, expand_v);

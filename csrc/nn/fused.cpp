@@ -40,7 +40,7 @@ bool has_silu_product_kernel(const Tensor& gate, const Tensor& up) {
          gate.scalar_type() == up.scalar_type() && gate.numel() % kPack == 0;
 }
 
-bool is_plain_product(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
+bool is_plain_linear(const Product& product) { return product.gate == "none" && !product.bias.defined(); }
 
 bool has_linears_kernel(const Tensor& x, const std::vector<Product>& specs) {
   const auto dtype = specs[0].weight.scalar_type();
@@ -59,7 +59,7 @@ Tensor apply_gate(const Tensor& r, const Product& product) {
     return !x.defined() || (has_fused_kernel(x) && x.scalar_type() == at::kFloat &&
                             x.sizes() == r.sizes().slice(r.dim() - 1));
   };
-  if ((gate != "linear" || bias.defined()) && has_fused_kernel(r, /*dense=*/false) &&
+  if ((gate != "linear" || bias.defined()) && has_fused_kernel(r, /*needs_contiguous=*/false) &&
       is_feature_vector(bias) && is_feature_vector(rate)) {
     return girih::fused::row_gates(r, gate, ops::to_optional(bias), ops::to_optional(rate), scale);
   }
@@ -111,8 +111,8 @@ std::array<Tensor, 3> split_and_rotate(const Tensor& qkv, at::IntArrayRef heads,
                                        double theta) {
   constexpr int64_t kMaxHeadDim = 256;
   const auto D = qkv.size(-1);
-  if (at::GradMode::is_enabled() && has_fused_kernel(qkv, /*dense=*/false) && D % (2 * kPack) == 0 &&
-      D <= kMaxHeadDim && qkv.size(0) * qkv.size(1) < int64_t{1} << 31) {
+  if (at::GradMode::is_enabled() && has_fused_kernel(qkv, /*needs_contiguous=*/false) &&
+      D % (2 * kPack) == 0 && D <= kMaxHeadDim && qkv.size(0) * qkv.size(1) < int64_t{1} << 31) {
     auto [q, k, v] = girih::fused::rotary(qkv, heads[0], position,
                                           rotary_frequencies(D, theta, qkv.options().dtype(at::kFloat)));
     return {std::move(q), std::move(k), std::move(v)};
@@ -134,7 +134,7 @@ std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& s
     results = girih::fused::linears(x, weights);
   } else {
     for (const auto& product : specs) {
-      const bool use_bias = product.gate == "none";  // `gated` adds the bias of a gate in fp32
+      const bool use_bias = product.gate == "none";  // apply_gate adds the bias of other gates in fp32
       results.push_back(at::linear(x, product.weight, ops::to_optional(use_bias ? product.bias : Tensor())));
     }
   }
@@ -143,7 +143,7 @@ std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& s
 }
 
 Tensor silu_product_linear(const Tensor& gate, const Tensor& up, const Product& product) {
-  if (at::GradMode::is_enabled() && is_plain_product(product) && has_silu_product_kernel(gate, up) &&
+  if (at::GradMode::is_enabled() && is_plain_linear(product) && has_silu_product_kernel(gate, up) &&
       has_fused_kernel(product.weight))
     return girih::fused::silu_product_linear(gate, up, product.weight);
   return apply_linears(silu_product(gate, up), {product})[0];

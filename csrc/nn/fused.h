@@ -1,4 +1,4 @@
-// Norms, linear layers, gates, SwiGLU and rotary positions: by the fused functions of ops/fused for
+// Norms, linear layers, gates, SwiGLU and rotary positions: computed by the fused functions of ops/fused for
 // contiguous tensors on a GPU, else by PyTorch. The Python twins are fused.py, linears.py, gates.py and
 // rotary.py of python/girih/nn/functional.
 #pragma once

@@ -45,7 +45,7 @@ void GatedLinearAttentionImpl::reset_parameters() {
   if (gate_proj) torch::nn::init::zeros_(gate_proj->bias);
 }
 
-// The log decay g and, for gate = scalar, the step dt.
+// The log decay g and, for gate = scalar, the time step dt.
 std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   if (options.gate == "none") return {};
   if (options.gate == "fixed") {
@@ -54,7 +54,7 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
     return {at::log1p(-at::exp2(at::rsub(head, -5.0))).expand({x.size(0), x.size(1), -1}), {}};
   }
   if (options.gate == "scalar") return decay_scalar(x);
-  const auto logits = nn::gate(gate_proj, decay_vector->at<torch::nn::LinearImpl>(0).forward(x));
+  const auto logits = linear_with_fp32_bias(gate_proj, decay_vector->at<torch::nn::LinearImpl>(0).forward(x));
   return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, key_dim_}), {}};
 }
 
@@ -80,22 +80,23 @@ Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
   }
   const ops::GLAOptions gla{.state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
   auto [o, memory] =
-      call.steps(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);
+      call.is_step(x) ? std::pair(ops::gla_step(q, k, v, g, gla), gla.state) : ops::gla(q, k, v, g, gla);
   if (skipped.defined()) o = o + skipped;
   const auto gate = to_heads(g_proj(x), heads_[0]);
   State after{{}, {conv_state, State::of(memory)}};
-  if (options.rotary) after.tensors = {call.steps(x) ? call.state.tensors[0].add_(1) : length};
+  if (options.rotary) after.tensors = {call.is_step(x) ? call.state.tensors[0].add_(1) : length};
   return {o_proj(norm(o, gate).flatten(-2)), after};
 }
 
 namespace {
 
 AnyLayer make_linear_attention(const Config& c, GatedLinearAttentionOptions defaults) {
-  const auto has_rotary = defaults.rotary && c.rotary;  // the field `rotary` is read by retnet only
+  const auto has_rotary = defaults.rotary && c.rotary;  // only retnet reads the field `rotary`
   auto options = options_from_config(c, std::move(defaults));
   options.rotary = has_rotary;
   if (!has_rotary)
-    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;  // the field belongs to other layers
+    // Not read; other layers of the model may set the field.
+    options.rope_theta = GatedLinearAttentionOptions{}.rope_theta;
   return std::make_shared<GatedLinearAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 

@@ -1,4 +1,4 @@
-// GatedSlotAttention: gsa, and abc without a gate.
+// GatedSlotAttention: the mixers gsa and abc, its form without gates.
 #include "mixers.h"
 #include "step.h"
 
@@ -26,14 +26,15 @@ GatedSlotAttentionImpl::GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_
   reset_parameters();
 }
 
-// Initializes time constants -1 / g from 4 to 4096 tokens, evenly spaced in the logarithm over the slots.
-// With equal time constants all slots would hold equal values forever.
+// Initializes the time constants -1 / g of the slots log-spaced from 4 to 4096 tokens, because slots with
+// equal time constants would always hold equal values.
 void GatedSlotAttentionImpl::reset_parameters() {
   if (!decay_logits.defined()) return;
   at::NoGradGuard no_grad;
   const auto tokens = at::logspace(2, 12, options.num_slots, /*base=*/2, decay_logits.options());
-  const auto g = -options.gate_logit_normalizer / tokens;  // logsigmoid(decay_logits)
-  decay_logits.copy_(g - at::log(-at::expm1(g)));
+  const auto y =
+      -options.gate_logit_normalizer / tokens;     // logsigmoid(decay_logits) = g gate_logit_normalizer
+  decay_logits.copy_(y - at::log(-at::expm1(y)));  // the inverse of logsigmoid: y - log(1 - e^y)
 }
 
 std::vector<Product> GatedSlotAttentionImpl::products() const {
@@ -51,26 +52,30 @@ Product GatedSlotAttentionImpl::output() const { return make_product(o_proj); }
 
 Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
-  const auto p = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
-  const auto f = f_proj ? projected[1].unflatten(-1, {-1, options.num_slots})
-                        : (at::log_sigmoid(promote_to_fp32(decay_logits)) / options.gate_logit_normalizer)
-                              .expand({qkv.size(0), qkv.size(1), -1, -1});
-  const auto s = options.gated ? Tensor() : f, g = options.gated ? f : Tensor();
+  const auto parts = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);
+  const auto &q = parts[0], &k = parts[1], &v = parts[2];
+  // The log decay, or for abc the logits: [B, T, memories, slots].
+  const auto per_slot = f_proj
+                            ? projected[1].unflatten(-1, {-1, options.num_slots})
+                            : (at::log_sigmoid(promote_to_fp32(decay_logits)) / options.gate_logit_normalizer)
+                                  .expand({qkv.size(0), qkv.size(1), -1, -1});
+  const auto s = options.gated ? Tensor() : per_slot, g = options.gated ? per_slot : Tensor();
   const ops::GSAOptions gsa{.scale = 1.0,
                             .feature = options.feature,
                             .state = call.part(1).as<ops::GSAState>(),
                             .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(qkv) ? std::pair(ops::gsa_step(p[0], p[1], p[2], s, g, gsa), gsa.state)
-                                     : ops::gsa(p[0], p[1], p[2], s, g, gsa);
+  auto [o, memory] = call.is_step(qkv) ? std::pair(ops::gsa_step(q, k, v, s, g, gsa), gsa.state)
+                                       : ops::gsa(q, k, v, s, g, gsa);
   return {o.flatten(-2), {{}, {conv_state, State::of(memory)}}};
 }
 
 namespace {
 
-AnyLayer slots(const Config& c, bool gated) {
+AnyLayer make_slot_attention(const Config& c, bool gated) {
   auto options = options_from_config<GatedSlotAttentionOptions>(c);
   options.gated = gated;
-  if (!gated) options.data_dependent_decay = true;  // the field belongs to gsa layers of the model
+  // abc does not read data_dependent_decay, which gsa layers of the model may set.
+  if (!gated) options.data_dependent_decay = true;
   return std::make_shared<GatedSlotAttentionImpl>(c.hidden_size, c.num_heads, options);
 }
 
@@ -80,9 +85,10 @@ std::vector<MixerField> slot_fields(std::initializer_list<MixerField> own) {
   return all;
 }
 
-const MixerRegistration gsa({"gsa", [](const Config& c) { return slots(c, true); },
+const MixerRegistration gsa({"gsa", [](const Config& c) { return make_slot_attention(c, true); },
                              slot_fields({"data_dependent_decay"})});
-const MixerRegistration abc({"abc", [](const Config& c) { return slots(c, false); }, slot_fields({})});
+const MixerRegistration abc({"abc", [](const Config& c) { return make_slot_attention(c, false); },
+                             slot_fields({})});
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 
 namespace girih::nn {
 
-// kept [N, slots, ...] if it has slots for `headers` headers, else a zero-padded copy that has.
+// cache [N, slots, ...] if it has slots for `headers` headers, else a copy padded with zeros.
 Tensor with_room(const Tensor& cache, int64_t chunk, int64_t headers);
 
 }  // namespace girih::nn

@@ -40,8 +40,8 @@ Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(0).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
   const auto query = at::silu(q);
-  auto [o, memory] = call.steps(projected[0]) ? std::pair(ops::gla_step(query, k, v, g, gla), gla.state)
-                                              : ops::gla(query, k, v, g, gla);
+  auto [o, memory] = call.is_step(projected[0]) ? std::pair(ops::gla_step(query, k, v, g, gla), gla.state)
+                                                : ops::gla(query, k, v, g, gla);
   return {o.flatten(-2), {{}, {State::of(memory)}}};
 }
 

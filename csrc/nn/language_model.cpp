@@ -25,7 +25,7 @@ BlockImpl::BlockImpl(AnyLayer inner, int64_t hidden_size, std::optional<int64_t>
 
 // The state of the block is the state of its mixer.
 Output BlockImpl::run(const Tensor& x, const Call& call) {
-  if (!has_few_rows(x)) {
+  if (!is_decode_sized(x)) {
     const auto after = parts(x, {}, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
     return {after.x + after.branch, after.state};
   }
@@ -48,7 +48,7 @@ bool BlockImpl::stepped(State& state, std::vector<int64_t>& kind) const {
 
 Tensor BlockImpl::around(const Tensor& x,
                          const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
-  if (has_few_rows(x)) {
+  if (is_decode_sized(x)) {
     const auto h = mix(x, mixer_norm->input(), x);
     return mlp ? mlp->onto(h, h, mlp_norm->input()) : h;
   }
@@ -74,7 +74,7 @@ ModelImpl::ModelImpl(const Config& config)
 Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids), branch = Tensor();
-  const bool has_few = has_few_rows(x);
+  const bool has_few = is_decode_sized(x);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);
@@ -205,9 +205,9 @@ std::vector<int64_t> list_of(const std::optional<TokenIds>& ids) {
 
 namespace {
 
-// Samples: chances [B, vocab_size] -> [B, 1]. multinomial checks the chances and waits for the device, so on
-// a GPU this is its formula without the check. `sound`, initially undefined, becomes false on the device if
-// any chance is not a number in [0, 1].
+// Samples: probabilities [B, vocab_size] -> [B, 1]. multinomial checks the probabilities and waits for the
+// device, so on a GPU this function computes the formula of multinomial without the check. is_valid,
+// initially undefined, becomes false on the device if any probability is not a number in [0, 1].
 Tensor sample(const Tensor& probabilities, const std::optional<at::Generator>& generator, Tensor& is_valid) {
   if (!probabilities.is_cuda()) return probabilities.multinomial(1, /*replacement=*/false, generator);
   const auto numbers = (probabilities <= 1).all();
@@ -232,7 +232,7 @@ Tensor select_token(const Tensor& logits, const GenerateOptions& options, Tensor
   auto probabilities = scores.softmax(-1);
   if (options.top_p) {
     const auto [sorted, order] = probabilities.sort(/*dim=*/-1, /*descending=*/true);
-    // Sum of the chances of more likely tokens.
+    // Sum of the probabilities of more likely tokens.
     const auto before = sorted.cumsum(-1) - sorted;
     probabilities =
         at::zeros_like(probabilities).scatter(-1, order, sorted.masked_fill(before >= *options.top_p, 0.0));

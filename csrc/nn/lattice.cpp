@@ -8,11 +8,11 @@ namespace girih::nn {
 LatticeImpl::LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions settings)
     : options(completed("lattice", hidden_size, num_heads, std::move(settings))), num_heads_(num_heads) {
   const auto head_dim = *options.head_dim, width = num_heads * head_dim;
-  const auto slots = num_heads * options.num_slots;
+  const auto qk_width = num_heads * options.num_slots;
   const ShortConvOptions conv{.kernel_size = options.conv_size};
-  qk_proj = register_module("qk_proj", linear(hidden_size, slots));
-  q_conv = register_module("q_conv", ShortConv(slots, conv));
-  k_conv = register_module("k_conv", ShortConv(slots, conv));
+  qk_proj = register_module("qk_proj", linear(hidden_size, qk_width));
+  q_conv = register_module("q_conv", ShortConv(qk_width, conv));
+  k_conv = register_module("k_conv", ShortConv(qk_width, conv));
   v_proj = register_module("v_proj", linear(hidden_size, width));
   gamma_proj = register_module("gamma_proj", linear(hidden_size, num_heads, true));
   if (options.gated) decay = register_module("decay", DecayGate(hidden_size, num_heads, 0.01));
@@ -52,14 +52,15 @@ Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call)
   auto past = call.part(2).as<ops::LatticeState>();
   if (call.state.empty())
     past.first = options.normalize ? unit(promote_to_fp32(memory), -2) : promote_to_fp32(memory);
-  const ops::LatticeOptions rule{.chunk = options.chunk,
-                                 .objective = options.objective,
-                                 .normalize = options.normalize,
-                                 .shrinkage = options.shrinkage,
-                                 .state = past,
-                                 .cu_seqlens = call.cu_seqlens};
-  auto [o, state] = call.steps(qk) ? std::pair(ops::lattice_step(q, k, v, gamma, g, rule), rule.state)
-                                   : ops::lattice(q, k, v, gamma, g, rule);
+  const ops::LatticeOptions op_options{.chunk = options.chunk,
+                                       .objective = options.objective,
+                                       .normalize = options.normalize,
+                                       .shrinkage = options.shrinkage,
+                                       .state = past,
+                                       .cu_seqlens = call.cu_seqlens};
+  auto [o, state] = call.is_step(qk)
+                        ? std::pair(ops::lattice_step(q, k, v, gamma, g, op_options), op_options.state)
+                        : ops::lattice(q, k, v, gamma, g, op_options);
   return {apply_output_gate(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(state)}}};
 }

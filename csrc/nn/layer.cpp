@@ -39,11 +39,11 @@ State State::map(const std::function<Tensor(const Tensor&)>& f) const {
 
 namespace {
 
-// Stores the data of fp32 tensors, and restores them to fp32 after `to` has rounded them.
+// Keeps the fp32 data of tensors, and restores it after `to` has rounded the tensors.
 struct Fp32Restorer {
   std::vector<Tensor> tensors, previous;
 
-  explicit Fp32Restorer(const std::vector<Tensor>& fp32_restorer) : tensors(fp32_restorer) {
+  explicit Fp32Restorer(const std::vector<Tensor>& fp32_tensors) : tensors(fp32_tensors) {
     for (const auto& tensor : tensors) previous.push_back(tensor.detach());
   }
   void restore() {
@@ -102,26 +102,27 @@ Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
                               "core: not implemented; a layer that overrides products overrides core too");
 }
 
-Output LayerImpl::run_products(const Tensor& x, const Call& call, const RowInput& input,
+Output LayerImpl::run_products(const Tensor& x, const Call& call, const RowInput& prologue,
                                const Tensor& residual) {
-  auto [o, state] = core(nn::products(x, products(), input), call);
+  auto [o, state] = core(nn::products(x, products(), prologue), call);
   if (!call.use_cache) state = {};
   return {nn::products(o, {output()}, output_prologue(), residual)[0], state};
 }
 
-Output LayerImpl::run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& input,
+Output LayerImpl::run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& prologue,
                                     const Call& call) const {
-  // core() does not read masks or packed sequences; forward() does.
+  // run_products skips the checks of `forward` and the sort of valid tokens in RecurrentLayerImpl::run, so it
+  // takes neither a mask nor cu_seqlens.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
-    return layer.run_products(x, call, input, x);
-  auto [y, state] = layer.forward(apply_row_input(x, input), call.attention_mask, call.state, call.use_cache,
-                                  call.cu_seqlens);
+    return layer.run_products(x, call, prologue, x);
+  auto [y, state] = layer.forward(apply_prologue(x, prologue), call.attention_mask, call.state,
+                                  call.use_cache, call.cu_seqlens);
   return {x + y, state};
 }
 
 bool LayerImpl::stepped(State&, std::vector<int64_t>&) const { return false; }
 
-bool LayerImpl::Call::steps(const Tensor& x) const {
+bool LayerImpl::Call::is_step(const Tensor& x) const {
   return use_cache && !state.empty() && !cu_seqlens.defined() && x.size(1) == 1 &&
          !at::GradMode::is_enabled();
 }
@@ -135,7 +136,8 @@ void check_mask(const Tensor& x, const Tensor& attention_mask) {
 void check_state(const State& state, size_t tensors, size_t parts) {
   TORCH_CHECK_VALUE(state.empty() || (state.tensors.size() == tensors && state.parts.size() == parts),
                     "state has ", state.tensors.size(), " tensors and ", state.parts.size(),
-                    " parts; expected ", tensors, " and ", parts, ", as this layer returns it");
+                    " parts; expected ", tensors, " and ", parts,
+                    "; pass the state that this layer returned");
 }
 
 int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens) {
@@ -154,7 +156,7 @@ void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef sh
   const bool fits = dtype ? part.scalar_type() == *dtype : part.is_floating_point();
   TORCH_CHECK_VALUE(fits && part.sizes() == shape, "state: ", name, " is ", part.scalar_type(), " of shape ",
                     part.sizes(), "; expected ", dtype ? c10::toString(*dtype) : "a floating dtype",
-                    " and shape ", shape, ", as this layer returns it");
+                    " and shape ", shape, "; pass the state that this layer returned");
 }
 
 void check_packing(const Tensor& x, const Tensor& cu_seqlens) {

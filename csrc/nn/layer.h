@@ -12,8 +12,8 @@
 
 namespace girih::nn {
 
-// A guard: while it exists, `linear` and `embedding` of this thread return uninitialized weights.
-// from_pretrained replaces the weights; to draw random ones first takes longer than to read the file.
+// While an object exists, `linear` and `embedding` of this thread return uninitialized weights.
+// from_pretrained overwrites the weights, and drawing random values takes longer than reading the file.
 class SkipInitGuard {
  public:
   SkipInitGuard() : previous_(std::exchange(is_enabled_, true)) {}
@@ -42,12 +42,12 @@ inline Tensor unit(const Tensor& x, int64_t dim) {
 }
 
 // x W^T in the dtype of x, plus b in fp32 or fp64: the bias of a gate sets its time scale.
-inline Tensor gate(const torch::nn::Linear& proj, const Tensor& x) {
+inline Tensor linear_with_fp32_bias(const torch::nn::Linear& proj, const Tensor& x) {
   return promote_to_fp32(at::linear(x, proj->weight)) + proj->bias;
 }
 
-// The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)). All gradients of a chunk are
-// computed at the chunk's first state, so the sum of the chunk's steps must not overshoot.
+// The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)). All updates of a chunk are
+// computed with the memory at the start of the chunk, so the sum of its step sizes must not overshoot.
 double initial_step_size_bias(int64_t chunk);
 
 // norm(o, gate); without a norm, o * gelu(gate).
@@ -68,7 +68,7 @@ void check_mask(const Tensor& x, const Tensor& attention_mask);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);
 // Number of sequences of x [B, T, ...]: N for cu_seqlens [N + 1], else B.
 int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens = {});
-// Throws unless `part`, a tensor [N, ...] of a state, is of this number of sequences.
+// Throws unless `part`, a tensor [N, ...] of a state, has this number of sequences.
 void check_batch(const Tensor& part, int64_t sequences);
 // Throws unless the state is empty or has this number of tensors and parts.
 void check_state(const State& state, size_t tensors, size_t parts);
@@ -90,8 +90,8 @@ void check_mixture(const MixAttentionOptions& options);
 std::tuple<Tensor, Tensor, Tensor> sort_valid_first(const Tensor& valid);
 
 // Position of each token of x [B, T, ...] in its sequence, [B, T], and length of each sequence after x, [N].
-// before: lengths of the sequences at the start of x, int64 [N]; undefined: 0. cu_seqlens: [N + 1], or bounds
-// of rows [B, 2], or undefined.
+// previous: lengths of the sequences before x, int64 [N]; undefined: 0. cu_seqlens: [N + 1], or [B, 2] with
+// the first and last + 1 valid token of each row, or undefined.
 std::pair<Tensor, Tensor> token_positions(const Tensor& x, Tensor previous, const Tensor& cu_seqlens);
 
 // Rotary frequencies theta^(-2i/D), [D/2].
@@ -112,8 +112,8 @@ std::array<Tensor, 3> rotate_row(const Tensor& qkv, at::IntArrayRef heads, const
 // not repeated.
 Tensor attend_row(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask);
 
-// Concatenates the mask `before` of `past` tokens and the mask `now` of x [B, T, ...]: [B, past + T]. An
-// undefined mask counts as ones; the result is undefined if both are.
+// Concatenates the mask `previous` of `past` tokens and the mask `current` of x [B, T, ...]: [B, past + T].
+// An undefined mask counts as ones; the result is undefined if both are undefined.
 Tensor join_masks(const Tensor& previous, const Tensor& current, int64_t past, const Tensor& x);
 
 }  // namespace girih::nn

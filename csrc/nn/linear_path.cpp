@@ -99,7 +99,7 @@ void LinearPathImpl::expect_state(const State& state, const Tensor& x, const Ten
 // Causal mean of x [B, T, heads, head_dim], in fp32 or fp64. pool = past: a running sum, computed as linear
 // attention with k = q = 1. The sum may exceed the range of fp16: then x is converted to fp32.
 Tensor LinearPathImpl::pool(const Tensor& x, const Call& call, State& after) const {
-  const bool in_place = call.steps(x);
+  const bool in_place = call.is_step(x);
   if (options.pool == "window") {
     const auto taps = at::full({kPoolWindow}, 1.0 / kPoolWindow, x.options());
     auto [mean, last] = convolve(x, taps, call.part(0), call.cu_seqlens, in_place);
@@ -147,7 +147,7 @@ Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& a
     const auto taps = at::arange(-0.5, 1.0, 1.0, kv.options());
     for (int64_t m = 1; m < n; ++m) {
       auto [row, last] =
-          convolve(rows.back(), taps, call.part(size_t(m) + 1), call.cu_seqlens, call.steps(kv));
+          convolve(rows.back(), taps, call.part(size_t(m) + 1), call.cu_seqlens, call.is_step(kv));
       rows.push_back(row);
       after.parts.push_back(std::move(last));
     }
@@ -165,23 +165,25 @@ Tensor LinearPathImpl::virtual_rows(const Tensor& kv, const Call& call, State& a
 
 Output LinearPathImpl::mix(const Tensor& x, const Call& call) {
   expect_state(call.state, x, call.cu_seqlens);
-  const auto p = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto parts = x.unflatten(-1, {-1, head_dim_}).split_with_sizes(heads_, 2);
+  const auto &k = parts[1], &v = parts[2];
   State after;
-  const auto beta = step_sizes(p[1], p[2], call, after);
+  const auto beta = step_sizes(k, v, call, after);
   after.parts.emplace_back();  // parts[1], the memory, set below
-  const auto kv = virtual_rows(silu_normalize(at::cat({p[1], p[2]}, 2)), call, after)
+  const auto kv = virtual_rows(silu_normalize(at::cat({k, v}, 2)), call, after)
                       .split_with_sizes({heads_[1], heads_[2]}, 2);
-  const ops::DeltaProductOptions rule{
+  const ops::DeltaProductOptions op_options{
       .n = options.n,
       .scale = 1.0,  // the norm removes any scale of o
       .chunk = options.between_chunks ? std::optional(options.chunk) : std::nullopt,
       .between_chunks = options.between_chunks,
       .state = call.part(1).as<ops::DeltaProductState>(),
       .cu_seqlens = call.cu_seqlens};
-  const auto q = silu_normalize(p[0]);
-  auto [o, memory] = call.steps(x)
-                         ? std::pair(ops::delta_product_step(q, kv[0], kv[1], beta, {}, rule), rule.state)
-                         : ops::delta_product(q, kv[0], kv[1], beta, {}, rule);
+  const auto q = silu_normalize(parts[0]);
+  auto [o, memory] =
+      call.is_step(x)
+          ? std::pair(ops::delta_product_step(q, kv[0], kv[1], beta, {}, op_options), op_options.state)
+          : ops::delta_product(q, kv[0], kv[1], beta, {}, op_options);
   after.parts[1] = State::of(memory);
   return {norm(o).flatten(-2), std::move(after)};
 }

@@ -36,8 +36,7 @@ Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options set
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) uniformly in [1, 16] and steps softplus(dt_bias) log-uniformly in
-// [0.001, 0.1].
+// Initializes rates exp(A_log) uniformly in [1, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1].
 void Mamba2Impl::reset_parameters() {
   const at::NoGradGuard no_grad;
   A_log.uniform_(1, 16).log_();
@@ -63,7 +62,7 @@ Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) 
   const ops::GLAOptions gla{
       .scale = 1.0, .state = call.part(1).as<ops::GLAState>(), .cu_seqlens = call.cu_seqlens};
   auto [o, memory] =
-      call.steps(xbc) ? std::pair(ops::gla_step(C, B, v, g, gla), gla.state) : ops::gla(C, B, v, g, gla);
+      call.is_step(xbc) ? std::pair(ops::gla_step(C, B, v, g, gla), gla.state) : ops::gla(C, B, v, g, gla);
   o = o + x * skip.unsqueeze(-1).to(x.scalar_type());
   return {silu_product(projected[2], o.flatten(-2)), {{}, {conv_state, State::of(memory)}}};
 }

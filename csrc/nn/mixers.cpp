@@ -95,8 +95,8 @@ void check_ungrouped(const Config& config, const char* mixer) {
 
 namespace {
 
-// Lower bound of the parameters of a layer: projections into heads and out of them, and the parts that depend
-// on fields that the mixer reads.
+// Lower bound of the number of parameters of a layer: the projections to and from heads, and the parameters
+// that depend on fields that the mixer reads.
 double layer_lower_bound(const Config& c, const std::string& name) {
   if (name == "mag") return layer_lower_bound(c, c.mag_base) + layer_lower_bound(c, c.mag_mixer);
   const auto& fields = mixers().at(name).fields;
@@ -111,7 +111,7 @@ double layer_lower_bound(const Config& c, const std::string& name) {
   if (reads("state_size")) return h * (3 * c.expand_v.value_or(2) * heads * D + 2 * double(c.state_size));
   double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;
-  if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // learned first memory
+  if (reads("num_slots") && !reads("num_kv_heads")) count += heads * D * M;  // learned initial memory
   if (reads("n")) count += h * (keys + values) * double(c.n - 1) * memories * D;
   if (name == "cat") count += double(c.chunk) * h * h;
   return count;

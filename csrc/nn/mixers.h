@@ -1,6 +1,7 @@
 // Registry of the mixers that a configuration can name. The file of a layer registers the layer's mixers:
 //
-//   const Registered trellis({"trellis", [](const Config& c) -> AnyLayer { ... }, {"num_slots", ...}});
+//   const MixerRegistration trellis({"trellis", [](const Config& c) -> AnyLayer { ... }, {"num_slots",
+//   ...}});
 #pragma once
 
 #include <girih/language_model.h>
@@ -13,8 +14,8 @@
 
 namespace girih::nn {
 
-// A field that a mixer reads, apart from hidden_size and num_heads; least and most where they are narrower
-// than the configuration's.
+// A field that a mixer reads; every mixer also reads hidden_size and num_heads. least, most: the range of the
+// field, if it is narrower than the range that for_each_field allows.
 struct MixerField {
   // NOLINTBEGIN(google-explicit-constructor): fields are listed by name
   MixerField(const char* name) : name(name) {}
@@ -32,9 +33,9 @@ struct Mixer {
   std::vector<MixerField> fields;
   // Checks conditions on several fields; throws c10::ValueError.
   void (*check)(const Config& config) = [](const Config&) {};
-  // For error messages: how this mixer differed in earlier versions, whose tensors had other shapes.
+  // For error messages about tensors with other shapes: how the mixer differed in earlier versions.
   const char* earlier = "";
-  // Whether its blocks have a feed-forward layer.
+  // Whether blocks with this mixer have a feed-forward layer.
   bool has_mlp = true;
 };
 
@@ -53,15 +54,15 @@ void assign_if_set(To& to, const From& from) {
   }
 }
 
-// A layer's options from a configuration; `otherwise` has the values of fields that are empty.
+// A layer's options from a configuration. An empty field leaves the value of `defaults`.
 template <class Options>
 Options options_from_config(const Config& config, Options defaults = {}) {
   for_each_option(config, defaults, [](const auto& field, auto& option) { assign_if_set(option, field); });
   return defaults;
 }
 
-// Config::completed without the check of options that no mixer reads: a layer has options that a
-// configuration sets by the name of the mixer.
+// Config::completed without the check of options that no mixer reads: the options of a layer include some
+// that the mixer's name determines in a configuration.
 Config complete_for_layer(const Config& config);
 
 // Completes and checks the options of a layer that is constructed directly: fills in num_kv_heads and
@@ -109,8 +110,8 @@ HeadWidths head_widths(const Options& options) {
   return head_widths(config, options.expand_k, options.expand_v);
 }
 
-// Throws if a lower bound of the model's parameters exceeds `most`: a size is probably a typing error. why:
-// the end of the error message, which says what limits the parameters.
+// Throws if a lower bound of the number of parameters exceeds `most`: a size is probably a typing error. why:
+// the end of the error message, which states the limit.
 void check_parameter_count(const Config& config, double most, const char* why);
 
 // Throws if the model's parameters, of `element_size` bytes each, exceed the memory of this machine. Called

@@ -11,7 +11,7 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
   no_weight_decay({weight});
 }
 
-Tensor RMSNormImpl::forward(const Tensor& x) { return apply_row_input(x, input()); }
+Tensor RMSNormImpl::forward(const Tensor& x) { return apply_prologue(x, input()); }
 
 GatedRMSNormImpl::GatedRMSNormImpl(int64_t dim, double eps, std::string activation)
     : RMSNormImpl(dim, eps), activation(std::move(activation)) {
@@ -29,8 +29,8 @@ SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
 
 Tensor SwiGLUImpl::forward(const Tensor& x) { return onto({}, x, {}); }
 
-Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& row_input) {
-  const auto p = products(x, {make_product(gate_proj), make_product(up_proj)}, row_input);
+Tensor SwiGLUImpl::onto(const Tensor& residual, const Tensor& x, const RowInput& prologue) {
+  const auto p = products(x, {make_product(gate_proj), make_product(up_proj)}, prologue);
   return products(p[0], {make_product(down_proj)}, {"silu_product", p[1]}, residual)[0];
 }
 
@@ -44,12 +44,12 @@ DecayGateImpl::DecayGateImpl(int64_t hidden_size, int64_t num_heads, double larg
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) log-uniformly in [1, 16] and steps softplus(dt_bias) log-uniformly in
+// Initializes rates exp(A_log) log-uniformly in [1, 16] and softplus(dt_bias) log-uniformly in
 // [largest_step / 100, largest_step].
 void DecayGateImpl::reset_parameters() {
   torch::nn::init::uniform_(A_log, 0.0, std::log(16.0));
-  const double max_log_step = std::log(largest_step);  // softplus(b) is close to exp(b) for small b
-  torch::nn::init::uniform_(dt_bias, max_log_step - std::log(100.0), max_log_step);
+  const double max_log_dt = std::log(largest_step);  // softplus(b) is close to exp(b) for b << 0
+  torch::nn::init::uniform_(dt_bias, max_log_dt - std::log(100.0), max_log_dt);
 }
 
 double initial_step_size_bias(int64_t chunk) {

@@ -36,7 +36,7 @@ Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   const ops::ShortConvOptions conv{.activation = options.activation,
                                    .state = before.as<ops::ShortConvState>(),
                                    .cu_seqlens = call.cu_seqlens};
-  if (call.steps(x)) return {ops::short_conv_step(x, weight, bias, conv), before};
+  if (call.is_step(x)) return {ops::short_conv_step(x, weight, bias, conv), before};
   auto [y, state] = ops::short_conv(x, weight, bias, conv);
   return {y, State::of(state)};
 }

@@ -5,16 +5,19 @@
 
 namespace girih::nn {
 
-// Depends on the number of slots only; shared by all sequences.
+// Depends only on the number of slots and on the layer's options; shared by all sequences.
 struct Slots {
-  Tensor turn;  // [slots, 2, head_dim]: rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1]
-  Tensor see;   // [2 slots - 1]: see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf
+  // Rotary factors [slots, 2, head_dim]: rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
+  Tensor turn;
+  // Additive mask [2 slots - 1], 0 or -inf: see[slots - 1 - i + j] is added to the score of query i and key
+  // j.
+  Tensor see;
   double theta;
   int64_t window;  // tokens that a query attends to; 0: all
 };
 
-// Lets layers of a model with equal tables share one object: `turn` is as large as the keys and values of one
-// head of a sequence.
+// Makes layers of a model with equal tables share one object: `turn` is as large as the keys and values of
+// one head of a sequence.
 void share_slots(State& state);
 
 }  // namespace girih::nn

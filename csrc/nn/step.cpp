@@ -10,7 +10,7 @@
 namespace girih::nn {
 namespace {
 
-// Limits of the few_rows kernel.
+// Limits of the operator few_rows.
 constexpr int64_t kMaxRows = 16, kMaxMatrices = 8, kMaxWidth = 8192, kMaxElements = 96 * 1024;
 
 using SkinnyGemmSignature = std::vector<Tensor>(const Tensor&, at::TensorList,
@@ -21,7 +21,7 @@ using SkinnyGemmSignature = std::vector<Tensor>(const Tensor&, at::TensorList,
                                                 const OptionalTensor&);
 
 // The operator's handle; empty if the library was built without CUDA.
-const std::optional<c10::TypedOperatorHandle<SkinnyGemmSignature>>& few_rows() {
+const std::optional<c10::TypedOperatorHandle<SkinnyGemmSignature>>& find_skinny_gemm_op() {
   static const auto op = [] {
     const auto found = c10::Dispatcher::singleton().findSchema({"girih::few_rows", ""});
     return found ? std::optional(found->typed<SkinnyGemmSignature>()) : std::nullopt;
@@ -30,7 +30,7 @@ const std::optional<c10::TypedOperatorHandle<SkinnyGemmSignature>>& few_rows() {
 }
 
 std::vector<Tensor> launch_skinny_gemm(const Tensor& x, const std::vector<Product>& specs,
-                                       const RowInput& row_input, const Tensor& residual) {
+                                       const RowInput& prologue, const Tensor& residual) {
   std::vector<Tensor> weights;
   std::vector<std::string> gates;
   std::vector<double> scales;
@@ -42,14 +42,15 @@ std::vector<Tensor> launch_skinny_gemm(const Tensor& x, const std::vector<Produc
     biases.push_back(ops::to_optional(product.bias));
     rates.push_back(ops::to_optional(product.rate));
   }
-  return few_rows()->call(x, weights, gates, biases, rates, scales, row_input.kind,
-                          ops::to_optional(row_input.other), row_input.eps, ops::to_optional(residual));
+  return find_skinny_gemm_op()->call(x, weights, gates, biases, rates, scales, prologue.kind,
+                                     ops::to_optional(prologue.other), prologue.eps,
+                                     ops::to_optional(residual));
 }
 
 }  // namespace
 
-Tensor apply_row_input(const Tensor& x, const RowInput& row_input) {
-  const auto& [kind, other, eps] = row_input;
+Tensor apply_prologue(const Tensor& x, const RowInput& prologue) {
+  const auto& [kind, other, eps] = prologue;
   if (kind == "plain") return x;
   if (kind == "rms_norm") return rms_norm(x, other, eps);
   if (kind == "silu_rms_norm") return silu_rms_norm(x, other, eps);
@@ -58,11 +59,11 @@ Tensor apply_row_input(const Tensor& x, const RowInput& row_input) {
   return silu_product(x, other);
 }
 
-bool has_few_rows(const Tensor& x) {
+bool is_decode_sized(const Tensor& x) {
   return !at::GradMode::is_enabled() && x.numel() <= kMaxRows * x.size(-1);
 }
 
-bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& row_input,
+bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& prologue,
                      const Tensor& residual) {
   if (!x.is_cuda() || at::GradMode::is_enabled()) return false;
   if (x.scalar_type() != at::kBFloat16 && x.scalar_type() != at::kHalf) return false;
@@ -74,22 +75,21 @@ bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const R
   const auto is_fp32_vector = [](const Tensor& part) {
     return !part.defined() || (part.scalar_type() == at::kFloat && part.is_contiguous());
   };
-  return few_rows() && !at::autocast::is_autocast_enabled(at::kCUDA) && 1 <= rows && rows <= kMaxRows &&
-         width % 8 == 0 && width <= kMaxWidth && rows * width <= kMaxElements &&
-         specs.size() <= kMaxMatrices && is_kernel_operand(x) && is_kernel_operand(row_input.other) &&
+  return find_skinny_gemm_op() && !at::autocast::is_autocast_enabled(at::kCUDA) && 1 <= rows &&
+         rows <= kMaxRows && width % 8 == 0 && width <= kMaxWidth && rows * width <= kMaxElements &&
+         specs.size() <= kMaxMatrices && is_kernel_operand(x) && is_kernel_operand(prologue.other) &&
          is_kernel_operand(residual) && std::ranges::all_of(specs, [&](const Product& product) {
            return is_kernel_operand(product.weight) && is_fp32_vector(product.bias) &&
                   is_fp32_vector(product.rate) && (product.gate != "none" || !product.bias.defined());
          });
 }
 
-std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& specs, const RowInput& row_input,
+std::vector<Tensor> products(const Tensor& x, const std::vector<Product>& specs, const RowInput& prologue,
                              const Tensor& residual) {
-  if (has_skinny_gemm(x, specs, row_input, residual))
-    return launch_skinny_gemm(x, specs, row_input, residual);
-  auto results = row_input.kind == "silu_product" && specs.size() == 1
-                     ? std::vector{silu_product_linear(x, row_input.other, specs[0])}
-                     : apply_linears(apply_row_input(x, row_input), specs);
+  if (has_skinny_gemm(x, specs, prologue, residual)) return launch_skinny_gemm(x, specs, prologue, residual);
+  auto results = prologue.kind == "silu_product" && specs.size() == 1
+                     ? std::vector{silu_product_linear(x, prologue.other, specs[0])}
+                     : apply_linears(apply_prologue(x, prologue), specs);
   if (residual.defined()) results[0] = residual + results[0];
   return results;
 }

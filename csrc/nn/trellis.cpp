@@ -70,14 +70,14 @@ Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call)
     past.k = promote_to_fp32(key_memory);
     past.v = promote_to_fp32(value_memory);
   }
-  const ops::TrellisOptions rule{.chunk = options.chunk,
-                                 .phi = options.phi,
-                                 .f = options.f,
-                                 .state = past,
-                                 .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.steps(k_projection)
-                         ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, rule), rule.state)
-                         : ops::trellis(q, k, v, a, gamma, g, rule);
+  const ops::TrellisOptions op_options{.chunk = options.chunk,
+                                       .phi = options.phi,
+                                       .f = options.f,
+                                       .state = past,
+                                       .cu_seqlens = call.cu_seqlens};
+  auto [o, memory] = call.is_step(k_projection)
+                         ? std::pair(ops::trellis_step(q, k, v, a, gamma, g, op_options), op_options.state)
+                         : ops::trellis(q, k, v, a, gamma, g, op_options);
   if (options.value_read == "phi") o = trellis::Phi(options.phi)(promote_to_fp32(o)).to(o.scalar_type());
   return {apply_output_gate(norm, o, to_heads(projected[2], num_heads_)).flatten(-2),
           {{}, {q_state, k_state, State::of(memory)}}};

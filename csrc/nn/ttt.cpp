@@ -50,13 +50,14 @@ Output TTTLinearImpl::core(const std::vector<Tensor>& projected, const Call& cal
   const auto a = to_heads(projected[0], num_heads_) - k - bias;
   auto past = call.part(2).as<ops::TTTState>();
   if (call.state.empty()) past.k = promote_to_fp32(memory);
-  const ops::TTTOptions rule{.phi_weight = inner_weight,
-                             .chunk = options.chunk,
-                             .f = "layer_norm",
-                             .state = past,
-                             .cu_seqlens = call.cu_seqlens};
-  auto [o, after] = call.steps(k_projection) ? std::pair(ops::ttt_step(q, k, a, gamma, {}, rule), rule.state)
-                                             : ops::ttt(q, k, a, gamma, {}, rule);
+  const ops::TTTOptions op_options{.phi_weight = inner_weight,
+                                   .chunk = options.chunk,
+                                   .f = "layer_norm",
+                                   .state = past,
+                                   .cu_seqlens = call.cu_seqlens};
+  auto [o, after] = call.is_step(k_projection)
+                        ? std::pair(ops::ttt_step(q, k, a, gamma, {}, op_options), op_options.state)
+                        : ops::ttt(q, k, a, gamma, {}, op_options);
   o = norm(q + weight * o.to(q.scalar_type()) + bias, to_heads(projected[1], num_heads_));
   return {o.flatten(-2), {{}, {q_state, k_state, State::of(after)}}};
 }

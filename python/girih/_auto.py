@@ -1,15 +1,14 @@
-"""Registers girih with other libraries, when they are imported: its models with transformers' auto classes,
-converted models with every class that loads one, its operators with DTensor, the call of transformers'
-attention modules with its layers.
+"""Registers girih with other libraries when these are imported.
 
-transformers keeps tables of names, of a model type and its classes, and imports `transformers.models.<type>`
-when a class is asked for. The names are added when the tables are imported, and that module is girih.models.
-Only this file registers the models: mappings that transformers made before the names were added get the
-classes themselves.
-A class of transformers that is asked for a folder which `girih.inject` or `girih.replace_attention` wrote
-loads it converted (`girih.from_pretrained`): without the conversion it would be another model. A converted
-model is saved with a module that imports girih, for processes that do not (`girih.remote_code`). DTensor gets
-the sharding rules of the operators (`girih.ops._sharding`) when it is imported, and FSDP2's error about
+Models: transformers has tables with the names of the classes of each model type, and imports
+`transformers.models.<type>` when a class is used. This file adds girih's names when the tables are imported,
+and makes `transformers.models.girih` an alias of girih.models. Mappings that transformers created before get
+the classes themselves.
+Converted models: `from_pretrained` of every class of transformers calls `girih.from_pretrained` for a folder
+of a model that `girih.inject` or `girih.replace_attention` converted. `save_pretrained` writes a module that
+imports girih with the model, for processes that do not import girih (`girih.remote_code`).
+Layers: they accept the call of transformers' attention modules.
+PyTorch: DTensor gets the sharding rules of the operators (`girih.ops._sharding`), and FSDP2's error about
 parameters of two dtypes names `girih.distributed.shard`.
 """
 
@@ -44,9 +43,8 @@ def add_classes(module: ModuleType) -> None:
 
 
 def register_classes(module: ModuleType) -> None:
-    """Registers girih's classes with the mappings that this module made of its tables before `add_classes`.
-
-    A mapping looks up the type of a model by a copy of CONFIG_MAPPING_NAMES.
+    """Registers girih's classes with the mappings that this module created from its tables before
+    `add_classes`. They have a copy of CONFIG_MAPPING_NAMES.
     """
     models = import_module("girih.models")
     for table, name in TABLES[module.__name__].items():
@@ -55,9 +53,10 @@ def register_classes(module: ModuleType) -> None:
 
 
 def set_attention_call(module: ModuleType) -> None:
-    """Lets girih.nn's layers answer the call of transformers' attention modules (`SequenceLayer`).
+    """Makes girih.nn's layers accept the call of transformers' attention modules (`SequenceLayer`).
 
-    The import waits for the first such call: girih.models needs transformers, which the caller has.
+    girih.models is imported at the first such call, because it needs transformers, which the caller has
+    imported.
     """
 
     def attention_call(layer: Any, hidden_states: Any, layer_idx: int | None, **call: Any) -> Any:
@@ -73,7 +72,8 @@ def register_sharding(_: ModuleType) -> None:
 
 
 def explain_fp32(groups: ModuleType) -> None:
-    """Lets FSDP2's error about two dtypes in a block of girih's layers say what to call."""
+    """Adds the name of `girih.distributed.shard` to FSDP2's error about two dtypes in a block of girih's
+    layers."""
 
     def note(modules: list[Any]) -> str | None:
         if not any(getattr(part, "fp32", ()) for module in modules for part in module.modules()):
@@ -86,11 +86,11 @@ def explain_fp32(groups: ModuleType) -> None:
     import_module("girih._torch_internals").note_on_mixed_dtypes(groups, note)
 
 
-FIELD = "girih"  # in the configuration of a converted model: what was converted
+FIELD = "girih"  # field of a converted model's configuration: the list of its conversions
 
 
 def is_converted(folder: Any, config: Any, subfolder: str) -> bool:
-    """Whether a configuration, that of a local folder where none is given, names a conversion."""
+    """Whether a configuration has a conversion; config None: the configuration of a local folder."""
     if hasattr(config, "to_dict"):
         return bool(getattr(config, FIELD, None))
     if folder is None or config is not None:
@@ -99,16 +99,16 @@ def is_converted(folder: Any, config: Any, subfolder: str) -> bool:
         values = json.loads(Path(folder, subfolder, "config.json").read_text(encoding="utf-8"))
         return isinstance(values, dict) and bool(values.get(FIELD))
     except (OSError, ValueError, TypeError, RecursionError):
-        return False  # of the hub, or for transformers to report
+        return False  # a model on the hub, or an error that transformers reports
 
 
 def load_converted(module: ModuleType) -> None:
-    """Lets `from_pretrained` of every class load a converted model as it was saved."""
+    """Makes `from_pretrained` of every class load converted models with `girih.from_pretrained`."""
     original = module.PreTrainedModel.from_pretrained.__func__
 
     @functools.wraps(original)
     def from_pretrained(cls: type, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        converts_itself = hasattr(cls, "converts_itself")  # the class that `girih.from_pretrained` makes
+        converts_itself = hasattr(cls, "converts_itself")  # the class that `girih.from_pretrained` creates
         if not converts_itself and is_converted(folder, kwargs.get("config"), kwargs.get("subfolder", "")):
             load = import_module("girih.conversion").from_pretrained
             return load(folder, *args, model_class=cls, **kwargs)
@@ -122,9 +122,8 @@ def load_converted(module: ModuleType) -> None:
 
 
 def save_converted(module: ModuleType) -> None:
-    """Lets `save_pretrained` write, beside a converted model, the module by which processes that do not
-    import girih load it converted. A girih model's configuration writes its own, and a model that comes with
-    code of others keeps theirs."""
+    """Makes `save_pretrained` write the module of `girih.remote_code` with a converted model. The
+    configuration of a girih model writes its own module, and models with other remote code keep that code."""
     original = module.PreTrainedModel.save_pretrained
 
     @functools.wraps(original)
@@ -144,7 +143,8 @@ def save_converted(module: ModuleType) -> None:
         try:
             return original(self, save_directory, *args, **kwargs)
         finally:
-            vars(config).pop("auto_map", None)  # it is undone, or saved, with what it is then
+            # Later saves, after `undo` or another conversion, write other entries.
+            vars(config).pop("auto_map", None)
             if entry is not None:
                 config.auto_map = entry
 
@@ -166,14 +166,14 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add_class
 
 
 class ModelsLoader(Loader):
-    """`transformers.models.girih` is girih.models."""
+    """Loads girih.models as `transformers.models.girih`."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module("girih.models")
 
 
 class AfterImport(MetaPathFinder):
-    """Finds the modules of `HOOKS`, and calls their hooks after they have run."""
+    """A finder for the modules in `HOOKS` that calls their hooks after they have been executed."""
 
     def find_spec(self, fullname: str, path, target=None) -> ModuleSpec | None:
         if fullname == ALIAS:

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's Python that girih uses: a new version of PyTorch changes this module.
+"""All uses of private names of PyTorch's Python code. A new version of PyTorch may require changes here.
 
 One more is elsewhere: `girih.nn.Layer` overrides `Module._apply`.
 tests/package/test_torch_internals.py has a test of each function.
@@ -16,12 +16,12 @@ from torch.utils import _pytree
 
 
 def is_operator(function: Any) -> bool:
-    """Whether it is one of torch.ops, all overloads of it together."""
+    """Whether function is an operator of torch.ops (an overload packet)."""
     return isinstance(function, torch._ops.OpOverloadPacket)
 
 
-def is_watched() -> bool:
-    """Whether a TorchDispatchMode sees every operator, as one that counts FLOPs does."""
+def has_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is active, such as one that counts FLOPs."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -41,7 +41,8 @@ def has_global_hook() -> bool:
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call of the module runs its class's forward alone: no hook, no replaced forward."""
+    """Whether a call of the module runs only its class's forward: there is no hook and no replaced
+    forward."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Train mixers at equal size on equal data and lay the results side by side: `python -m girih.compare`.
+"""Train mixers of equal size on the same data and compare the results: `python -m girih.compare`.
 
 The tasks are those of `girih.comparison.tasks`: bits per byte of held-out text, and the share of right
 answers in associative recall, state tracking and a needle in a haystack, trained until they are learned.
@@ -114,7 +114,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def train_missing(plan: Plan) -> list[str]:
-    """Train the cells without a file, or whose file is of other settings; a line for each that failed."""
+    """Train the cells that have no file with these settings. Returns a line for each cell that failed."""
     failed = []
     scratch = plan.folder / ".scratch"
     for cell in plan.cells(plan.tasks, plan.mixers):
@@ -141,8 +141,8 @@ def train_missing(plan: Plan) -> list[str]:
 
 
 def compare(plan: Plan) -> bool:
-    """Train what is missing, then make the table and the figure. False if a cell failed, or a mixer diverged
-    at every rate."""
+    """Train the missing cells, then create the table and the figure. Returns false if a cell failed, or if a
+    mixer diverged at every rate."""
     everything = plan.known_cells()
     for cell in everything:
         plan.read_result(cell)  # reports damage before hours of training

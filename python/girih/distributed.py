@@ -1,4 +1,4 @@
-"""FSDP2 for models whose blocks hold parameters of two dtypes."""
+"""FSDP2 for models whose blocks have parameters of two dtypes."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
-    """Apply torch's `fully_shard` to each block of a model and to the model, with fp32 parameters apart.
+    """Apply torch's `fully_shard` to each block of a model and to the model, with separate groups of fp32
+    parameters.
 
     A model in bf16 keeps its time scales, memories and gate biases in fp32 (`girih.nn.Layer.fp32`), and FSDP2
     refuses a group of parameters of two dtypes. Each block gets two groups: the parameters in bf16, and those
@@ -57,8 +58,8 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 def shard_block(block: nn.Module, **options: Any) -> None:
     """Apply `fully_shard` to the parameters of a block, and to its fp32 parameters as groups of children.
 
-    A module has one group, so those in fp32 belong to the child of the block that holds them. The block comes
-    first: what lies within a module that is sharded is not looked at again.
+    A module has one group, so fp32 parameters belong to the group of the child that has them. The block is
+    sharded first, because `fully_shard` skips modules that are sharded already.
     """
     ignored = set(options.pop("ignored_params", None) or ())
     policy = options.get("mp_policy") or MixedPrecisionPolicy()
@@ -76,8 +77,8 @@ def shard_block(block: nn.Module, **options: Any) -> None:
 
 
 def fp32_parameters(block: nn.Module, ignored: set[Tensor], policy: MixedPrecisionPolicy) -> set[Tensor]:
-    """The parameters of a block that need a group of their own: those that stay in fp32 beside parameters
-    that compute in 16 bits, and all trainable ones in fp32 beside trainable ones in 16 bits."""
+    """The parameters of a block that need a separate group: parameters that stay in fp32 (`Layer.fp32`), if
+    others compute in 16 bits, and trainable fp32 parameters, if other trainable parameters are 16-bit."""
     named, others = set(), set()
     for module in unsharded_modules(block):
         for name, p in module.named_parameters(recurse=False):
@@ -101,9 +102,10 @@ def unsharded_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def children_with(module: nn.Module, parameters: set[Tensor]) -> Iterator[nn.Module]:
-    """The children of a module that hold these parameters; of a container without a `forward`, its children.
+    """The children of a module that have these parameters. A container without a `forward` is replaced by its
+    children.
 
-    Raises ValueError where a parameter is the module's own.
+    Raises ValueError if the module itself has such a parameter.
     """
     names = [name for name, p in module.named_parameters(recurse=False) if p in parameters]
     if names:

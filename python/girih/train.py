@@ -2,12 +2,12 @@
 
 A run lives in one folder and can be stopped at any time (Ctrl-C) and continued by the same command:
 
-    arguments.json   what was asked for; other arguments are another run
+    arguments.json   the arguments; other arguments are another run
     checkpoints/     until the run is finished
     logs/            for TensorBoard
-    model/           what `AutoModelForCausalLM.from_pretrained` loads
+    model/           for `AutoModelForCausalLM.from_pretrained`
     loss.png  sample.txt
-    result.json      written last: where it stands, the run is finished
+    result.json      written last: if it exists, the run is finished
 """
 
 import argparse
@@ -44,7 +44,7 @@ from girih.training.trainer import AT_ONCE, fit, process_batch
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for."""
+    """The arguments of a run."""
 
     mixer: str
     size: Recipe
@@ -53,7 +53,7 @@ class Run:
     corpus: Corpus
     folder: Path
     at_once: int
-    arguments: dict  # the same for JSON; equal arguments are the same run
+    arguments: dict  # the arguments as JSON; equal arguments are the same run
 
 
 def run_of(options: argparse.Namespace) -> Run:
@@ -62,7 +62,7 @@ def run_of(options: argparse.Namespace) -> Run:
     if options.steps is not None:
         size = replace(size, steps=options.steps)
     size = with_context(size, options.context)
-    # All is refused before anything is written.
+    # Check all arguments before anything is written.
     refuse_steps(size.steps, size.bytes_a_step)
     process_batch(size.batch)
     if options.at_once < 1:
@@ -88,7 +88,7 @@ def run_of(options: argparse.Namespace) -> Run:
 
 
 def train(run: Run, interrupt: Interrupt) -> dict:
-    """Train to the end, from the newest checkpoint on if there is one."""
+    """Train to the end, from the newest checkpoint if there is one."""
     size, folder = run.size, run.folder
     torch.manual_seed(run.seed)
     model = GirihForCausalLM(run.config)
@@ -104,7 +104,7 @@ def train(run: Run, interrupt: Interrupt) -> dict:
         run.seed,
         at_once=run.at_once,
         save_steps=max(1, size.steps // 10),
-        save_total_limit=2,  # the older one goes before the newer one is marked whole
+        save_total_limit=2,  # the older one is removed before the newer one is marked complete
     )
     board = TensorBoardCallback()
     board.logging_dir = str(folder / "logs")
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             if (shared := gpus_for(run.size.batch)) < gpus:
                 print(f"{shared} of {gpus} GPUs: a batch of {run.size.batch} cannot be shared evenly by all")
             return run_on(shared, "girih.train", argv)
-        with contextlib.ExitStack() as lock:  # by the main process, for all
+        with contextlib.ExitStack() as lock:  # the main process holds the lock for all
             decide_together(lambda: lock.enter_context(lock_run(run.folder, run.arguments)))
             result = train(run, interrupt)
         if main_process:

@@ -50,12 +50,12 @@ def test_operators_are_known():
 
 
 def test_a_dispatch_mode_watches_operators():
-    assert not internals.is_watched()
+    assert not internals.has_dispatch_mode()
     with FlopCounterMode(display=False):
-        assert internals.is_watched()
+        assert internals.has_dispatch_mode()
     with TorchDispatchMode():
-        assert internals.is_watched()
-    assert not internals.is_watched()
+        assert internals.has_dispatch_mode()
+    assert not internals.has_dispatch_mode()
 
 
 def test_transforms_of_torch_func_are_seen():

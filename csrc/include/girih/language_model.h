@@ -36,17 +36,17 @@ struct Config {
   int64_t vocab_size = 256;
   int64_t hidden_size = 256;
   int64_t num_hidden_layers = 4;
-  // The mixer of all layers, one of mixer_names(). "cat" is the whole CAT model; in `hybrid` it is CAT as a
-  // layer.
+  // The mixer of all layers, one of mixer_names(). Here "cat" is the whole CAT model; in `hybrid` "cat" is
+  // CAT as a layer.
   std::string mixer = "gsa";
   std::vector<std::string> hybrid = {};  // one mixer per layer; replaces `mixer`
   int64_t num_heads = 4;
   std::optional<int64_t> num_kv_heads = {}, head_dim = {}, intermediate_size = {};
   int64_t num_slots = 64;
   int64_t chunk = 16;
-  // The CAT model: the chunk lengths that a call may choose, ascending multiples of the first.
+  // The CAT model: the chunk lengths that set_chunk may choose, ascending multiples of the first.
   std::optional<std::vector<int64_t>> chunks = {};
-  int64_t n = 2;
+  int64_t n = 2;  // delta-rule updates of a token in delta_product
   bool gated = true;
   std::optional<int64_t> conv_size = {};
   // Widths of keys and values as multiples of head_dim; the defaults are those of the paper of each mixer.
@@ -85,18 +85,18 @@ struct Config {
   std::vector<std::string> mixers() const;
   bool is_whole_cat() const { return hybrid.empty() && mixer == "cat"; }
   // The configuration with all defaults that depend on other fields. Throws c10::ValueError for sizes that do
-  // not fit, and for an option that has not its default and that no mixer of the configuration reads.
+  // not fit, and for an option that differs from its default and that no mixer of the configuration reads.
   Config completed() const;
 
-  // Whether a mixer of the configuration reads a field; false for names that are no mixer.
+  // Whether a mixer of the configuration reads a field; unknown mixer names count as reading no field.
   bool reads(const std::string& field) const;
   // Sets fields from text, "chunk=1 phi=identity", with JSON values or plain words. Returns the names; throws
   // c10::ValueError for a name that is no field.
   std::vector<std::string> set_options(const std::string& options);
 
-  // Options that no mixer reads and that have not their default.
+  // Options that differ from their default and that no mixer reads.
   std::vector<std::string> unread_options() const;
-  // The configuration with unread options at their defaults, for files of earlier versions.
+  // The configuration with these options reset to their defaults, for files of earlier versions.
   Config without_unread() const;
 
   // config.json of Hugging Face, as text. Unknown fields are skipped; a name similar to a field throws
@@ -147,8 +147,8 @@ TORCH_MODULE(Compressor);
 
 // CAT, the compress and attend transformer, as a whole model. Chunk k has the rows [header_k, x_{kC}, ...,
 // x_{kC+C-2}], header_k = f(c_{k-1}), header_0 learned; the output of token t is row t + 1. The state of each
-// layer has slots for K headers and one chunk: a token is one row over them, and a token that ends a chunk
-// calls the compressor once. A cached call with a mask synchronises with the device for the number of valid
+// layer has slots for K headers and one chunk. A decoding step computes one row, and a step that completes a
+// chunk calls the compressor once. A cached call with a mask waits for the device to read the number of valid
 // tokens.
 class CatModelImpl : public LayerImpl {
  public:
@@ -203,9 +203,10 @@ class LanguageModelImpl : public LayerImpl {
   // ignored. At most 2^26 logits exist at a time, and gradients are computed with the loss: call it under
   // NoGradGuard if no gradient is needed. No second derivative.
   Tensor loss(const Tensor& ids, const Tensor& labels = {});
-  // ids [B, T], T at least 1 -> the prompt and the new tokens, [B, T + at most max_new_tokens]. On a GPU a
-  // token is one CUDA graph on the stream of the call, which reads the weights at their addresses: on_token
-  // must change neither. Without eos tokens, probabilities that are nan are reported at the end.
+  // ids [B, T], T at least 1 -> the prompt and the new tokens, [B, T + at most max_new_tokens]. On a GPU each
+  // decoding step is a CUDA graph on the current stream that reads the weights at their addresses. Therefore
+  // on_token must not change the current stream and must not replace weight tensors. Without eos tokens, NaN
+  // probabilities raise an error only after the last token.
   Tensor generate(const Tensor& ids, const GenerateOptions& options = {});
   // Adaptive CAT: sets the chunk of sequences that begin after this call, one of config.chunks; config.chunk
   // before the first call.
@@ -228,8 +229,8 @@ class LanguageModelImpl : public LayerImpl {
 };
 TORCH_MODULE(LanguageModel);
 
-// The model with a linear path beside the attention of some layers. The other weights share memory with the
-// given model. Throws c10::ValueError like a configuration.
+// The model with a linear path in parallel to the attention of some layers. All other weights share memory
+// with `model`. Throws the c10::ValueError of a wrong configuration.
 LanguageModel inject(const LanguageModel& model, const Injection& injection = {});
 
 // Loads the model of a folder that save_pretrained wrote, here or in Python, in eval mode. The tokens bos,

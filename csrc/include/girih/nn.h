@@ -23,19 +23,19 @@ namespace girih::nn {
 
 using at::Tensor;
 
-struct Slots;  // buffers of the steps of attention that belong to no sequence
+struct Slots;  // tables that decoding steps of attention read, shared by all sequences
 
 // The state of a layer between calls: its own tensors, and the states of its sublayers. A default-constructed
 // state is the start of a sequence.
 struct State {
   std::vector<Tensor> tensors = {};  // undefined where absent
   std::vector<State> parts = {};
-  // Attention: the number of used slots of the keys.
+  // Attention only: the number of used slots of the keys, and the tables of a decoding step.
   int64_t tokens = 0;
   std::shared_ptr<const Slots> slots = {};
 
   bool empty() const { return tensors.empty() && parts.empty(); }
-  // The state with f applied to every tensor: to reorder a batch, to copy, to move.
+  // The state with f applied to every tensor, for example to reorder a batch or to copy the state.
   State map(const std::function<Tensor(const Tensor&)>& f) const;
 
   // Conversion from and to the state of an operator, such as ops::GSAState.
@@ -48,7 +48,7 @@ struct State {
     OpState state;
     constexpr auto count = std::tuple_size_v<decltype(state.tensors())>;
     TORCH_CHECK_VALUE(tensors.empty() || tensors.size() == count, "state has ", tensors.size(),
-                      " tensors; expected ", count, ", as this layer returns it");
+                      " tensors; expected ", count, "; pass the state that this layer returned");
     if (!tensors.empty()) {
       auto from = tensors.begin();
       std::apply([&](auto&... tensor) { ((tensor = *from++), ...); }, state.tensors());
@@ -61,9 +61,9 @@ using Output = std::pair<Tensor, State>;
 
 // ---- what layers have in common ----------------------------------------------------------------
 
-// A module with a list of parameters without weight decay, and a list of tensors (time scales and memories)
-// that stay in fp32 when the module is converted to bf16 or fp16, since their rounding error grows with the
-// sequence.
+// A module with a list of parameters without weight decay (`undecayed`), and a list of tensors (time scales
+// and memories) that stay in fp32 when the module is converted to bf16 or fp16, because their rounding error
+// would grow with the length of the sequence.
 class Module : public torch::nn::Module {
  public:
   const std::vector<Tensor>& undecayed() const { return undecayed_; }
@@ -80,16 +80,16 @@ class Module : public torch::nn::Module {
   std::vector<Tensor> undecayed_, fp32_tensors_;
 };
 
-// The parameters of a model in two groups for an optimizer: memories, gate biases and norms have no weight
-// decay.
+// The parameters of a model in two groups for an optimizer, with and without weight decay. Memories, gate
+// biases, time scales and norms have none.
 struct WeightDecayGroups {
   std::vector<Tensor> decayed, undecayed;
 };
 WeightDecayGroups weight_decay_groups(const torch::nn::Module& model);
 
-// AdamW of LibTorch with a step of a few kernels, like fused=True in Python, instead of a dozen per
-// parameter. State files are interchangeable with LibTorch's class. If tensors are not contiguous, or differ
-// in layout from their weight, LibTorch's step runs.
+// LibTorch's AdamW with an optimizer step of a few kernels, like fused=True in Python, instead of a dozen per
+// parameter. State files are interchangeable with LibTorch's class. If a tensor is not contiguous, or differs
+// in layout from its weight, LibTorch's step runs.
 class AdamW : public torch::optim::AdamW {
  public:
   using torch::optim::AdamW::AdamW;
@@ -114,11 +114,11 @@ class Autocast {
 };
 
 // A linear product r = x W^T, W [features, width], and its gate:
-//   none        r + bias, in the dtype of x
-//   linear      r + bias                            in fp32 or fp64, as the following gates
+//   none        r + bias, in the dtype of x         the fused kernels require no bias
+//   linear      r + bias                            in fp32 or fp64, like the following gates
 //   sigmoid     scale sigmoid(r + bias)
 //   logsigmoid  scale log(sigmoid(r + bias))
-//   decay       -exp(rate) softplus(r + bias)
+//   decay       -exp(rate) softplus(r + bias)       rate: the log rate, A_log of Mamba-2
 // bias, rate: [features].
 struct Product {
   Tensor weight;
@@ -127,8 +127,8 @@ struct Product {
   double scale = 1.0;
 };
 
-// The function of rows x before their products:
-//   plain          x
+// The prologue of products: a function of their input x that is applied first.
+//   plain          x (no prologue)
 //   rms_norm       RMSNorm(x) with weight `other`
 //   silu_rms_norm  RMSNorm(silu(x)) with weight `other`
 //   silu_product   silu(x) * other, `other` with the shape of x
@@ -146,11 +146,11 @@ class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
                  bool use_cache = false, const Tensor& cu_seqlens = {});
-  // Whether a step of one token after `state` (not a start, with use_cache, without mask and gradient) can be
-  // captured in a CUDA graph: it runs on the device only, in the tensors of `state`, and these tensors
-  // contain all that changes between tokens. If so, `state` becomes the host part of the state after the
-  // token, and `kind` gets the values that select the kernels, if these are not always the same. If not,
-  // `state` and `kind` are unspecified.
+  // Predicts a decoding step of one token after `state` (not empty, with use_cache, without mask and
+  // gradient), without computing it. Returns whether the step can be captured in a CUDA graph: it runs on the
+  // device only and reads and writes only the tensors of `state`. If true, the host numbers of `state` are
+  // advanced by one token, and the numbers that select the step's kernels are appended to `kind`; layers
+  // whose kernels are always the same append none. If false, `state` and `kind` are unspecified.
   virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
   // A model calls set_depth once for each of its layers, from 0: for options that depend on the depth.
   virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
@@ -162,43 +162,45 @@ class LayerImpl : public Module {
     bool use_cache;
     const Tensor& cu_seqlens;
 
-    // Whether the call is a step: one token after a state that may be overwritten, without gradient.
-    bool steps(const Tensor& x) const;
+    // Whether the call is a decoding step: one token after a state that may be overwritten, without gradient.
+    bool is_step(const Tensor& x) const;
     State part(size_t i) const {
       TORCH_CHECK_VALUE(state.empty() || i < state.parts.size(), "state has ", state.parts.size(),
-                        " parts; expected more, as this layer returns it");
+                        " parts; expected more; pass the state that this layer returned");
       return state.empty() ? State() : state.parts[i];
     }
   };
   virtual Output run(const Tensor& x, const Call& call) = 0;
   Output run_part(LayerImpl& layer, const Tensor& x, const Call& call, size_t part) const;
 
-  // A layer of the form output(core(products of x)) returns its products here. A block then computes its norm
-  // and its residual sum with these products in decoding, and `run` is run_products too.
+  // The products of a layer of the form output(output_prologue(core(products of x))); empty for other layers.
+  // In decoding a block fuses its norm and its residual sum with these products. Such a layer implements
+  // `run` as run_products.
   virtual std::vector<Product> products() const { return {}; }
-  // The input of `output` before output_prologue, and the state.
+  // The input of output_prologue, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);
   virtual RowInput output_prologue() const { return {}; }
   virtual Product output() const { return {}; }
-  // output(core(products of input(x))) + residual.
-  Output run_products(const Tensor& x, const Call& call, const RowInput& input = {},
+  // output(output_prologue(core(products of prologue(x)))) + residual.
+  Output run_products(const Tensor& x, const Call& call, const RowInput& prologue = {},
                       const Tensor& residual = {});
-  // x + layer(input(x)).
-  Output run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& input, const Call& call) const;
+  // x + layer(prologue(x)).
+  Output run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& prologue,
+                           const Call& call) const;
 };
 using AnyLayer = std::shared_ptr<LayerImpl>;  // of a module holder such as GatedSlotAttention: ptr()
 
-// A layer that reads tokens in order and has a state; `mix` is written without masks. With a mask, the valid
-// tokens of each row move to its front and the operators get the bounds of the rows, so that masked tokens
-// change no state, no position in a chunk and no window of a convolution. The outputs at masked tokens are
-// unspecified.
+// A layer that reads tokens in order and has a state; `mix` does not handle masks. With a mask, `run` moves
+// the valid tokens of each row to the front and passes the bounds of the rows as cu_seqlens. Masked tokens
+// are outside of the bounds: they do not change states, positions in a chunk or windows of convolutions. The
+// outputs at masked tokens are unspecified.
 class RecurrentLayerImpl : public LayerImpl {
  public:
   bool stepped(State& /*state*/, std::vector<int64_t>& /*kind*/) const override { return true; }
 
  protected:
   Output run(const Tensor& x, const Call& call) final;
-  // `run` on valid tokens; cu_seqlens may be [B, 2], the bounds of the rows.
+  // `run` without a mask; cu_seqlens may be [B, 2] with the first and last + 1 valid token of each row.
   virtual Output mix(const Tensor& x, const Call& call) = 0;
 };
 
@@ -213,7 +215,7 @@ class RMSNormImpl : public Module {
  public:
   explicit RMSNormImpl(int64_t dim, double eps = 1e-6);
   Tensor forward(const Tensor& x);
-  RowInput input() const { return {"rms_norm", weight, eps}; }  // this norm as the input of products
+  RowInput input() const { return {"rms_norm", weight, eps}; }  // this norm as a prologue
 
   Tensor weight;
   double eps;
@@ -235,8 +237,8 @@ class SwiGLUImpl : public Module {
  public:
   SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size);
   Tensor forward(const Tensor& x);
-  // residual + this(input(x)).
-  Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& input);
+  // residual + this(prologue(x)).
+  Tensor onto(const Tensor& residual, const Tensor& x, const RowInput& prologue);
 
   torch::nn::Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
@@ -249,9 +251,9 @@ class DecayGateImpl : public Module {
   DecayGateImpl(int64_t hidden_size, int64_t num_heads, double largest_step = 0.1);
   void reset_parameters();
   std::pair<Tensor, Tensor> forward(const Tensor& x);
-  Product product() const;  // the product of g
+  Product product() const;  // the product that computes g
 
-  double largest_step;
+  double largest_step;  // the largest initial dt
   torch::nn::Linear proj{nullptr};
   Tensor A_log, dt_bias;
 };
@@ -278,8 +280,9 @@ class ShortConvImpl : public RecurrentLayerImpl {
 TORCH_MODULE(ShortConv);
 
 // ---- mixers ------------------------------------------------------------------------------------
-// num_kv_heads, the number of memories, defaults to num_heads; head_dim defaults to hidden_size / num_heads.
-// Keys have expand_k * head_dim channels, values expand_v * head_dim; both must be integers.
+// num_heads query heads read num_kv_heads memories; num_kv_heads defaults to num_heads and divides it.
+// head_dim defaults to hidden_size / num_heads. Keys have expand_k * head_dim channels, values expand_v *
+// head_dim; both must be integers.
 
 struct GatedSlotAttentionOptions {
   int64_t num_slots = 64;
@@ -339,7 +342,7 @@ struct GatedLinearAttentionOptions {
 // gate.
 //   S <- e^g S + k v^T,   o = S^T q / sqrt(D),   y = W_o (RMSNorm(o) * silu(x W_g))
 // gate: none, linear attention with q and k through elu + 1; fixed, the decays of RetNet; scalar, the decay
-// of Mamba-2, with v scaled by its step and a skip; vector, GLA, one decay per key channel.
+// of Mamba-2, with v scaled by its time step dt and a skip; vector, GLA, one decay per key channel.
 // rotary: q and k are rotated by `rotary` at the position of each token in its sequence (RetNet); the state
 // has the position of the next token, [N].
 class GatedLinearAttentionImpl : public RecurrentLayerImpl {
@@ -442,7 +445,7 @@ class HGRN2Impl : public RecurrentLayerImpl {
 TORCH_MODULE(HGRN2);
 
 struct DeltaProductOptions {
-  int64_t n = 1;  // Householder steps per token
+  int64_t n = 1;  // delta-rule updates of a token
   std::optional<int64_t> num_kv_heads = {}, head_dim = {};
   double expand_k = 1.0, expand_v = 1.0;
   bool gated = false;
@@ -453,8 +456,8 @@ struct DeltaProductOptions {
   double norm_eps = 1e-6;
 };
 
-// DeltaProduct: a matrix memory that is corrected n times per token, each time along one key. n = 1 is
-// DeltaNet, with `gated` Gated DeltaNet.
+// DeltaProduct: a matrix memory with n delta-rule updates per token. n = 1 is DeltaNet, with `gated` Gated
+// DeltaNet.
 //   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
 //   y = W_o (RMSNorm(o) * silu(x W_g))
 class DeltaProductImpl : public RecurrentLayerImpl {
@@ -581,7 +584,7 @@ struct LatticeOptions {
 // store yet.
 //   d_i = -gamma c_i (h - s_i (s_i . h)),   s_i <- (e^g s_i + d_i) / |e^g s_i + d_i|,   o = S q
 //   y = W_o (o * gelu(x W_g))
-// For objective encode v has unit length, since the steps grow with |v|^2.
+// For objective encode v has unit length, because the updates grow with |v|^2.
 class LatticeImpl : public RecurrentLayerImpl {
  public:
   LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
@@ -616,9 +619,9 @@ struct AttentionOptions {
 };
 
 // Softmax attention with rotary positions. The state is {k, v, valid, place}: keys (rotated) and values [N,
-// slots, heads, head_dim], of which the first `tokens` are used; valid [N, slots], undefined if all are
-// valid; place [N], `tokens` on the device. Without gradients there are free slots for later tokens, and a
-// step of one token is written in place.
+// slots, heads, head_dim], of which the first `tokens` slots are used; valid [N, slots], undefined if all
+// tokens are valid; place [N], the slot of the next token (`tokens` on the device). Without gradients there
+// are free slots for later tokens, and a decoding step writes its token to one of them in place.
 class AttentionImpl : public LayerImpl {
  public:
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
@@ -660,10 +663,10 @@ struct ChunkRows {
   Tensor first = {};    // [N]: the position of the first row; a chunk boundary if there are several rows
   Tensor end = {};      // [N]: the position after the last row that is stored
   int64_t headers = 0;  // largest number of headers of a sequence after the call
-  // A single row; computed once for all layers:
-  Tensor slot = {};  // [N]: the slot of its key
-  Tensor see = {};   // [N, 1, 1, slots]: added to its scores, -inf at masked slots
-  Tensor turn = {};  // [2, N, 1, 1, D]: rotary(x) = x turn[0] + x.roll(D / 2) turn[1]
+  // For a call of a single row, computed once for all layers:
+  Tensor slot = {};  // [N]: the slot of the row's key
+  Tensor see = {};   // additive mask [N, 1, 1, slots] of the row's scores, -inf at masked slots
+  Tensor turn = {};  // rotary factors [2, N, 1, 1, D]: rotary(x) = x turn[0] + x.roll(D / 2) turn[1]
 };
 
 // Attention of rows in chunks; row 0 of each chunk is its header (ops::cat_attention). As a layer it has no
@@ -672,15 +675,15 @@ class ChunkAttentionImpl : public LayerImpl {
  public:
   ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
 
-  // x [N, rows, hidden_size] -> y. kept: {k (rotated), v} [N, slots, heads, head_dim]: chunk - 1 slots for
+  // x [N, rows, hidden_size] -> y. cache: {k (rotated), v} [N, slots, heads, head_dim]: chunk - 1 slots for
   // the rows after the header of the current chunk, then one slot per header; empty at the start. A single
-  // row writes its slot in place. input, residual: as in run_products.
-  Tensor attend(const Tensor& x, const ChunkRows& rows, State& kept, const Tensor& cu_chunks = {},
-                const RowInput& input = {}, const Tensor& residual = {});
+  // row writes its slot in place. prologue, residual: as in run_products.
+  Tensor attend(const Tensor& x, const ChunkRows& rows, State& cache, const Tensor& cu_chunks = {},
+                const RowInput& prologue = {}, const Tensor& residual = {});
   // Queries, keys and values of x [N, rows, hidden_size]; queries and keys are rotated.
   std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
-  // The ChunkRows of one row per sequence at `place` [N], which reads the keys k [N, slots, heads, head_dim]
-  // and writes its own key there.
+  // The ChunkRows of one row per sequence. place [N]: its position in the sequence. The row reads the keys k
+  // [N, slots, heads, head_dim] and writes its own key there.
   ChunkRows prepare_row(int64_t chunk, const Tensor& place, const Tensor& k) const;
 
   ChunkAttentionOptions options;
@@ -692,8 +695,8 @@ class ChunkAttentionImpl : public LayerImpl {
  private:
   std::vector<Tensor> rotate_qk(const Tensor& qkv, const ChunkRows& rows, const Tensor& cu_chunks) const;
   Tensor position(const Tensor& row, int64_t chunk, const Tensor& first = {}) const;
-  Tensor step(const Tensor& qkv, const ChunkRows& rows, const State& kept) const;
-  Tensor extend(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& kept) const;
+  Tensor step(const Tensor& qkv, const ChunkRows& rows, const State& cache) const;
+  Tensor extend(const std::vector<Tensor>& qkv, const ChunkRows& rows, const State& cache) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
 };
@@ -702,8 +705,8 @@ TORCH_MODULE(ChunkAttention);
 // Compress and attend (CAT) as a layer: a chunk of C tokens is compressed to one header for all later chunks.
 //   header_0 learned,   header_k = W_c [x_{(k-1)C} ... x_{kC-1}]
 //   rows of chunk k: [header_k, x_{kC}, ..., x_{kC+C-1}]
-// options.chunk is C. The state has one slot per header and one per token of one chunk. A step attends with
-// one row to them; a finished chunk is multiplied with W_c once.
+// options.chunk is C. The state has a slot for each header and for each token of one chunk. A decoding step
+// attends to these slots, and compresses a complete chunk by one product with W_c.
 class CompressAttendImpl : public LayerImpl {
  public:
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
@@ -720,7 +723,7 @@ class CompressAttendImpl : public LayerImpl {
 
  private:
   Tensor headers(const Tensor& tokens, const Tensor& first, const Tensor& where);
-  Tensor attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows, State& kept,
+  Tensor attend(const Tensor& headers, const Tensor& tokens, const ChunkRows& rows, State& cache,
                 const Tensor& cu_chunks);
   Output step(const Tensor& x, const State& state);
 };
@@ -738,8 +741,8 @@ class MemoryAsGateImpl : public LayerImpl {
  public:
   explicit MemoryAsGateImpl(MixAttentionOptions options = {});
   void reset_parameters();
-  // Sets m without a synchronisation with the device. Throws c10::ValueError if the weight is learned or not
-  // from 0 to 1.
+  // Sets m, without waiting for the device. Throws c10::ValueError if the weight is learned or not from 0
+  // to 1.
   void set_weight(double weight);
   Tensor current_weight() const;
   // base, mixed and the result have the same shape.
@@ -763,7 +766,7 @@ class MixAttentionImpl : public MemoryAsGateImpl {
 TORCH_MODULE(MixAttention);
 
 struct LinearPathOptions {
-  int64_t n = 2;                                   // steps per token, 1 to 4
+  int64_t n = 2;                                   // updates per token, 1 to 4
   std::string virtual_tokens = "derivative";       // rotary, both; used with n > 1 only
   std::string gate = "k";                          // v, kv: the product of both gates
   std::string gate_per = "channel";                // head: the mean over channels
@@ -875,12 +878,12 @@ class BlockImpl : public LayerImpl {
   BlockImpl(AnyLayer mixer, int64_t hidden_size, std::optional<int64_t> intermediate_size,
             double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
-  // The block with mix(x, input, residual) as its mixer: mix returns mixer(input(x)) + residual; the residual
-  // may be undefined.
+  // The block with a function as its mixer: mix(x, prologue, residual) returns mixer(prologue(x)) + residual;
+  // the residual may be undefined.
   Tensor around(const Tensor& x,
                 const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix);
-  // The block for x + branch (branch may be undefined), without its last sum: the next norm adds both parts
-  // of the result.
+  // The block for x + branch (an undefined branch is 0) without its last sum: the output is parts.x +
+  // parts.branch, which the norm of the next block adds.
   struct Parts {
     Tensor x, branch;
     State state;

@@ -105,7 +105,7 @@ struct DeltaProductOptions {
   Tensor cu_seqlens = {};
 };
 
-// DeltaProduct (Siems et al. 2025): n delta-rule steps per token. n = 1 is DeltaNet, with g Gated DeltaNet.
+// DeltaProduct (Siems et al. 2025): n delta-rule updates per token. n = 1 is DeltaNet, with g Gated DeltaNet.
 //   S <- e^{g_t} S                                    once per token
 //   for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
 //   o_t = scale * S_t^T q_t
@@ -120,27 +120,27 @@ Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 // ---- Trellis -----------------------------------------------------------------------------------
 
-// The memories of trellis: k [N, H, M, D], v [N, H, M, V]; first_k and first_v, the memories at the start of
-// the current chunk; position [N] int64. A state with only k and v ([H, M, D] and [H, M, V], or with a
-// leading N) starts sequences from these memories. A sequence cannot start without them.
+// The memories of trellis: k (Ak) [N, H, M, D], v (Av) [N, H, M, V]; first_k and first_v, these memories at
+// the start of the current chunk; position [N] int64. A state with only k and v ([H, M, D] and [H, M, V], or
+// with a leading N) starts sequences from these memories. A sequence cannot start without them.
 struct TrellisState {
   Tensor first_k = {}, k = {}, first_v = {}, v = {}, position = {};
 
-  // Copies the first memories, with or without a leading N.
+  // Copies the initial memories, with or without a leading N.
   static TrellisState start(int64_t batch, const Tensor& k, const Tensor& v);
   auto tensors() { return std::tie(first_k, k, first_v, v, position); }
 };
 
 struct TrellisOptions {
-  int64_t chunk = 0;            // required, 1 to 64, part of the model
+  int64_t chunk = 0;            // required, 1 to 64; changing it changes the output
   std::string phi = "ln_silu";  // identity, silu, l2norm, layer_norm, l2_silu, ln_silu, softmax
   std::string f = "ln_silu";    // the same
   TrellisState state = {};
   Tensor cu_seqlens = {};
 };
 
-// Trellis (eq. 8-14): two memories A learn to map keys and values to the targets a. A' is A at the start of
-// the chunk.
+// Trellis (eq. 8-14): two memories A, Ak and Av, learn to map keys and values to the targets a. A' is A at
+// the start of the chunk.
 //   u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
 //   Ak has x = k, Av has x = v;                      o_t = Av_t^T f(Ak_t q_t)
 // q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, V], a [B, T, H, M], gamma and g [B, T, H] -> o [B, T, HQ, V].
@@ -157,14 +157,14 @@ Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 struct TTTState {
   Tensor first_k = {}, k = {}, position = {};
 
-  // Copies the first memory, with or without a leading N.
+  // Copies the initial memory, with or without a leading N.
   static TTTState start(int64_t batch, const Tensor& k);
   auto tensors() { return std::tie(first_k, k, position); }
 };
 
 struct TTTOptions {
   Tensor phi_weight = {};          // w [H, M]; default: ones
-  int64_t chunk = 0;               // required, 1 to 64, part of the model
+  int64_t chunk = 0;               // required, 1 to 64; changing it changes the output
   std::string phi = "layer_norm";  // as in trellis
   std::string f = "identity";      // the same
   TTTState state = {};
@@ -184,19 +184,19 @@ Tensor ttt_step(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor&
 // ---- Lattice -----------------------------------------------------------------------------------
 
 // The memory of lattice: first [N, H, D, M], unit columns, the memory at the start of the current chunk; step
-// [N, H, D, M], the sum of the steps of the chunk; decay [N, H], the sum of its gates, with g only; position
-// [N] int64. A state with only `first` ([H, D, M], or with a leading N) starts sequences from this memory. A
-// sequence cannot start without it.
+// [N, H, D, M], the sum of the updates of the chunk; decay [N, H], the sum of its gates, with g only;
+// position [N] int64. A state with only `first` ([H, D, M], or with a leading N) starts sequences from this
+// memory. A sequence cannot start without it.
 struct LatticeState {
   Tensor first = {}, step = {}, decay = {}, position = {};
 
-  // Copies the first memory, with or without a leading N. `gated`: for calls with g.
+  // Copies the initial memory, with or without a leading N. `gated`: for calls with g.
   static LatticeState start(int64_t batch, const Tensor& first, bool gated = false);
   auto tensors() { return std::tie(first, step, decay, position); }
 };
 
 struct LatticeOptions {
-  int64_t chunk = 0;                 // required, 1 to 64, part of the model
+  int64_t chunk = 0;                 // required, 1 to 64; changing it changes the output
   std::string objective = "decode";  // decode, encode, similarity
   bool normalize = true;             // false requires chunk = 1
   double shrinkage = 0.0;            // other values require chunk = 1

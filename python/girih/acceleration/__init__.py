@@ -1,4 +1,4 @@
-"""The linear layers of transformers' own models on girih's kernels: `girih.accelerate`."""
+"""`girih.accelerate`: runs the linear-attention layers of transformers' own models on girih's kernels."""
 
 from girih.acceleration.accelerate import Acceleration, accelerate
 

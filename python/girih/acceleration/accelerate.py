@@ -35,7 +35,7 @@ NOT_SERVED = {
     "mamba_inner_fn": "Mamba-1: a step and a rate for every channel",
     "mamba_selective_state_update": "Mamba-1: a step and a rate for every channel",
 }
-# Norms with the gate behind them. Those of Mamba-2's families have it in front.
+# Norms whose gate follows the norm. In the families of Mamba-2 the gate precedes the norm.
 GATED_NORM = re.compile(
     r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4ExpText|OlmoHybrid|KimiLinear|BailingHybrid|Glm5NextText)RMSNormGated"
 )
@@ -43,7 +43,8 @@ MODELS = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
 class Row(NamedTuple):
-    """A kind of layer, how many there are, a function it calls, and how that is computed."""
+    """A line of the report: a class of layers, their number, a function that they call, the path of its
+    computation, and the reason."""
 
     layer: str
     count: int
@@ -53,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An attribute that holds a function: of a module, or a class's `forward`."""
+    """An attribute that holds a function: a global of a module, or `forward` of a class."""
 
     owner: Any
     name: str
@@ -94,8 +95,8 @@ def _restore(place: Place) -> None:
 
 
 def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
-    """The attributes of a modelling module to replace, with their wrappers: functions, and if the module has
-    any, the classes that call them."""
+    """The attributes of a modelling module to replace, with their wrappers: functions, and if there are any,
+    `forward` of the module's gated norms and models."""
     members = list(vars(module).items())
     places = [
         (Place(module, name), SERVED[name]) for name, value in members if name in SERVED and callable(value)
@@ -119,7 +120,7 @@ def _find_definition(layer: nn.Module) -> tuple[type, ModuleType] | None:
 
 
 class Acceleration:
-    """The replaced functions: `report()` lists them, `undo()`, or the end of a `with`, restores them."""
+    """The replaced functions. `report()` lists them; `undo()`, or the end of a `with`, restores them."""
 
     def __init__(self, model: nn.Module | None):
         self._model = model
@@ -140,7 +141,7 @@ class Acceleration:
                 self._places.add(place)
 
     def _accelerate_every_model(self) -> None:
-        """Accelerates existing models by their modules, and new models in their constructor."""
+        """Accelerates existing models through their modules, and new models in their constructor."""
         for name, module in list(sys.modules.items()):
             if MODELS.fullmatch(name):
                 self._serve(module)
@@ -164,7 +165,8 @@ class Acceleration:
         self.undo()
 
     def rows(self, model: nn.Module | None = None) -> list[Row]:
-        """The linear layers of a model (by default the one that was accelerated), and who computes them."""
+        """The accelerated and similar layers of a model, and how they are computed. model: default: the
+        accelerated model."""
         model = self._model if model is None else model
         if model is None:
             raise ValueError(
@@ -209,8 +211,9 @@ def _called_functions(layer: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
-    """How girih computes a function of this layer, by its sizes, on its device and in its dtype."""
-    weight = max(layer.parameters(), key=lambda p: p.dim())  # of a projection or the filter, not of a gate
+    """The path and the reason with which girih computes a function of this layer, for the layer's sizes,
+    device and dtype."""
+    weight = max(layer.parameters(), key=lambda p: p.dim())  # a projection or a filter, not a gate
     device, dtype = weight.device.type, weight.dtype
     is_step = function.endswith(("_recurrent_gated_delta_rule", "_state_update", "_update"))
 
@@ -258,16 +261,17 @@ def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
 
 
 def accelerate(model: nn.Module | None = None) -> Acceleration:
-    """The linear layers of transformers' models on girih's kernels: same weights, same numbers.
+    """Runs the linear-attention layers of transformers' models on girih's kernels, with the same weights and
+    results.
 
-    The gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, ...), Mamba-2 (Mamba-2, Bamba, Falcon-H1,
-    Granite 4, Nemotron-H, Zamba2) and short convolutions (these, LFM2, Kimi-Linear, ...), in training and in
-    decoding, with packed sequences, padding and transformers' own caches. Functions are replaced in the
-    module that defines the model: every model of its family in this process is served.
+    Replaces the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, ...), Mamba-2 (Mamba-2, Bamba, Falcon-H1,
+    Granite 4, Nemotron-H, Zamba2) and short convolutions (these models, LFM2, Kimi-Linear, ...), in training
+    and in decoding, with packed sequences, padding and transformers' own caches. The functions are replaced
+    in the module that defines the model, so every model of the family in this process uses them.
 
-    model: a model, wrapped or not. Without one, all that are made from now on.
+    model: a model, wrapped or not. None: all existing and future models of this process.
 
-    Raises ValueError for a model in which there is nothing to replace.
+    Raises ValueError for a model without a function to replace.
 
     >>> from transformers import Mamba2Config, Mamba2ForCausalLM
     >>> config = Mamba2Config(hidden_size=32, num_heads=4, head_dim=16, state_size=16, num_hidden_layers=1)

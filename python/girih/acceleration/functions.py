@@ -1,8 +1,9 @@
-"""transformers' functions for linear layers, by their signatures and layouts, served by girih's operators.
+"""Replacements of transformers' functions for linear layers, with their signatures and layouts, by girih's
+operators.
 
-Each `X(original)` returns a function that takes the place of `original` in a modelling module. Calls that no
-operator of girih computes go to `original`. Layouts are transformers': states of the gated delta rule
-`[B, Hv, D, V]`, of Mamba-2 `[B, H, head_dim, state_size]`, convolutions `[B, channels, T]`.
+Each wrapper `X(original)` returns the function that replaces `original` in a modelling module. It calls
+`original` for arguments that no operator of girih supports. Layouts are transformers': states of the gated
+delta rule `[B, Hv, D, V]`, of Mamba-2 `[B, H, head_dim, state_size]`, convolutions `[B, channels, T]`.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from girih import ops
 from girih.nn.functional.fused import autocast_dtype
-from girih.nn.functional.packing import bounds_from_starts
+from girih.nn.functional.packing import cu_seqlens_from_starts
 
 Function = Callable[..., Any]
 FILTER_ACTIVATIONS = (None, *ops.words("short_conv", "activation"))
@@ -29,9 +30,11 @@ def canonical_activation(activation: str | None) -> str | None:
 
 
 def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
-    """`cu_seqlens` of a packed row, from what transformers' collators send.
+    """`cu_seqlens` of packed sequences, from the arguments that transformers' collators produce; None: no
+    packing.
 
-    `cu_seq_lens_q` as it is; `seq_idx` `[1, T]` alone has to be counted, which waits for the device.
+    `cu_seqlens` and `cu_seq_lens_q` are returned as they are. With `seq_idx [1, T]` only, the host counts the
+    sequences, which waits for the device.
     """
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if kwargs.get(name) is not None:
@@ -42,7 +45,7 @@ def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:
     if index.shape[0] != 1:
         raise ValueError(f"seq_idx has {index.shape[0]} rows; packed sequences lie in one")
     starts = (index[0, 1:] != index[0, :-1]).nonzero()[:, 0] + 1
-    return bounds_from_starts(starts, index.shape[1])
+    return cu_seqlens_from_starts(starts, index.shape[1])
 
 
 def chunk_gated_delta_rule(original: Function) -> Function:
@@ -65,8 +68,7 @@ def chunk_gated_delta_rule(original: Function) -> Function:
             None if initial_state is None else ops.DeltaProductState(copy_state(initial_state, state_dtype))
         )
         inputs, options = (query, key, value, beta, g), {"n": 1, "l2norm_qk": use_qk_l2norm_in_kernel}
-        # A token of a text that is being written: a state that nobody differentiates is written in place, as
-        # the caller's cache would be.
+        # A decoding step. Without gradient the state is written in place, as the caller's cache would be.
         is_single_token = query.shape[1] == 1 and cu_seqlens is None and output_final_state
         if state is not None and is_single_token and not torch.is_grad_enabled():
             o = ops.delta_product_step(*inputs, state=state, **options)
@@ -78,13 +80,13 @@ def chunk_gated_delta_rule(original: Function) -> Function:
 
 
 def fused_recurrent_gated_delta_rule(original: Function) -> Function:
-    return chunk_gated_delta_rule(original)  # the same call but for chunk_size
+    return chunk_gated_delta_rule(original)  # the same signature without chunk_size
 
 
 def mamba_chunk_scan_combined(original: Function) -> Function:
-    """Mamba-2: `S <- e^{A dt} S + B (dt x)^T, y = S^T C + D x`, which is `gla` with a gate a head.
+    """Mamba-2: `S <- e^{A dt} S + B (dt x)^T, y = S^T C + D x`, computed as `gla` with a gate for each head.
 
-    The groups of B and C are heads that memories share. dt, its bias, softplus and limits are fp32.
+    The groups of B and C are key heads that memories share. dt, its bias, softplus and limits are fp32.
     """
 
     @functools.wraps(original)
@@ -123,7 +125,8 @@ def mamba_chunk_scan_combined(original: Function) -> Function:
 
 
 def selective_state_update(original: Function) -> Function:
-    """A token of Mamba-2; `state` is written in place. Mamba-1 (steps of channels) goes to `original`."""
+    """A decoding step of Mamba-2; `state` is written in place. Mamba-1, with a dt for each channel, calls
+    `original`."""
 
     @functools.wraps(original)
     def girih_selective_state_update(
@@ -140,7 +143,7 @@ def selective_state_update(original: Function) -> Function:
         **kwargs: Any,
     ) -> Tensor:
         x, state_dtype = hidden_states, torch.promote_types(hidden_states.dtype, torch.float32)
-        # A number a head comes expanded over the channels.
+        # The values of a head are expanded over its channels.
         is_per_head = all(p is None or p.stride(-1) == 0 for p in (dt, A, dt_bias)) and A.stride(-2) == 0
         if not is_per_head or state.dtype != state_dtype:
             return original(state, x, dt, A, B, C, D, dt_bias=dt_bias, dt_softplus=dt_softplus, z=z, **kwargs)
@@ -151,7 +154,7 @@ def selective_state_update(original: Function) -> Function:
             (x * dt[..., None]).to(x.dtype)[:, None],
             (dt * A[..., 0, 0].to(state_dtype))[:, None],
         )
-        if torch.is_grad_enabled():  # a step has no gradient
+        if torch.is_grad_enabled():  # the step operator has no gradient
             y, final_state = ops.gla(
                 *inputs, scale=1.0, state=ops.GLAState(copy_state(state.mT, state_dtype))
             )
@@ -167,7 +170,8 @@ def selective_state_update(original: Function) -> Function:
 
 
 def copy_state(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state of the caller's cache, which is overwritten in place: a copy if backward may read it."""
+    """A state from the caller's cache in `dtype`. With gradients enabled it is a copy, because the caller
+    overwrites the cache in place and backward may read the state."""
     return state.to(dtype, copy=torch.is_grad_enabled())
 
 
@@ -179,7 +183,8 @@ def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtyp
 
 
 def mamba_split_conv1d_scan_combined(original: Function) -> Function:
-    """A whole Mamba-2 layer in training. Returning None makes the caller call the parts."""
+    """The fused function of a whole Mamba-2 layer in training. It returns None: then the caller calls the
+    separate functions."""
 
     @functools.wraps(original)
     def decline(*args: Any, **kwargs: Any) -> None:
@@ -201,8 +206,8 @@ def causal_conv1d_fn(original: Function) -> Function:
             return original(hidden_states, weight, bias, activation, **kwargs)
         bounds = packed_bounds(kwargs)
         if bounds is not None:
-            # Columns of a cache, or zeros in their place, stand in front of the tokens that bounds count,
-            # which are all the rest. They are the first sequence's past.
+            # Columns of a cache, or zeros, precede the tokens that bounds count: the past of the first
+            # sequence.
             bounds = bounds + (hidden_states.shape[-1] - bounds[-1:])
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds[1:]))
         options = {"activation": canonical_activation(activation), "cu_seqlens": bounds}
@@ -213,7 +218,7 @@ def causal_conv1d_fn(original: Function) -> Function:
 
 
 def causal_conv1d_update(original: Function) -> Function:
-    """A token or some; `conv_state` `[B, channels, K]` is written in place: the last K inputs."""
+    """One or several tokens; `conv_state` `[B, channels, K]`, the last K inputs, is written in place."""
 
     @functools.wraps(original)
     def girih_causal_conv1d_update(
@@ -227,11 +232,11 @@ def causal_conv1d_update(original: Function) -> Function:
         if canonical_activation(activation) not in FILTER_ACTIVATIONS or not 1 < W <= min(MAX_TAPS, K + 1):
             return original(hidden_states, conv_state, weight, bias, activation)
         x, options = hidden_states.mT, {"activation": canonical_activation(activation)}
-        past = conv_state[..., K - W + 1 :].mT  # what the filter reads
-        # Under autocast what the filter computes in is not what the cache was begun in.
+        past = conv_state[..., K - W + 1 :].mT  # the inputs that the filter reads
+        # Under autocast the dtype of the convolution may differ from the dtype of the cache.
         dtype = autocast_dtype(hidden_states) or hidden_states.dtype
         if T == 1 and K <= W and not torch.is_grad_enabled() and conv_state.dtype == dtype:
-            if K == W:  # the oldest input, which it does not
+            if K == W:  # drop the oldest input, which the filter does not read
                 conv_state[..., 0].copy_(conv_state[..., 1])
             return ops.short_conv_step(x, weight, bias, state=ops.ShortConvState(past), **options).mT
         past = past.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -243,7 +248,7 @@ def causal_conv1d_update(original: Function) -> Function:
 
 
 def rms_norm_gated(original: Function) -> Function:
-    """`forward` of a norm with the gate behind it: `rms(x) * weight * activation(gate)`."""
+    """`forward` of a norm followed by a gate: `rms(x) * weight * activation(gate)`."""
 
     @functools.wraps(original)
     def girih_rms_norm_gated(self: torch.nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Packed sequences in models of transformers: every layer gets the bounds that attention's mask has.
+"""Packed sequences in models of transformers: passes the bounds of the sequences to every layer.
 
-transformers finds packed sequences where position_ids do not rise by one, if a call has neither an
-attention_mask nor a cache, and keeps them apart in the masks of attention alone. `X(original)` returns a
-`forward` that takes the place of `original` in a class of a modelling module.
+If a call has neither an attention_mask nor a cache, transformers starts a packed sequence where position_ids
+do not rise by one, and separates the sequences only in the masks of attention. A wrapper `X(original)`
+returns the `forward` that replaces `original` in a class of a modelling module.
 """
 
 import functools
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from girih.nn.functional.packing import bounds_from_starts, restarting, seq_idx_of
+from girih.nn.functional.packing import cu_seqlens_from_starts, make_position_ids, make_seq_idx
 from girih.nn.layers.sequence_layer import CACHES
 
 Forward = Callable[..., Any]
 MASKS = ("create_causal_mask", "create_recurrent_attention_mask")
 HEADS_WITHOUT_KEYWORDS = ("Mamba2ForCausalLM",)
-# Models that make the mask of attention without position_ids, and do not give them to attention.
+# Models that compute attention's mask without position_ids, and do not pass position_ids to attention.
 MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
 
 
 class Keywords(NamedTuple):
-    """The arguments that a head without keyword arguments passes to its model, as attention_mask."""
+    """Arguments that a head without keyword arguments passes to its model in place of attention_mask."""
 
     attention_mask: Any
     position_ids: Tensor | None
@@ -43,7 +43,7 @@ def find_bounds(name: str, index: Tensor, rows: int) -> Tensor | None:
     """`cu_seqlens [N + 1]` int32 from position_ids or seq_idx, `[1, T]`; None if each row is one sequence.
 
     A sequence starts where position_ids do not rise by one, as in transformers' masks, or where seq_idx
-    changes. Waits for the device. Raises ValueError where a sequence starts within one of several rows.
+    changes. Waits for the device. Raises ValueError if a sequence starts within one of several rows.
     """
     starts = (index.diff() != (1 if name == "position_ids" else 0)).nonzero()
     if len(starts) == 0:
@@ -53,11 +53,11 @@ def find_bounds(name: str, index: Tensor, rows: int) -> Tensor | None:
             f"{name} starts new sequences within a row of {list(index.shape)}; expected one row, [1, T]: the "
             "linear layers keep packed sequences apart in one row alone"
         )
-    return bounds_from_starts(starts[:, 1] + 1, index.shape[1])
+    return cu_seqlens_from_starts(starts[:, 1] + 1, index.shape[1])
 
 
 def text_positions(position_ids: Any) -> Tensor | None:
-    """Positions `[B, T]` in the text; None of an image's rows and columns, `[3, B, T]`."""
+    """Positions in the text, `[B, T]`; None for positions in images, `[3, B, T]`."""
     if not isinstance(position_ids, Tensor) or position_ids.device.type == "meta":
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] in (1, 4):  # text, then time, height, width
@@ -67,7 +67,7 @@ def text_positions(position_ids: Any) -> Tensor | None:
 
 def bounds_of_call(arguments: dict[str, Any], rows: int, tokens: int) -> Tensor | None:
     """The bounds of the packed sequences that a model's arguments hold, `[N + 1]`; None if they hold none."""
-    if arguments.get("girih_tokens") is not None:  # a converted model has looked
+    if arguments.get("girih_tokens") is not None:  # found by a hook of a converted model
         return arguments["girih_tokens"].cu_seqlens
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if arguments.get(name) is not None:
@@ -84,36 +84,37 @@ def bounds_of_call(arguments: dict[str, Any], rows: int, tokens: int) -> Tensor 
 
 
 def has_packed_mask(arguments: dict[str, Any]) -> bool:
-    """Whether transformers looks for packed sequences in this call."""
+    """Whether transformers looks for packed sequences in this call: it has neither a mask nor a cache."""
     return all(arguments.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
 
 
 def separate_attention(
     model: nn.Module, arguments: dict[str, Any], x: Tensor, cu_seqlens: Tensor, has_explicit_bounds: bool
 ) -> None:
-    """Sets the arguments with which attention separates the packed sequences, and no cache is made.
+    """Sets the arguments by which attention separates the packed sequences, and use_cache=False.
 
-    is_said: the bounds are not those of position_ids, which may go on from one sequence to the next.
+    has_explicit_bounds: the bounds come from other arguments than position_ids, which may then continue from
+    one sequence to the next.
     """
     if arguments.get("use_cache"):
         raise ValueError(
             "use_cache is True, but no cache is kept of packed sequences; call the model with use_cache=False"
         )
     arguments["use_cache"] = False
-    positions, position_ids = restarting(cu_seqlens, x.shape[1]), arguments.get("position_ids")
+    positions, position_ids = make_position_ids(cu_seqlens, x.shape[1]), arguments.get("position_ids")
     if position_ids is None or (has_explicit_bounds and position_ids.dim() == 2):
         arguments["position_ids"] = positions
     if type(model).__name__ in MASKS_WITHOUT_POSITIONS:
         sizes = torch.empty(*x.shape[:2], 0, dtype=model.dtype, device=x.device)
         mask = create_causal_mask(model.config, sizes, None, None, position_ids=positions)
         arguments["attention_mask"] = mask
-        if mask is None:  # flash attention, which reads bounds and the longest length
+        if mask is None:  # flash attention reads the bounds and the largest length
             longest = arguments.get("max_length_q") or int(cu_seqlens.diff().max())  # waits for the device
             arguments |= {"cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
 
 
 def separate_packed(original: Forward) -> Forward:
-    """A model's `forward`: all layers get the bounds of packed sequences, which are found once."""
+    """Wraps a model's `forward`: finds the bounds of packed sequences once and passes them to all layers."""
     argument_names = tuple(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -140,8 +141,8 @@ def separate_packed(original: Forward) -> Forward:
         arguments.pop("cu_seqlens", None)
         arguments["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
-            if arguments.get("seq_idx") is None:  # by which functions of transformers refuse packed sequences
-                arguments["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
+            if arguments.get("seq_idx") is None:  # functions of transformers reject packed sequences by it
+                arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
             if has_packed_mask(arguments):
                 separate_attention(self, arguments, x, cu_seqlens, has_explicit_bounds)
         if "position_ids" not in argument_names:
@@ -152,7 +153,7 @@ def separate_packed(original: Forward) -> Forward:
 
 
 def pass_on_keywords(original: Forward) -> Forward:
-    """`forward` of a head that passes on no keywords to its model: they go with attention_mask."""
+    """Wraps `forward` of a head that does not pass keywords to its model: passes them in attention_mask."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -165,7 +166,8 @@ def pass_on_keywords(original: Forward) -> Forward:
 
 
 def find_wrapper(value: type) -> Callable[[Forward], Forward] | None:
-    """The wrapper of a class's `forward`, if the class is a model or a head that drops keywords."""
+    """The wrapper of a class's `forward`, if the class is a model or a head that drops keywords; else
+    None."""
     if not issubclass(value, PreTrainedModel) or "forward" not in vars(value):
         return None
     if value.__name__ in HEADS_WITHOUT_KEYWORDS:

@@ -36,7 +36,7 @@ class StopsWhenDiverged(TrainerCallback):
 
 
 def run_cell(label: str, mixer: str, recipe: Recipe, corpus: Corpus, scratch: Path, seed: int) -> dict:
-    """Train one mixer on one task and measure it. Both by their name, or name and options."""
+    """Train one mixer on one task and measure it. task, mixer: a name, or a name with options."""
     task, _ = parse_label(label)
     name, _, options = mixer.partition(" ")
     torch.manual_seed(seed)

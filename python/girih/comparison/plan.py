@@ -1,4 +1,4 @@
-"""What a comparison trains: its cells, the file of each, and the recipe that all mixers of a task share."""
+"""The cells of a comparison, the file of each cell, and the recipe that all mixers of a task share."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Tasks and mixers by their labels, the numbers that are not the recipes' own, and where files are."""
+    """Labels of tasks and mixers, values that replace those of the recipes, and the folder of the files."""
 
     tasks: tuple[str, ...]
     mixers: tuple[str, ...]

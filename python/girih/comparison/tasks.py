@@ -16,9 +16,9 @@ from girih.training.command import Refusal, refuse_beyond_memory, refuse_unknown
 from girih.training.recipe import SIZES, Recipe
 from girih.training.trainer import BITS, ByteTrainer
 
-TEXT_STEPS, TEXT_RATE = 600, 3e-3  # fewer steps than `make train` takes, which go by a larger rate
-HEAD_DIM = 64  # of models whose width is given
-BYTES_A_TOKEN = 8  # of rows: the token and its label
+TEXT_STEPS, TEXT_RATE = 600, 3e-3  # fewer steps than `make train` runs, at a larger rate
+HEAD_DIM = 64  # for models with a given width
+BYTES_A_TOKEN = 8  # in rows: the token and its label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Task(ABC, Generic[AnyRecipe]):
     settings: the fields of its recipe that a call may set.
     """
 
-    unit: ClassVar[str]  # of the loss in bits
+    unit: ClassVar[str]  # unit of the loss in bits
     trainer: ClassVar[type[ByteTrainer]] = ByteTrainer
     name: str
     title: str
@@ -81,11 +81,11 @@ class Task(ABC, Generic[AnyRecipe]):
 
     @abstractmethod
     def measure(self, trainer: ByteTrainer, recipe: AnyRecipe, corpus: Corpus, seed: int) -> dict:
-        """The score of the trained model, as a cell's file has it."""
+        """The score of the trained model, for the cell's file."""
 
     @abstractmethod
     def has_score(self, cell: dict, recipe: AnyRecipe) -> bool:
-        """Whether all of the score is in a cell's file."""
+        """Whether a cell's file has the complete score."""
 
     def check(self, recipe: AnyRecipe) -> None:
         """Raises Refusal if the recipe's numbers are inconsistent."""
@@ -108,7 +108,8 @@ class Task(ABC, Generic[AnyRecipe]):
         return replace(recipe, **fields)
 
     def label(self, setting: str) -> str:
-        """The task with its setting, "mqar_256 pairs=4,8", fields in the task's order; `parsed` reads it."""
+        """The task with its setting, "mqar_256 pairs=4,8", fields in the task's order; `parse_label` parses
+        it."""
         place = {name: i for i, name in enumerate(self.settings)}
         words = sorted(setting.split(), key=lambda word: place.get(word.split("=")[0], 0))
         return " ".join([self.name, *words])
@@ -304,7 +305,7 @@ class NeedleTask(Answers[LengthsRecipe]):
         return {name: sum(values) / len(values) for name, values in groups.items()}
 
 
-# Two layers, as in Zoology; the size of the text models tells how much time there is.
+# Two layers, as in Zoology. The size of the text models sets the time budget.
 MQAR = {
     "tiny": RecallRecipe(
         60_000, 2, 2, 16, 16, 32, 8, 20, 3e-3, 32, vocab_size=32, pairs=(2, 4), rows=160, check=10

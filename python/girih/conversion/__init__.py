@@ -1,4 +1,4 @@
-"""Models of transformers with girih's mixers in the place of their attention, or beside it."""
+"""Models of transformers whose attention is replaced by girih's mixers, or mixed with a linear path."""
 
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.convert import Conversion, inject, replace_attention

@@ -1,7 +1,7 @@
-"""Attention modules of transformers that girih computes, or computes beside.
+"""Converted attention modules: a mixer replaces the attention, or a linear path is mixed with it.
 
-A converted module stays the object it was, with its weights under their names; its class becomes one made of
-its own and of one here, and its new part is its submodule `girih`.
+Conversion keeps the module object and the names of its weights. It changes the module's class to a subclass
+of its original class and of a class in this file, and adds the mixer or the path as the submodule `girih`.
 """
 
 import ast
@@ -19,25 +19,26 @@ from girih.conversion.cache import AttentionStateLayer
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.projections import Projections, RecordingAttention
 from girih.models.adapters.attention_call import (
-    OF_TOKENS,
+    TOKEN_ARGUMENTS,
     attend,
     cache_of,
+    get_state_layer,
     refuse_packed,
-    state_layer,
-    tokens_of,
+    resolve_tokens,
 )
 from girih.nn import Attention, MixState
 from girih.nn.layers.sequence_layer import CACHES
 
 PART_NAME = "girih"
-MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, which a window can cut
+MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, as `cut_mask` requires
 
 
 class ConvertedAttention(nn.Module):
     """Base of the converted classes.
 
-    original: the class that the module had. argument_names: of its forward. returns: the names of the values
-    that its forward returns after the output (`returned_names`). prefix: of the class's name.
+    original: the module's class before the conversion. argument_names: the arguments of its forward. returns:
+    the names of the values that its forward returns after the output (`returned_names`). prefix: of the name
+    of the converted class.
     """
 
     prefix: ClassVar[str]
@@ -49,17 +50,17 @@ class ConvertedAttention(nn.Module):
     layer_idx: int
 
     def __reduce__(self):
-        """The class is made at run time: pickle cannot find it by a name."""
+        """The class is created at run time, so pickle cannot find it by name."""
         kind = next(kind for kind in type(self).__mro__[1:] if issubclass(kind, ConvertedAttention))
         return empty, (kind, self.original), vars(self)
 
     def bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments after hidden_states, by name."""
+        """The arguments of a call by name, without hidden_states."""
         return dict(zip(self.argument_names[1:], args, strict=False)) | kwargs
 
 
 class ReplacedLayer(ConvertedAttention):
-    """A mixer in the place of `girih.nn.Attention`, whose call it takes."""
+    """`girih.nn.Attention` that calls a mixer instead."""
 
     prefix = "Replaced"
 
@@ -68,7 +69,8 @@ class ReplacedLayer(ConvertedAttention):
 
 
 class InjectedLayer(ConvertedAttention):
-    """`girih.nn.Attention` with a linear path mixed in. Its keys are its state's, and grow."""
+    """`girih.nn.Attention` mixed with a linear path. The state has attention's keys and values, and the
+    path's state."""
 
     prefix = "Injected"
 
@@ -86,20 +88,21 @@ class InjectedLayer(ConvertedAttention):
                 "state: one of attention's state and the linear path's state is None; expected both, or "
                 "None alone"
             )
-        if path_state is not None:  # before attention changes its own state
+        if path_state is not None:  # check before attention changes its own state
             self.girih.path.check_state(path_state, x, cu_seqlens)
         softmax = RecordingAttention(self, self.projections.qkv)
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens
         )
-        qkv = self.projections.parts(self, softmax.outputs())
+        qkv = self.projections.get_qkv(self, softmax.outputs())
         out = functools.partial(self.projections.project_out, self)
         y, path_state = self.girih(base, qkv, out, attention_mask, path_state, use_cache, cu_seqlens)
         return y, MixState(base_state, path_state) if use_cache else None
 
 
 class ReplacedAttention(ConvertedAttention):
-    """A mixer of girih's in the place of attention, reading what attention's projections give."""
+    """An attention module of transformers that calls a mixer, which reads and writes through its
+    projections."""
 
     prefix = "Replaced"
 
@@ -110,9 +113,9 @@ class ReplacedAttention(ConvertedAttention):
 
 
 class InjectedAttention(ConvertedAttention):
-    """Attention as it was, with a linear path of the same q, k and v mixed in (`Liza`).
+    """An attention module of transformers mixed with a linear path that reads the same q, k and v (`Liza`).
 
-    max_self_attn_length: how many tokens attention itself sees; None: as many as before.
+    max_self_attn_length: number of tokens that attention attends to; None: unchanged.
     """
 
     prefix = "Injected"
@@ -120,22 +123,24 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.bind_arguments(args, kwargs)
-        token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
-        for name in ("girih_tokens", "cu_seqlens"):  # not the original's
+        token_arguments = {name: call[name] for name in TOKEN_ARGUMENTS if call.get(name) is not None}
+        for name in ("girih_tokens", "cu_seqlens"):  # the original forward does not accept these
             call.pop(name, None)
         cache, mask = cache_of(call), call.get("attention_mask")
         layer = None
         if cache is not None:
             window = self.max_self_attn_length
-            layer = state_layer(cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window))
-        tokens = tokens_of(hidden_states, mask, 0 if layer is None else layer.tokens, **token_arguments)
+            layer = get_state_layer(
+                cache, self.layer_idx, functools.partial(AttentionStateLayer, window=window)
+            )
+        tokens = resolve_tokens(hidden_states, mask, 0 if layer is None else layer.tokens, **token_arguments)
         if self.max_self_attn_length is not None:
             num_keys = 0 if layer is None else layer.num_keys
             call["attention_mask"] = self.cut_mask(mask, hidden_states, num_keys)
         options = {"attention_mask": tokens.valid, "cu_seqlens": tokens.cu_seqlens}
         if layer is not None:
             refuse_packed(tokens)
-            if layer.state is not None:  # before attention writes its keys
+            if layer.state is not None:  # check before attention writes its keys
                 self.girih.path.check_state(layer.state, hidden_states)
             options |= {"state": layer.state, "use_cache": True}
         path = functools.partial(self.mix_path, options=options)
@@ -158,17 +163,20 @@ class InjectedAttention(ConvertedAttention):
         project: Callable[[Tensor], Tensor],
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        """base mixed with the linear path of these q, k and v, and the path's state.
+        """Mixes base with the linear path of the projections' `outputs`. Returns the mixture and the path's
+        state.
 
-        The output projection is linear, so base may be its input, with `project` the identity: the mixture is
-        then projected once. With `cross`, which multiplies both paths, base is the projection's output.
+        project: maps the path's output to the space of base. The output projection is linear, so base is its
+        input and project only reshapes: the mixture is projected once. With `cross`, which multiplies both
+        paths, base is the output of the projection, and project applies it.
         """
-        return self.girih(base, self.projections.parts(self, outputs), project, **options)
+        return self.girih(base, self.projections.get_qkv(self, outputs), project, **options)
 
     def cut_mask(self, mask: Tensor | None, x: Tensor, num_keys: int) -> Tensor | None:
-        """A mask `[B, heads, T, num_keys + T]` over the cached keys and the new ones, cut to the window.
+        """The mask of attention restricted to the window, `[B, heads, T, num_keys + T]`, over the num_keys
+        cached keys and the new keys.
 
-        mask: the mask of attention, over all keys; None: causal.
+        mask: the mask of attention over all keys; None: causal.
         """
         implementation = self.config._attn_implementation
         if implementation not in MASKED:
@@ -196,7 +204,7 @@ class InjectedAttention(ConvertedAttention):
                 mask = torch.zeros_like(is_visible, dtype=x.dtype)
         if mask.dtype == torch.bool:
             return mask & is_visible
-        # The least number, as transformers has it, and not -inf: a token that sees nothing gives no NaN.
+        # The smallest number, as in transformers, not -inf: the softmax of a fully masked row is not NaN.
         return mask.masked_fill(~is_visible, torch.finfo(mask.dtype).min)
 
 
@@ -214,11 +222,11 @@ def converted_class(kind: type[ConvertedAttention], original: type[nn.Module]) -
 
 
 def returned_names(forward: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of the values that an attention's forward returns after the first; "" for one without a name.
+    """Names of the values that an attention's forward returns after the first; "" for a value without a name.
 
-    In transformers it returns the attention weights. A forward with an argument `past_key_value` returns one,
-    two or three values, whatever its annotation says, so the names are read from its code. None: the code is
-    not available, or its `return` statements do not list the same values.
+    Current forwards of transformers return one more value, the attention weights. Older ones, with an
+    argument `past_key_value`, return one to three values, which their annotations do not state, so the names
+    are read from the code. None: the code is not available, or its `return` statements list different values.
     """
     if "past_key_value" not in inspect.signature(forward).parameters:
         return ("",)
@@ -237,8 +245,8 @@ def returned_names(forward: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def names_after_first(value: ast.AST | None, caches: dict[str, str]) -> tuple[str, ...] | None:
-    """Variable names of a tuple expression after its first value; "" for a value that is no variable. None if
-    the expression is no tuple."""
+    """The names of the variables in a tuple expression after its first value; "" for a value that is not a
+    variable. None if the expression is not a tuple."""
     if not isinstance(value, ast.Tuple):
         return None
     names = [variable_name(each) for each in value.elts[1:]]
@@ -246,15 +254,17 @@ def names_after_first(value: ast.AST | None, caches: dict[str, str]) -> tuple[st
 
 
 def variable_name(value: ast.AST | None) -> str:
-    """The variable that an expression returns, as x in `x if use_cache else None`; "" for none."""
+    """The variable that an expression returns, such as x in `x if use_cache else None`; "" if there is
+    none."""
     if isinstance(value, ast.IfExp):
         return variable_name(value.body) or variable_name(value.orelse)
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def cache_names(statements: list[ast.stmt], parameters: set[str]) -> dict[str, str]:
-    """The variables of a forward that hold its cache, with the parameter that each comes from: both names of
-    `present = past_key_value`. A variable that is also assigned something else than None is left out."""
+    """Maps each variable of a forward that holds its cache to the cache parameter that it comes from: both
+    names in `present = past_key_value`. A variable that is also assigned another value than None is
+    omitted."""
     values: dict[str, list[ast.AST | None]] = {}
     for statement in statements:
         for name, value in assignments(statement):
@@ -272,7 +282,8 @@ def cache_names(statements: list[ast.stmt], parameters: set[str]) -> dict[str, s
 
 
 def assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.AST | None]]:
-    """The variables that a statement assigns, each with its value; None: a value that is not read here."""
+    """The variables that a statement assigns, each with its value expression; None: a value of another
+    form."""
     if isinstance(statement, ast.Assign):
         for target in statement.targets:
             yield from assigned_variables(target, statement.value)
@@ -300,7 +311,7 @@ def assigned_variables(target: ast.AST, value: ast.AST | None) -> Iterator[tuple
 
 
 def iterate_statements(function: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a function in order, without those of nested functions."""
+    """The statements of a function in order, except those of nested functions."""
     for node in ast.iter_child_nodes(function):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
@@ -310,7 +321,7 @@ def iterate_statements(function: ast.AST) -> Iterator[ast.stmt]:
 
 
 def empty(kind: type[ConvertedAttention], original: type[nn.Module]) -> ConvertedAttention:
-    """A converted module without attributes, which pickle or copy sets."""
+    """A converted module without attributes; pickle or copy sets them."""
     return nn.Module.__new__(converted_class(kind, original))
 
 
@@ -350,7 +361,7 @@ def refuse_unknown_returns(attention: nn.Module) -> None:
 
 
 def refuse_replaced_forward(attention: nn.Module) -> None:
-    """Refuses a module with a `forward` of its own, which would hide the one of its new class."""
+    """Raises if the instance has an attribute `forward`, which would hide the method of its new class."""
     if "forward" in vars(attention) and not hasattr(attention, "_hf_hook"):
         raise ValueError(
             f"model: the forward of a {type(attention).__name__} has been replaced, in the module itself; "
@@ -359,7 +370,8 @@ def refuse_replaced_forward(attention: nn.Module) -> None:
 
 
 def detach_hook(attention: nn.Module) -> Any:
-    """Removes the hook that accelerate has put around a module's forward, and returns it."""
+    """Removes the hook with which accelerate wraps the module's forward, and returns it; None: there is
+    none."""
     hook = getattr(attention, "_hf_hook", None)
     if hook is not None:
         remove_hook_from_module(attention)

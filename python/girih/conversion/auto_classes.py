@@ -1,7 +1,8 @@
-"""Stand-ins for transformers' Auto classes, which the module beside a converted model names.
+"""Classes with the names of transformers' Auto classes, for models that are loaded with
+trust_remote_code=True.
 
-A converted model is one of transformers' own type, so its Auto classes load it once girih is imported. The
-module beside the model imports girih, and its classes call these Auto classes again.
+A converted model has a class of transformers, and the Auto classes load it once girih is imported. The module
+that is saved with the model imports girih, and its classes call the Auto classes of transformers again.
 """
 
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ class _AutoClass:
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """`from_pretrained` of the Auto class, without remote code: importing girih makes it convert."""
+        """Calls the Auto class without remote code: once girih is imported, it converts the model."""
         return cls.auto.from_pretrained(folder, *args, **kwargs | {"trust_remote_code": False})
 
     @classmethod
@@ -26,7 +27,7 @@ class _AutoClass:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: models are saved with the module that names these classes."""
+        """Does nothing: models are saved with the module that names these classes."""
 
 
 def auto_classes_of(config: Any) -> dict[str, type]:

@@ -1,10 +1,11 @@
-"""Recurrent mixers of an encoder: each reads its tokens from the first on and from the last on.
+"""Bidirectional forms of recurrent mixers, for encoders.
 
-    o_t = read(q_t, tokens up to t) + read(q_t, tokens after t, from the last on)
+    o_t = read(q_t, state of tokens 0..t) + read(q_t, state of tokens T-1..t+1, in reverse order)
 
-Each term is one call of the mixer's causal operator. The second call gets the tokens in reverse, and each
-query one place early: the query reads the state before its own token, so this token counts once. For linear
-attention o_t is (the sum of k_s v_s^T over all tokens)^T q_t. Projections, gates and norms serve both terms.
+Each term is one call of the mixer's causal operator. The second call gets the tokens in reverse order, and
+each query one index earlier: it reads the state before its own token, so the token counts once. For linear
+attention o_t = (sum over all tokens s of k_s v_s^T)^T q_t. Both terms use the same projections, gates and
+norms.
 """
 
 import functools
@@ -18,10 +19,11 @@ from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 
 class Mirror(NamedTuple):
-    """Where tokens stand when each sequence is reversed within its bounds, `[1, T]` or, by row, `[B, T]`.
+    """Index tables, `[1, T]` or `[B, T]`, of the order in which each sequence is reversed within its bounds.
 
-    token: the token at each place, which is also the place of each token. before: the place before a token's.
-    is_first: whether a token's place is the first of its sequence; true for tokens of no sequence.
+    token: the token at each index of the reversed order; the table is its own inverse. before: the index
+    before that of each token. is_first: whether a token is the first of its reversed sequence; true for
+    tokens of no sequence.
     """
 
     token: Tensor
@@ -29,15 +31,17 @@ class Mirror(NamedTuple):
     is_first: Tensor
 
     def reverse(self, x: Tensor | None) -> Tensor | None:
-        """x `[B, T, ...]`."""
+        """x `[B, T, ...]` in reversed order."""
         return None if x is None else take_tokens(x, self.token)
 
     def reverse_early(self, q: Tensor) -> Tensor:
-        """q `[B, T, ...]`, each one place before its token's; the last place has any."""
+        """q `[B, T, ...]` in reversed order, each query one index earlier; the last index has an arbitrary
+        query."""
         return take_tokens(q, self.before)
 
     def restore(self, o: Tensor) -> Tensor:
-        """What was read at the place before each token's, of o `[B, T, ...]`; 0 where there is none."""
+        """The outputs o `[B, T, ...]` of `reverse_early` queries in the original order; 0 for the last token
+        of each sequence, which has no later tokens."""
         is_first = self.is_first.view(*self.is_first.shape, *[1] * (o.dim() - 2))
         return take_tokens(o, self.before).masked_fill(is_first, 0)
 
@@ -50,7 +54,8 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def mirror(T: int, cu_seqlens: Tensor | None, device: torch.device) -> Mirror:
-    """cu_seqlens: None, `[N + 1]` of packed sequences, or `[B, 2]`, the bounds of one in each row."""
+    """The `Mirror` of rows of T tokens. cu_seqlens: None, `[N + 1]` of packed sequences, or `[B, 2]` with the
+    first and last + 1 valid token of each row."""
     token = torch.arange(T, device=device)[None]
     if cu_seqlens is None:
         first, end = token.new_zeros(1, 1), token.new_full((1, 1), T)
@@ -61,13 +66,13 @@ def mirror(T: int, cu_seqlens: Tensor | None, device: torch.device) -> Mirror:
         sequence = torch.searchsorted(bounds[1:], token, right=True).clamp(max=bounds.shape[0] - 2)
         first, end = bounds[sequence], bounds[sequence + 1]
     is_within = token < end
-    place = torch.where(is_within, first + end - 1 - token, token)
-    return Mirror(place, (place - 1).clamp(min=0), (place == first) | ~is_within)
+    index = torch.where(is_within, first + end - 1 - token, token)
+    return Mirror(index, (index - 1).clamp(min=0), (index == first) | ~is_within)
 
 
 class BothWays(RecurrentLayer):
-    """A recurrent layer whose operator reads tokens both ways. It has no state, as every token sees those to
-    come."""
+    """A recurrent layer whose operator scans in both directions. It has no state, because every token reads
+    later tokens."""
 
     def forward(
         self,
@@ -95,7 +100,7 @@ class BothWays(RecurrentLayer):
 
 
 def read_both_ways(layer: nn.Module) -> nn.Module:
-    """Makes a mixer's layer one of an encoder, in place, and returns it."""
+    """Changes a recurrent layer to its bidirectional form, in place, and returns it."""
     layer.__class__ = both_ways_class(type(layer))
     return layer
 
@@ -107,7 +112,7 @@ def both_ways_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def reduce(layer: nn.Module) -> tuple:
-    """The class is made at run time: pickle cannot find it by a name."""
+    """The class is created at run time, so pickle cannot find it by name."""
     return empty, (type(layer).kind,), vars(layer)
 
 

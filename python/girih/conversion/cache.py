@@ -1,4 +1,4 @@
-"""The cache of a layer whose attention stays: its keys and values, and the state of the path beside it."""
+"""The cache of a layer with attention and a linear path: keys and values, and the path's state."""
 
 from typing import Any
 
@@ -9,10 +9,13 @@ from girih.models.cache import StateLayer
 
 
 class AttentionStateLayer(StateLayer):
-    """A cache's layer of keys, of any kind, with the state of a linear path.
+    """A layer of a cache that holds a layer of keys, of any kind, and the state of a linear path.
 
-    window: the number of tokens that attention sees, of which the layer stores window - 1 keys; None: all.
-    Masks have the size for all keys, as one mask serves many layers, and `cut_mask` cuts them.
+    window: the number of tokens that attention attends to, of which the layer stores window - 1 keys; None:
+    all. Mask sizes count all keys, because layers share masks; `InjectedAttention.cut_mask` applies the
+    window.
+
+    full: the layer of keys for mask sizes. softmax: the layer of keys that attention uses.
     """
 
     def __init__(self, key_layer: CacheLayerMixin, window: int | None = None):

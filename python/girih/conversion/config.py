@@ -1,4 +1,4 @@
-"""The options of conversions, as they are saved with the model."""
+"""The options of conversions, which are saved with the model."""
 
 import functools
 import sys
@@ -21,7 +21,7 @@ VIRTUAL_TOKENS = ("derivative", "rotary", "both")
 GATES = ("k", "v", "kv")
 GATES_PER = ("channel", "head")
 POOLS = ("past", "window")
-# The options that an injected path reads, beside those of every path.
+# The options that only the path of this mixer reads; other options apply to every path.
 PATH_OPTIONS = {
     "delta_product": (
         "n",
@@ -36,14 +36,14 @@ PATH_OPTIONS = {
     "linear_attention": (),
 }
 INJECTED = tuple(PATH_OPTIONS)
-# The projections that a mixer must have one set of, to start from those of an attention.
+# A mixer can use the projections of an attention if it has one of these sets.
 PROJECTIONS = (
     ("qkv_proj", "o_proj"),
     ("qk_proj", "v_proj", "o_proj"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
 )
-# The mixers that read tokens both ways in an encoder. Trellis, Lattice and TTT update their memories by
-# chunks that are counted from the first token.
+# The mixers with a bidirectional form. Trellis, Lattice and TTT update their memories by chunks that are
+# counted from the first token.
 BOTH_WAYS = (
     "abc",
     "delta_product",
@@ -55,7 +55,7 @@ BOTH_WAYS = (
     "mamba2",
     "retnet",
 )
-# The values of their options in an encoder, with the reason.
+# The values that their options must have in an encoder, and the reasons.
 BOTH_WAYS_OPTIONS = {
     "conv_size": (0, "a short convolution looks back only"),
     "n": (1, "further steps would have the same keys and values, with no short convolution to part them"),
@@ -68,7 +68,7 @@ _SIZES = ("num_kv_heads", "head_dim", "expand_k", "expand_v")
 
 @functools.cache
 def replacing() -> tuple[str, ...]:
-    """The mixers that can take attention's place: recurrent ones whose projections an attention has."""
+    """The mixers that can replace attention: recurrent mixers with one of the sets PROJECTIONS."""
 
     def fits(name: str) -> bool:
         config = GirihConfig(mixer=name, num_hidden_layers=1, hidden_size=8, num_heads=1)
@@ -80,7 +80,7 @@ def replacing() -> tuple[str, ...]:
 
 
 def on_attention(name: str) -> Mixer:
-    """The mixer in the form that reads and writes through an attention's projections."""
+    """The variant of a mixer that uses an attention's projections (`Mixer.on_attention`)."""
     return MIXERS[name].on_attention or MIXERS[name]
 
 
@@ -101,12 +101,12 @@ def check_whole_number(name: str, value: Any, least: int, most: int | None = Non
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a finite number, 0 or more."""
+    """Whether value is a finite number, 0 or more."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value <= sys.float_info.max
 
 
 def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
-    """layers as a tuple; JSON has lists."""
+    """Checks layers and returns them as a tuple; configurations from JSON have lists."""
     if layers is None:
         return None
     indices = tuple(layers) if isinstance(layers, Iterable) else (None,)
@@ -121,8 +121,8 @@ def check_layers(layers: Iterable[int] | None) -> tuple[int, ...] | None:
 class Replacement:
     """The options of `girih.replace_attention`.
 
-    mixer: one of `replacing()`. layers: `layer_idx` of those whose attention goes, by default all.
-    options: of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
+    mixer: one of `replacing()`. layers: the `layer_idx` of the attention to replace; default: all.
+    options: options of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
     """
 
     how: ClassVar[str] = "replace"
@@ -142,7 +142,7 @@ class Replacement:
                 )
 
     def both_ways_options(self) -> dict[str, Any]:
-        """The options that a mixer requires where attention is not causal. Refuses other values."""
+        """The options that the bidirectional form of the mixer requires. Raises for other values."""
         if self.mixer not in BOTH_WAYS:
             raise ValueError(
                 f"mixer is {self.mixer!r}, of which no reversed pass is defined; expected, for attention "
@@ -158,10 +158,10 @@ class Replacement:
         return {name: value for name, (value, _) in required.items() if value is not None}
 
     def mixer_config(self, **sizes: Any) -> GirihConfig:
-        """The configuration that builds the mixer at an attention's sizes; it refuses what does not fit.
+        """The configuration that builds the mixer with an attention's sizes. Raises for wrong values.
 
-        A field that the mixer reads on an attention's projections alone is set behind the configuration's own
-        checks, which are those of the mixer elsewhere; the layer checks it.
+        The configuration's checks are those of the mixer itself. A field that only the variant `on_attention`
+        reads would fail them, so it is set after the checks; the layer checks it.
         """
         values = self.options | sizes
         unchecked = set(on_attention(self.mixer).fields) - set(MIXERS[self.mixer].fields)
@@ -174,22 +174,24 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Injection:
-    """The options of `girih.inject`: the linear path of LiZA, and how MaG mixes it in (Furfaro 2025).
+    """The options of `girih.inject`: the linear path of LiZA, and its mixture with attention by MaG (Furfaro
+    2025).
 
-    mixer: "delta_product", or "linear_attention", linear attention with phi = elu + 1 and a denominator
-        (eq. 3, Algorithm 1), which reads none of the options from n to chunk, nor norm_eps.
-    layers: `layer_idx` of the attention that gets a path, by default all.
-    n: steps a token, 1 to 4; n - 1 of them for virtual tokens.
-    virtual_tokens: "derivative", the m-th difference of k and v over time, divided by 2^m (eq. 22); "rotary",
-        their pairs turned by 2 pi m / n (eq. 23), which at n = 2 writes -v to -k, the first step once more;
-        "both", the mean of the two.
-    gate: of what the step sizes are the sigmoid of the causal mean (eq. 5): "k", "v", or "kv" for the product
-        of both. pool: that mean is over the "past" or a "window" of the last three tokens. gate_per: a step
-        size for every "channel", or for every "head" their mean.
+    mixer: "delta_product", or "linear_attention": linear attention with phi = elu + 1 and a denominator (eq.
+        3, Algorithm 1), which does not read the options from n to chunk and norm_eps.
+    layers: the `layer_idx` of the attention that gets a path; default: all.
+    n: delta-rule updates of a token, 1 to 4. The first uses the token's k and v, the others virtual tokens.
+    virtual_tokens: "derivative": the m-th difference of k and v over tokens, over 2^m (eq. 22). "rotary":
+        their channel pairs rotated by 2 pi m / n (eq. 23); at n = 2 this repeats the first update, because
+        writing -v to -k equals writing v to k. "both": the mean of the two.
+    gate: the step size beta is the sigmoid of a causal mean of "k" or of "v" (eq. 5), or for "kv" the product
+        of both sigmoids.
+    pool: the mean is over the "past", or over a "window" of the last three tokens.
+    gate_per: "channel": one beta for each channel. "head": the mean of these for each head.
     between_chunks: None, "gelu" or "tanh", applied to the memory after every `chunk` tokens (eq. 24).
-    weight: m, of the linear path, 0 to 1; learned: it is a parameter of each layer, weight its start; cross:
-        the product of both paths comes on top (eq. 7, 8).
-    max_self_attn_length: how many tokens the softmax path sees, itself among them; None: all.
+    weight: the weight m of the linear path, 0 to 1. learned: m is a parameter of each layer with initial
+        value `weight`. cross: adds the product of both paths (eq. 7, 8).
+    max_self_attn_length: number of tokens that attention attends to, including the query's own; None: all.
     """
 
     how: ClassVar[str] = "inject"
@@ -228,7 +230,7 @@ class Injection:
             raise ValueError(f"norm_eps is {self.norm_eps!r}; expected a number, 0 or more")
 
     def refuse_idle(self, names: Iterable[str]) -> None:
-        """Refuses options of these names that have no effect with the values of the others."""
+        """Raises for options of these names that have no effect with the values of the other options."""
         reasons = {"chunk": "between_chunks"} if self.between_chunks is None else {}
         reasons |= {"virtual_tokens": "n above 1"} if self.n == 1 else {}
         for name in names:
@@ -243,7 +245,7 @@ class Injection:
         return [f.name for f in fields(self) if f.name not in unread]
 
     def refuse_unread(self, names: Iterable[str]) -> None:
-        """Refuses options of these names that the path does not read."""
+        """Raises for options of these names that the path does not read."""
         known = self.read_names()
         for name in names:
             if name not in known:
@@ -255,7 +257,7 @@ CONVERSIONS = {kind.how: kind for kind in (Replacement, Injection)}
 
 
 def to_json(conversion: Replacement | Injection) -> dict[str, Any]:
-    """The entry of config.json; of an injection the fields that its path reads."""
+    """The entry of config.json. An injection saves only the fields that its path reads."""
     saved = asdict(conversion)
     if isinstance(conversion, Injection):
         saved = {name: saved[name] for name in conversion.read_names()}

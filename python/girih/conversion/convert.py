@@ -1,4 +1,4 @@
-"""`girih.replace_attention` and `girih.inject`: models of transformers with girih's mixers, in place."""
+"""`girih.replace_attention` and `girih.inject`, which convert models of transformers in place."""
 
 import copy
 from collections.abc import Iterable
@@ -25,14 +25,15 @@ from girih.conversion.projections import Projections, find
 from girih.conversion.tokens import TokensForLayers
 from girih.models.base import GirihPreTrainedModel
 
-# Fields of quantization configurations that name the modules which stay as they are: bitsandbytes', others'.
+# Fields of quantization configurations with the modules that are not quantized: bitsandbytes', others'.
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")
 
 
 class Conversion:
-    """What `replace_attention` or `inject` has done to a model: `layers` by name, `spec`, and `undo()`.
+    """A conversion of a model by `replace_attention` or `inject`.
 
-    At the end of a `with` it is undone.
+    layers: the converted modules by name. spec: the options. `undo()`, or the end of a `with`, restores the
+    model.
     """
 
     def __init__(self, model: nn.Module, conversion: Replacement | Injection):
@@ -125,10 +126,11 @@ class Conversion:
 
 
 def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, str, list[str]] | None:
-    """Names these modules in a quantized model's configuration as those that are not quantized.
+    """Adds modules to the list of modules that are not quantized, in a quantized model's configuration.
 
-    The parts of a conversion are saved as they are, and a loader would take their weights for quantized ones.
-    A pattern begins with `.*`: a base model's names lack the prefix of the model with a head.
+    The modules of a conversion are saved unquantized, and a loader would otherwise read their weights as
+    quantized ones. A pattern begins with `.*`, because the names of a base model lack the prefix of the model
+    with a head.
 
     Returns the configuration, its field and the patterns; None for a model that is not quantized.
     """
@@ -139,7 +141,8 @@ def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, st
     field = next((name for name in SKIPPED if hasattr(config, name)), None)
     if quantizer is None or field is None:
         return None
-    # A list in the configuration stands for the default, the head and tied weights, so these are written too.
+    # A list in the configuration replaces the default (the head and tied weights), so the default is written
+    # too.
     skipped = getattr(config, field) or getattr(quantizer, "modules_to_not_convert", None) or []
     prefix = f"{model.base_model_prefix}."
     patterns = [f".*{name.removeprefix(prefix)}" for name in names]
@@ -148,7 +151,7 @@ def skip_quantization(model: PreTrainedModel, names: list[str]) -> tuple[Any, st
 
 
 def outermost(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers in what wraps it, or the model itself."""
+    """The outermost model of transformers among the model and its submodules."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -156,7 +159,7 @@ def outermost(model: nn.Module) -> PreTrainedModel:
 
 
 def copy_config(model: nn.Module, config: PretrainedConfig) -> None:
-    """Gives a model a copy of its configuration, which another model, not to be converted, may share."""
+    """Replaces a model's configuration by a copy, because models that are not converted may share it."""
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)
     for module in model.modules():
@@ -170,8 +173,8 @@ def copy_config(model: nn.Module, config: PretrainedConfig) -> None:
 def attention_of(
     model: PreTrainedModel, layers: tuple[int, ...] | None, replaces: bool = False
 ) -> dict[str, tuple[nn.Module, Projections]]:
-    """The attention modules that can be converted, by name, of those whose `layer_idx` is among `layers`:
-    those of a decoder, or, to be replaced, those of an encoder."""
+    """The attention modules with a `layer_idx` among `layers` that can be converted, by name. They belong to
+    a decoder; with `replaces` they may belong to an encoder."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"model is a {type(model).__name__}, with an encoder; expected a decoder alone")
     found, reasons = {}, {}
@@ -197,7 +200,7 @@ def attention_of(
             )
         elif "Attention" in type(module).__name__:
             reasons.setdefault(type(module).__name__, sizes)
-    # Of a model with both kinds, as an encoder of images beside a decoder, the decoder is converted.
+    # In a model with both kinds, such as an image encoder and a decoder, the decoder is converted.
     has_decoder |= bool(found)
     if encoders and replaces and not has_decoder:
         found = encoders
@@ -231,7 +234,8 @@ def attention_of(
 def refuse_shared(
     model: PreTrainedModel, layers: tuple[int, ...] | None, convertible: set[int], replaces: bool
 ) -> None:
-    """Where layers read the keys of others (Gemma 3n, 4), neither can be replaced, nor those converted."""
+    """Raises for layers that read the keys of other layers (Gemma 3n, 4), and with `replaces` also for the
+    layers whose keys are read."""
     readers = [m.layer_idx for m in model.modules() if getattr(m, "is_kv_shared_layer", False) is True]
     sources = {m.layer_idx for m in model.modules() if getattr(m, "store_full_length_kv", False) is True}
     if not readers:
@@ -246,9 +250,10 @@ def refuse_shared(
 
 
 def owners(model: PreTrainedModel, layers: Iterable[nn.Module]) -> list[PreTrainedModel]:
-    """The innermost models around the layers, whose forward reads the masks that theirs are made of."""
+    """The innermost models that contain the layers: their forward gets the mask from which the masks of
+    attention are computed."""
     innermost = {}
-    for module in model.modules():  # outer ones come first
+    for module in model.modules():  # outer models come first
         if isinstance(module, PreTrainedModel):
             innermost |= {id(child): module for child in module.modules()}
     return list({id(owner): owner for layer in layers if (owner := innermost[id(layer)])}.values())
@@ -257,27 +262,26 @@ def owners(model: PreTrainedModel, layers: Iterable[nn.Module]) -> list[PreTrain
 def replace_attention(
     model: nn.Module, mixer: str = "gsa", *, layers: Iterable[int] | None = None, **options: Any
 ) -> Conversion:
-    """Attention gives way to a recurrent mixer that starts from its q, k, v and output projections, in place.
+    """Replaces attention by a recurrent mixer that uses its q, k, v and output projections, in place.
 
-    The projections stay the attention's, under their names, with their biases, norms and adapters, and the
-    mixer reads and writes through them; what it has beside (gates, convolutions, norms) is its submodule
-    `girih`, new and random, so the model needs training (Zhang et al. 2024, section 3.3). It has no rotary
-    positions, and a cache that does not grow.
+    The projections keep their names, biases, norms and adapters. The other parameters of the mixer (gates,
+    convolutions, norms) are in the submodule `girih`. They are new and random, so the model needs training
+    (Zhang et al. 2024, section 3.3). The mixer has no rotary positions, and its cache has a constant size.
 
-    model: a decoder of transformers, or an encoder as BERT and ModernBERT, or what wraps it. Attention is
-        found by its projections' names: q_proj, k_proj, v_proj, or fused c_attn, qkv_proj, with o_proj,
-        dense, c_proj or out_proj; query, key, value; Wqkv, Wo. In an encoder the mixer reads tokens both
-        ways, the current one once, without short convolutions.
+    model: a decoder of transformers, or an encoder such as BERT and ModernBERT, wrapped or not. Attention is
+        recognized by the names of its projections: q_proj, k_proj, v_proj, or fused c_attn, qkv_proj, with
+        o_proj, dense, c_proj or out_proj; query, key, value; Wqkv, Wo. In an encoder the mixer scans in both
+        directions, counts the current token once, and has no short convolutions.
     mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis,
-        lattice or ttt, of which the last three do not read both ways.
-    layers: `layer_idx` of the attention that goes, by default all of it; fewer make a hybrid.
-    options: the mixer's, by the names that `GirihConfig` has for them: num_slots, n, gated, conv_size, ...
+        lattice or ttt. The last three cannot be used in an encoder.
+    layers: the `layer_idx` of the attention to replace; default: all. Fewer layers make a hybrid.
+    options: options of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
 
-    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` keeps it in config.json;
-    `girih.from_pretrained` loads it.
+    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` writes the conversion to
+    config.json, and `girih.from_pretrained` loads it.
 
-    Raises ValueError, which names the argument: a model without such attention, a mixer or an option that is
-    not known, layers that are not there or are converted already.
+    Raises a ValueError that names the argument: for a model without such attention, an unknown mixer or
+    option, and for layers that do not exist or have been converted.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -292,27 +296,26 @@ def replace_attention(
 def inject(
     model: nn.Module, mixer: str = "delta_product", *, layers: Iterable[int] | None = None, **options: Any
 ) -> Conversion:
-    """Attention stays, and gets a linear path beside it that reads the same q, k and v (LiZA), in place.
+    """Mixes attention with a linear path that reads the same q, k and v (LiZA), in place.
 
         y = (1 - m) attention(x) + m W_o RMSNorm(delta_product(q, k, v))          TPTT: Furfaro 2025, eq. 7
         y = (1 - m) attention(x) + m W_o S^T phi(q) / (z^T phi(q))                eq. 3, Algorithm 1
 
-    The path shares every projection, so a layer's only new parameter is the norm of delta_product, and
-    adapters on q_proj or o_proj serve both. The weight m is a buffer, which `MixSchedule` moves during
-    training, or learned. At m = 0 the model computes what it did, bit for bit.
+    The path shares all projections: the norm of delta_product is the only new parameter of a layer, and
+    adapters on q_proj or o_proj apply to both. The weight m is a buffer, which `MixSchedule` changes during
+    training, or learned. At m = 0 the outputs are bitwise those of the original model.
 
-    model: a decoder, as `replace_attention` takes it.
+    model: a decoder, as for `replace_attention`.
     mixer: "delta_product", or "linear_attention", with a denominator and phi = elu + 1.
-    layers: `layer_idx` of the attention that gets a path, by default all.
-    options: `Injection`'s, with their meaning: n, virtual_tokens, gate, gate_per, pool, between_chunks,
-        chunk, weight, learned, cross, max_self_attn_length, norm_eps; linear_attention reads weight,
-        learned, cross and max_self_attn_length alone. With max_self_attn_length a token costs the same memory
-        wherever it stands.
+    layers: the `layer_idx` of the attention that gets a path; default: all.
+    options: the fields of `Injection`: n, virtual_tokens, gate, gate_per, pool, between_chunks, chunk,
+        weight, learned, cross, max_self_attn_length, norm_eps. linear_attention reads weight, learned, cross
+        and max_self_attn_length only. With max_self_attn_length the cache has a bounded size.
 
-    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` keeps it in config.json;
-    `girih.from_pretrained` loads it.
+    Returns the `Conversion`, whose `undo()` restores the model. `save_pretrained` writes the conversion to
+    config.json, and `girih.from_pretrained` loads it.
 
-    Raises ValueError, which names the argument.
+    Raises a ValueError that names the argument.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

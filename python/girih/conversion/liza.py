@@ -11,24 +11,25 @@ from torch import Tensor
 
 from girih.conversion.config import Injection
 from girih.conversion.projections import Projections
-from girih.conversion.rows import MOST_ROWS, ChannelGate, PooledGate, VirtualRows, has_kernel, unit
+from girih.conversion.rows import MAX_STEPS, ChannelGate, PooledGate, VirtualRows, has_kernel, silu_normalize
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.packing import count_sequences, token_positions
-from girih.nn.functional.state import Like, advance, check_state
+from girih.nn.functional.state import TensorSpec, advance, check_state
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import cast_conv_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
 
-WINDOW = 3  # tokens of a pooled gate
+WINDOW = 3  # tokens of the mean for pool="window"
 
 
 class LinearPathState(NamedTuple):
-    """pool: the sum of all k and v that gates are pooled from, `[N, heads, 1, head_dim]`, or the last rows.
-
-    count: `[N]`, tokens so far, where the pool is the past. differences: for each order the row before, of k
-    and v. memory: S, and the position in its chunk.
+    """pool: the sum over tokens of the k or v from which beta is computed, `[N, heads, 1, head_dim]`, or for
+        pool="window" their last rows.
+    count: `[N]`, number of tokens; None for pool="window".
+    differences: for the difference of each order, the previous row of k and v.
+    memory: S, and the position in its chunk.
     """
 
     pool: Any
@@ -53,9 +54,9 @@ def rotate_pairs(x: Tensor, angle: float) -> Tensor:
 
 
 class SharedPath(RecurrentLayer):
-    """A path that reads an attention's q, k and v, without a projection of its own; `read` computes it.
+    """A linear path that reads an attention's q, k and v and has no projections; `read` computes it.
 
-    q `[B, T, heads head_dim]`, k and v `[B, T, kv_heads head_dim]` as `Projections` gives them -> o
+    q `[B, T, heads head_dim]`, k and v `[B, T, kv_heads head_dim]` from `Projections` -> o
     `[B, T, heads head_dim]`.
     """
 
@@ -83,18 +84,18 @@ class SharedPath(RecurrentLayer):
         return self.read(qkv, state, use_cache, cu_seqlens)
 
     def rows(self, qkv: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """q, k and v by heads, `[B, T, heads, head_dim]`, of one dtype: a norm with an fp32 weight, as
-        Qwen's, makes q and k fp32 beside a v of 16 bits."""
+        """q, k and v by heads, `[B, T, heads, head_dim]`, in one dtype. Norms with an fp32 weight, as in
+        Qwen, return q and k in fp32 while v is 16-bit."""
         wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
         return tuple(x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
 
     def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        """Refuses a state that is not this path's after tokens of as many sequences as x `[B, T, ...]`."""
+        """Raises unless this path can have returned the state for the sequences of x `[B, T, ...]`."""
         dtype = torch.promote_types(x.dtype, torch.float32)  # of sums over tokens
         check_state(state, self.state_like(count_sequences(x, cu_seqlens), dtype))
 
     def state_like(self, sequences: int, dtype: torch.dtype) -> Any:
-        """The path's state after a token, with a `Like` for each tensor; dtype: of sums over tokens."""
+        """A state of the path with a `TensorSpec` in place of each tensor; dtype: of sums over tokens."""
         raise NotImplementedError
 
     def read(
@@ -104,14 +105,14 @@ class SharedPath(RecurrentLayer):
 
 
 class LinearPath(SharedPath):
-    """DeltaProduct of an attention's q, k and v, without a projection of its own (Furfaro 2025, section 3).
+    """DeltaProduct of an attention's q, k and v, without projections (Furfaro 2025, section 3).
 
         beta = sigmoid(mean of k over the past),   q, k, v <- silu(.) / |silu(.)|            eq. 5, 4
         k_0 = k, v_0 = v;   k_m, v_m: their virtual tokens                                   eq. 22, 23
         for m < n:  S <- S + k_m (beta * v_m - S^T (beta * k_m))^T
         o = RMSNorm(S^T q)                                                                   eq. 6
 
-    q, k, v and o as `SharedPath` has them. The norm takes away every scale of o, so the read has none.
+    q, k, v and o as in `SharedPath`. o has no scale, because the norm removes any scale.
     """
 
     def __init__(self, sizes: Projections, injection: Injection):
@@ -130,14 +131,14 @@ class LinearPath(SharedPath):
     def state_like(self, sequences: int, dtype: torch.dtype) -> LinearPathState:
         heads, D, is_past = self.heads[1], self.head_dim, self.pool == "past"
         pooled_heads = heads * len(self.gate)
-        tokens = Like((sequences,), torch.int64)
+        tokens = TensorSpec((sequences,), torch.int64)
         if is_past:
-            pool = GLAState(Like((sequences, pooled_heads, 1, D), dtype))
+            pool = GLAState(TensorSpec((sequences, pooled_heads, 1, D), dtype))
         else:
-            pool = ShortConvState(Like((sequences, WINDOW - 1, pooled_heads * D)))
-        row = ShortConvState(Like((sequences, 1, 2 * heads * D)))
+            pool = ShortConvState(TensorSpec((sequences, WINDOW - 1, pooled_heads * D)))
+        row = ShortConvState(TensorSpec((sequences, 1, 2 * heads * D)))
         differences = () if self.virtual_tokens == "rotary" else (row,) * (self.n - 1)
-        memory = Like((sequences, heads, D, D), dtype)
+        memory = TensorSpec((sequences, heads, D, D), dtype)
         position = tokens if self.between_chunks else None
         return LinearPathState(
             pool, tokens if is_past else None, differences, DeltaProductState(memory, position)
@@ -146,7 +147,7 @@ class LinearPath(SharedPath):
     def pool_mean(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """The causal mean of x `[B, T, heads, head_dim]`, in fp32, and the states of the pool."""
+        """The causal mean of x `[B, T, heads, head_dim]`, in fp32, and `pool` and `count` of the state."""
         if self.pool == "window":
             options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
             past = cast_conv_state(None if state is None else state.pool, x)
@@ -155,14 +156,14 @@ class LinearPath(SharedPath):
             return promote_to_fp32(mean.view_as(x)), pool, None
         total, pool = self.sum_tokens(x, state, in_place, cu_seqlens)
         position, count = token_positions(x, None if state is None else state.count, cu_seqlens)
-        return total / (position + 1)[..., None, None].float(), pool, count  # fp32, or more
+        return total / (position + 1)[..., None, None].float(), pool, count  # in fp32 or fp64
 
     def sum_tokens(
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """The running sum of x `[B, T, heads, head_dim]`: linear attention whose keys and queries are the
-        number 1. In bf16 its mean keeps its digits, as the sum is formed in fp32; in fp16 the sum itself
-        would leave the range."""
+        """The running sum of x `[B, T, heads, head_dim]`, computed as linear attention with k = q = 1. For
+        bf16 the operator sums in fp32 and returns bf16, which is precise enough for the mean. For fp16 the
+        sum may overflow, so x is converted to fp32."""
         past = None if state is None else state.pool
         options = {"in_place": in_place, "cu_seqlens": cu_seqlens}
         dtype, region = sum_region(x)
@@ -175,7 +176,7 @@ class LinearPath(SharedPath):
         self, x: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
         """x `[B, T, heads, head_dim]`, x^(1), ..., x^(n-1), each half the difference of the one before."""
-        taps = torch.arange(-0.5, 1.0, dtype=x.dtype, device=x.device)  # -1/2, 1/2, made where x is
+        taps = torch.arange(-0.5, 1.0, dtype=x.dtype, device=x.device)  # -1/2, 1/2
         taps = taps.expand(x.shape[2] * x.shape[3], 2)
         rows, states = [x], []
         for m in range(1, self.n):
@@ -202,10 +203,11 @@ class LinearPath(SharedPath):
         cu_seqlens: Tensor | None,
         is_last: bool = False,
     ) -> tuple[Tensor, Any, Tensor | None]:
-        """beta `[B, T n, kv_heads, head_dim]`, or `[B, T n, kv_heads]` with one a head, and the pool's
-        states, None if no call follows (`is_last`). k, v `[B, T, kv_heads, head_dim]`. beta is fp32; the
-        kernel returns that of channels in the dtype of the running sums, bf16 for bf16, to which the rows
-        that it multiplies are rounded.
+        """beta `[B, T n, kv_heads, head_dim]`, or `[B, T n, kv_heads]` for gate_per="head", and `pool` and
+        `count` of the state; None if no call follows (`is_last`). k, v `[B, T, kv_heads, head_dim]`.
+
+        beta is fp32, except that the kernel for channels returns it in the dtype of the running sums: bf16
+        for bf16, to which the rows that it multiplies are rounded too.
         """
         source = {"k": k, "v": v}.get(self.gate)
         if is_last and source is not None and self.pool == "past" and has_kernel(source):
@@ -221,13 +223,14 @@ class LinearPath(SharedPath):
         return self.repeat_steps(beta.mean(-1) if self.gate_per == "head" else beta), pool, count
 
     def repeat_steps(self, beta: Tensor) -> Tensor:
-        """Repeats beta for each of a token's n steps."""
+        """Repeats beta for the n updates of each token."""
         return beta.repeat_interleave(self.n, 1) if self.n > 1 else beta
 
     def virtual_rows(
         self, kv: Tensor, state: LinearPathState | None, in_place: bool, cu_seqlens: Tensor | None
     ) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """k and v `[B, T, 2 kv_heads, head_dim]` for each of a token's n steps, and the states."""
+        """n tensors `[B, T, 2 kv_heads, head_dim]`, k and v of each update of a token, and `differences` of
+        the state."""
         rows, states, rotated = [], (), []
         if self.virtual_tokens != "rotary":
             rows, states = self.differences(kv, state, in_place, cu_seqlens)
@@ -246,15 +249,15 @@ class LinearPath(SharedPath):
     ) -> tuple[Tensor, LinearPathState | None]:
         in_place = use_cache and state is not None
         q, k, v = self.rows(qkv)
-        # Every row is a sequence from its start, and no later call continues it.
+        # Every row is a whole sequence: it begins with this call, and no later call continues it.
         is_whole_text = state is None and cu_seqlens is None and not use_cache
         beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, is_whole_text)
         differences: tuple[Any, ...] = ()
-        has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MOST_ROWS)
+        has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MAX_STEPS)
         if is_whole_text and has_kernel_rows and all(has_kernel(x) for x in (q, k, v)):
             q, k, v = VirtualRows.apply(q, k, v, self.n)
         else:
-            q, kv = unit(q), unit(torch.cat((k, v), 2))
+            q, kv = silu_normalize(q), silu_normalize(torch.cat((k, v), 2))
             rows, differences = self.virtual_rows(kv, state, in_place, cu_seqlens)
             kv = torch.stack(rows, 2).flatten(1, 2) if self.n > 1 else kv  # token by token
             k, v = kv.split(self.heads[1:], 2)
@@ -279,7 +282,7 @@ class LinearPath(SharedPath):
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """phi(x) = elu(x) + 1, as x + 1 above 0 and e^x below, which keeps digits that (e^x - 1) + 1 loses."""
+    """phi(x) = elu(x) + 1, computed as x + 1 for x > 0, else e^x: (e^x - 1) + 1 would lose digits."""
     return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
@@ -288,8 +291,8 @@ class LinearAttentionPath(SharedPath):
 
         S <- S + phi(k) v^T,   z <- z + phi(k),   o = S^T phi(q) / (z^T phi(q)),   phi(x) = elu(x) + 1
 
-    The weights of the values sum to 1, as those of softmax. The path has no norm, which would take the
-    denominator away, and no parameter. q, k, v and o as `SharedPath` has them.
+    The weights of the values sum to 1, as in softmax. The path has no norm, which would remove the
+    denominator, and no parameters. q, k, v and o as in `SharedPath`.
     """
 
     def __init__(self, sizes: Projections, injection: Injection):
@@ -297,7 +300,7 @@ class LinearAttentionPath(SharedPath):
 
     def state_like(self, sequences: int, dtype: torch.dtype) -> LinearAttentionState:
         heads, D = self.heads[1], self.head_dim
-        return LinearAttentionState(*(GLAState(Like((sequences, heads, D, V), dtype)) for V in (D, 1)))
+        return LinearAttentionState(*(GLAState(TensorSpec((sequences, heads, D, V), dtype)) for V in (D, 1)))
 
     def read(
         self,
@@ -327,23 +330,23 @@ PATHS = {"delta_product": LinearPath, "linear_attention": LinearAttentionPath}
 
 
 def keep_dtypes(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Disables autocast if all tensors have its dtype. It would cast beta from 16 bits to fp32, without gain
-    in precision, and its gradient back."""
+    """A context without autocast if all tensors have autocast's dtype. The operator would cast a 16-bit beta
+    to fp32, without gain in precision, and its gradient back."""
     if {x.dtype for x in tensors} != {autocast_dtype(tensors[0])}:
         return nullcontext()
     return torch.autocast(autocast_device(tensors[0]), enabled=False)
 
 
 def sum_region(x: Tensor) -> tuple[torch.dtype, AbstractContextManager[Any]]:
-    """The dtype of data that is summed over tokens, and the context to sum it in: fp32 without autocast in
-    place of fp16, whose range the sums exceed."""
+    """The dtype of data that is summed over tokens, and a context for the sum: fp32 without autocast in place
+    of fp16, because sums may exceed its range."""
     if torch.float16 in (x.dtype, autocast_dtype(x)):
         return torch.float32, torch.autocast(autocast_device(x), enabled=False)
     return x.dtype, nullcontext()
 
 
 class Liza(MemoryAsGate):
-    """What `girih.inject` puts beside an attention: its linear path, and the weight m that mixes the two.
+    """The module that `girih.inject` adds to an attention: a linear path, and the weight m of the mixture.
 
     y = (1 - m) attention(x) + m W_o path(q, k, v)          W_o is the attention's own
     """
@@ -362,6 +365,6 @@ class Liza(MemoryAsGate):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """base `[B, T, hidden_size]`, what attention gave for qkv -> the mixture, and the path's state."""
+        """base: the output of attention, `[B, T, hidden_size]`. Returns the mixture and the path's state."""
         o, state = self.path(qkv, attention_mask, state, use_cache, cu_seqlens)
         return self.mixture(base, project(o)), state

@@ -1,4 +1,4 @@
-"""Loads what `save_pretrained` wrote of a converted model."""
+"""Loads converted models that `save_pretrained` wrote."""
 
 from os import PathLike
 from typing import Any
@@ -13,7 +13,7 @@ from girih.conversion.attention import PART_NAME
 from girih.conversion.config import from_json
 from girih.conversion.convert import FIELD, Conversion
 
-# Not for a configuration: "auto" is no dtype, and a quantisation that was saved stays.
+# Options that are not passed to the configuration: "auto" is not a dtype, and a saved quantization stays.
 LOADING_OPTIONS = (
     "dtype",
     "torch_dtype",
@@ -22,7 +22,7 @@ LOADING_OPTIONS = (
     "experts_implementation",
     "output_loading_info",
 )
-# For a configuration and for the weights.
+# Options for both the configuration and the weights.
 SHARED_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -33,7 +33,7 @@ SHARED_OPTIONS = (
     "token",
     "trust_remote_code",
 )
-# For the code that comes with a model.
+# Options for remote code.
 CODE_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -48,19 +48,20 @@ CODE_OPTIONS = (
 def from_pretrained(
     folder: str | PathLike, *args: Any, model_class: type[PreTrainedModel] | None = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """A model that was saved after `replace_attention` or `inject`, converted and with all its weights.
+    """Loads a model that was saved after `replace_attention` or `inject`, with its conversions and all
+    weights.
 
-    folder: a folder, or a name on the hub. model_class: by default the class that was saved; the model is one
-    of it. Other arguments are those of its `from_pretrained`: dtype, device_map, attn_implementation, ...
+    folder: a folder, or a name on the hub. model_class: the class of the model; default: the saved class.
+    Other arguments are passed to its `from_pretrained`: dtype, device_map, attn_implementation, ... Arguments
+    with names of configuration fields change the configuration: use_cache, num_labels, ...
 
-    Where girih is imported, `from_pretrained` of every class of transformers, and of the Auto classes, comes
-    here; the Auto classes with trust_remote_code=True where it is installed too. Otherwise they load the
-    model without its conversion, whose weights they report as unexpected: those named `.girih.`.
+    Once girih is imported, `from_pretrained` of every class of transformers and of the Auto classes calls
+    this function for converted models. If girih is installed but not imported, Auto classes with
+    trust_remote_code=True import it. Otherwise they load the model without its conversions, and report the
+    weights named `.girih.` as unexpected.
 
-    Arguments by the names of the configuration's fields change it: use_cache, num_labels, ...
-
-    Raises ValueError for a model that was not converted or was saved without its conversion's weights, and
-    OSError where there is none.
+    Raises ValueError for a model that was not converted or was saved without the weights of its conversion,
+    and OSError if the folder has no model.
     """
     config = kwargs.pop("config", None)
     if config is None:
@@ -102,7 +103,7 @@ def configuration(folder: str | PathLike, options: dict[str, Any]) -> tuple[Pret
 
 
 def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
-    """Refuses a folder without the conversion's weights, which transformers cannot initialize."""
+    """Raises for a folder without the conversion's weights, which transformers cannot initialize."""
     missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     missing = sorted(key for key in missing if f".{PART_NAME}." in key)
     if missing:
@@ -117,8 +118,8 @@ def refuse_missing(folder: str | PathLike, info: dict[str, Any]) -> None:
 def class_of(
     config: PretrainedConfig, folder: str | PathLike, options: dict[str, Any]
 ) -> type[PreTrainedModel]:
-    """The class that a configuration names: transformers' or girih's, one that is registered with an Auto
-    class, or, with trust_remote_code among the options, one of the code that comes with the model."""
+    """The class that a configuration names: a class of transformers or girih, a class registered with an Auto
+    class, or, with trust_remote_code among the options, a class of remote code."""
     names = config.architectures or []
     for name in names:
         for module in (transformers, models):

@@ -1,4 +1,4 @@
-"""A mixer of girih's that starts from an attention's projections."""
+"""Builds the mixer that replaces an attention and uses its projections."""
 
 import functools
 import math
@@ -13,13 +13,13 @@ from girih.nn import ShortConv
 
 
 def mixer_of(attention: nn.Module, sizes: Projections, replacement: Replacement) -> nn.Module:
-    """The mixer for an attention. It reads and writes through the projections, which stay the attention's.
+    """The mixer for an attention. It calls the attention's projections (`Shared`) in place of its own.
 
-    A short convolution starts as one that passes its input on, so that the mixer starts from q, k and v as
-    they are; the further steps of DeltaProduct, which read the same k and v, start from their differences
-    over time (TPTT, eq. 22), as equal steps would stay equal. Lattice, and Trellis with shared_qk, which have
-    one projection for q and k, get the mean of the two, which of all is nearest to both. These two mixers
-    have a memory for each query head. Where attention is not causal the mixer reads both ways.
+    Short convolutions are initialized to the identity, so that the mixer starts from attention's q, k and v.
+    DeltaProduct with n > 1 reads the same k and v in every update; the filters of the further updates are
+    initialized to differences over tokens (TPTT, eq. 22), because equal updates would stay equal. Lattice,
+    and Trellis with shared_qk, have one projection for q and k and read the mean of q and k. These two mixers
+    have a memory for each query head. For attention that is not causal the mixer scans in both directions.
     """
     layer = build_mixer(sizes, replacement)
     if not sizes.causal:
@@ -36,7 +36,7 @@ def mixer_of(attention: nn.Module, sizes: Projections, replacement: Replacement)
 
 
 def build_mixer(sizes: Projections, replacement: Replacement) -> nn.Module:
-    """The mixer at an attention's sizes, with its own projections."""
+    """The mixer with an attention's sizes and with its own projections."""
     mixer = on_attention(replacement.mixer)
     fields = {"hidden_size": sizes.hidden_size, "num_heads": sizes.heads, "head_dim": sizes.head_dim}
     if "num_kv_heads" in mixer.fields:
@@ -46,7 +46,7 @@ def build_mixer(sizes: Projections, replacement: Replacement) -> nn.Module:
         fields |= replacement.both_ways_options()
     layer = mixer.build(replacement.mixer_config(**fields))
     if hasattr(layer, "qk_proj") and layer.qk_proj.out_features != sizes.heads * sizes.head_dim:
-        # Its keys have as many channels as it has slots.
+        # The keys of this mixer have num_slots channels.
         if "num_slots" in replacement.options:
             raise ValueError(
                 f"num_slots is {replacement.options['num_slots']}; {replacement.mixer} reads keys "
@@ -57,7 +57,7 @@ def build_mixer(sizes: Projections, replacement: Replacement) -> nn.Module:
 
 
 def read_qkv(attention: nn.Module, x: Tensor, *, sizes: Projections, n: int) -> Tensor:
-    """q, then k and v n times each, `[B, T, (heads + 2 n kv_heads) head_dim]`."""
+    """q, n copies of k and n copies of v, concatenated, `[B, T, (heads + 2 n kv_heads) head_dim]`."""
     if n == 1:
         return sizes.project(attention, x)
     q, k, v = sizes.project_selected(attention, x, 0, 1, 2)
@@ -104,7 +104,8 @@ READERS = {
 
 @torch.no_grad()
 def init_filters(weight: Tensor, sizes: Projections, n: int) -> None:
-    """Initializes the filters `[channels, W]` of q and of n times k and v."""
+    """Initializes the filters `[channels, W]` of q and of the n copies of k and v: identity for q and the
+    first copies, the m-th difference for copy m."""
     nn.init.zeros_(weight)
     nn.init.ones_(weight[:, -1])
     kv_channels = sizes.kv_heads * sizes.head_dim

@@ -1,4 +1,4 @@
-"""Where an attention module has its projections, by the names that transformers' models give them."""
+"""Finds the projections of an attention module by their names in transformers' models, and calls them."""
 
 import inspect
 from collections.abc import Callable
@@ -11,20 +11,22 @@ from girih.nn import Attention
 from girih.nn.layers.sequence_layer import CACHES, SequenceLayer
 
 SEPARATE = (("q_proj", "k_proj", "v_proj"),)  # Llama, Qwen, Mistral, Gemma, OLMo, Phi, ...
-WITHOUT_OUT = ("query", "key", "value")  # BERT, RoBERTa, ELECTRA: the output's is in another module
+WITHOUT_OUT = ("query", "key", "value")  # BERT, RoBERTa, ELECTRA: the output projection is in another module
 FUSED = ("c_attn", "qkv_proj")  # GPT-2, Phi-3, OpenELM: channels of q, then of k, then of v
-MODERN = ("Wqkv", "Wo")  # ModernBERT: of that order too
-HEAD_MAJOR = ("query_key_value",)  # GPT-NeoX, Persimmon: q, k and v of a head, then of the next
+MODERN = ("Wqkv", "Wo")  # ModernBERT: the same order
+HEAD_MAJOR = ("query_key_value",)  # GPT-NeoX, Persimmon: channels of q, k and v for each head
 DROPOUT = ("resid_dropout", "out_drop")  # GPT-2, GPT-J; ModernBERT
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 OUT = ("o_proj", "dense", "c_proj", "out_proj", "Wo")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # Qwen3, Gemma 3, OLMo 2; Phi
-# Of BitNet, DiffLlama, Kosmos; gates of Afmoe, Laguna, MiniMax: they stand before the output projection.
+# Modules between attention and its output projection: norms of BitNet, DiffLlama and Kosmos, gates of Afmoe,
+# Laguna and MiniMax.
 BETWEEN = ("attn_sub_norm", "groupnorm", "inner_attn_ln", "o_norm", "gate_proj", "g_proj", "output_gate")
 
 
 def width(projection: nn.Module) -> tuple[int, int]:
-    """Its inputs and outputs: of nn.Linear, what quantises or adapts one, and transformers' Conv1D."""
+    """The numbers of input and output features of an nn.Linear, a quantized or adapted one, or a Conv1D of
+    transformers."""
     if hasattr(projection, "out_features"):
         return projection.in_features, projection.out_features
     return projection.nx, projection.nf
@@ -33,10 +35,11 @@ def width(projection: nn.Module) -> tuple[int, int]:
 class Projections(NamedTuple):
     """The names of an attention's projections and norms, and its sizes.
 
-    qkv: three names, or one if they are fused. out: the output's, or None if it is in another module. norms:
-    of q and k before rotary positions, or None. heads queries of head_dim read kv_heads keys and values; x is
-    `[B, T, hidden_size]`. is_head_major: the fused projection's channels are ordered by head, then q, k, v.
-    causal: whether no token sees those after it.
+    qkv: three names, or one if they are fused. out: the output projection; None: it is in another module.
+    norms: norms of q and k before rotary positions, or None. heads, kv_heads: numbers of query heads, and of
+    heads of keys and values, each of head_dim channels. hidden_size: width of the input. is_head_major: the
+    channels of the fused projection are ordered by head, then q, k, v. causal: whether no token attends to
+    later tokens.
     """
 
     qkv: tuple[str, ...]
@@ -51,7 +54,7 @@ class Projections(NamedTuple):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Of q, k and v."""
+        """Numbers of channels of q, k and v."""
         return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))
 
     def split_qkv(self, fused: Tensor) -> tuple[Tensor, ...]:
@@ -61,27 +64,27 @@ class Projections(NamedTuple):
         return fused.split(self.channels, -1)
 
     def apply_norms(self, attention: nn.Module, parts: dict[int, Tensor]) -> list[Tensor]:
-        """The given ones of q (0), k (1) and v (2) after attention's norms, before rotary positions."""
+        """Applies attention's norms to q, k and v, given by index: q (0), k (1), v (2)."""
         norms = dict(enumerate(self.norms or ()))
         return [
             apply_norm(getattr(attention, norms[i]), x, self.head_dim) if i in norms else x
             for i, x in parts.items()
         ]
 
-    def parts(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
+    def get_qkv(self, attention: nn.Module, outputs: list[Tensor]) -> list[Tensor]:
         """q, k and v from the projections' outputs, after attention's norms, before rotary positions."""
         parts = outputs if len(outputs) == 3 else self.split_qkv(outputs[0])
         return self.apply_norms(attention, dict(enumerate(parts)))
 
     def project(self, attention: nn.Module, x: Tensor) -> Tensor:
-        """q, k and v of x, one after the other, `[B, T, (heads + 2 kv_heads) head_dim]`."""
+        """q, k and v of x, concatenated, `[B, T, (heads + 2 kv_heads) head_dim]`."""
         outputs = [getattr(attention, name)(x) for name in self.qkv]
         if len(outputs) == 1 and self.norms is None and not self.is_head_major:
             return outputs[0]
-        return torch.cat(self.parts(attention, outputs), -1)
+        return torch.cat(self.get_qkv(attention, outputs), -1)
 
     def project_out(self, attention: nn.Module, o: Tensor) -> Tensor:
-        """o through the output projection, and the dropout that GPT-2's attention has behind it."""
+        """Applies the output projection to o, and the dropout after it (GPT-2)."""
         if self.out is None:
             return o
         y = getattr(attention, self.out)(o)
@@ -96,7 +99,7 @@ class Projections(NamedTuple):
         return y if dropout is None else dropout(y)
 
     def weight(self, attention: nn.Module) -> Tensor:
-        """A weight of the attention's, for its device and dtype."""
+        """A weight of the attention, from which callers read device and dtype."""
         return getattr(attention, self.out or self.qkv[0]).weight
 
     def project_selected(self, attention: nn.Module, x: Tensor, *indices: int) -> list[Tensor]:
@@ -108,14 +111,15 @@ class Projections(NamedTuple):
 
 
 def apply_norm(norm: nn.Module, x: Tensor, head_dim: int) -> Tensor:
-    """x `[B, T, heads head_dim]` through a norm over all of it (OLMo 2) or each head (Qwen3, Gemma 3)."""
+    """Applies a norm to x `[B, T, heads head_dim]`: over all channels (OLMo 2) or over each head (Qwen3,
+    Gemma 3)."""
     if norm.weight.shape == x.shape[-1:]:
         return norm(x)
     return norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)
 
 
 def find(attention: nn.Module) -> Projections | str:
-    """The projections of a module, or why it is no attention that can be converted."""
+    """The `Projections` of a module, or the reason why it cannot be converted."""
 
     def has_modules(*names: str) -> bool:
         return all(isinstance(getattr(attention, name, None), nn.Module) for name in names)
@@ -129,7 +133,8 @@ def find(attention: nn.Module) -> Projections | str:
     else:
         forward_parameters = inspect.signature(type(attention).forward).parameters
         has_cache = not forward_parameters.keys().isdisjoint(CACHES)
-        # Others that are not causal by themselves may be so by their masks (GIT), or read blocks on a cache.
+        # Other modules with is_causal=False may be causal by their masks (GIT), or read blocks of tokens with
+        # a cache.
         is_encoder = not has_cache or getattr(attention, "is_decoder", None) is False
         if not causal and (not is_encoder or "encoder_hidden_states" in forward_parameters):
             return "it is not causal self-attention"
@@ -180,8 +185,8 @@ def find(attention: nn.Module) -> Projections | str:
         kv = (widths[0] - channels) // 2
         widths = [channels, kv, widths[0] - channels - kv]
     q, k, v = widths
-    # CodeGen's go by blocks of a parallel model, whose number was an argument before transformers 5.24; those
-    # of GPT-BigCode by head, if each has keys of its own.
+    # The channels of CodeGen are ordered by blocks of model parallelism; before transformers 5.24 the number
+    # of blocks was an argument. Those of GPT-BigCode are ordered by head, if each head has its own keys.
     parameters = inspect.signature(getattr(attention, "_split_heads", find)).parameters
     if "mp_num" in parameters or hasattr(attention, "mp_num"):
         return f"the channels of its {qkv[0]} go by blocks of q, v and k"
@@ -204,9 +209,9 @@ def find(attention: nn.Module) -> Projections | str:
 class Shared:
     """A function of an attention's projections that a mixer calls as its own projection.
 
-    It is no module, so that the weights keep one name, and it looks them up when it is called, so that
-    whatever stands there by then (an adapter, a quantised layer) is what computes. A copy of the mixer alone
-    has the same attention, as peft's modules_to_save makes one; a copy of a model has its own.
+    It is not a module, so that the weights keep one name. It looks the projections up at each call, so that
+    later adapters or quantized layers are used. A copy of the mixer alone, which peft's modules_to_save
+    makes, shares the attention; a copy of the model has its own.
     """
 
     def __init__(self, attention: nn.Module, function: Callable[..., Any]):

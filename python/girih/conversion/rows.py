@@ -1,4 +1,5 @@
-"""What a linear path makes of q, k and v; on a GPU in one pass each way, where nothing is resumed."""
+"""Functions of q, k and v in a linear path. For whole sequences on a GPU, one kernel each for forward and
+backward."""
 
 from typing import Any
 
@@ -11,14 +12,17 @@ from girih._torch_internals import has_transform
 from girih.nn.functional import fused
 from girih.nn.functional.fused import autocast_device
 
-LEAST = 1e-6  # what shorter rows count as, where they are divided by their length
-WIDEST, MOST_ROWS = 256, 4  # elements of a row and n; as LEAST, what kernels/linear_path/linear_path.h has
+MIN_NORM = 1e-6  # lower bound of |silu(x)|
+MAX_HEAD_DIM, MAX_STEPS = (
+    256,
+    4,
+)  # limits of the kernels; like MIN_NORM as in kernels/linear_path/linear_path.h
 
 
-class Unit(torch.autograd.Function):
-    """y / |y| of y = silu(x), in x's dtype, whatever autocast says: lengths alone are fp32.
+class SiluNormalize(torch.autograd.Function):
+    """y / |y| with y = silu(x), in the dtype of x also under autocast; only the lengths are fp32.
 
-    By F.normalize all rows behind it would be fp32 under autocast, and several more kept for the backward.
+    Under autocast F.normalize would return fp32, and it saves more tensors for the backward.
     """
 
     @staticmethod
@@ -32,47 +36,47 @@ class Unit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> Tensor:
-        """dy = (dz - z <z, dz>) / length, and then silu's."""
+        """dy = (dz - z <z, dz>) / length; then the backward of silu."""
         x, z, length = ctx.saved_tensors
         dy = dz * z
-        along = dy.sum(-1, keepdim=True, dtype=length.dtype).masked_fill_(length <= LEAST, 0)
+        along = dy.sum(-1, keepdim=True, dtype=length.dtype).masked_fill_(length <= MIN_NORM, 0)
         torch.sub(dz, torch.mul(z, along, out=dy), out=dy)
         return torch.ops.aten.silu_backward(dy.div_(length), x)
 
 
 def length_of(y: Tensor) -> Tensor:
-    """In fp32 at least, and LEAST."""
+    """max(|y|, MIN_NORM) over the last dimension, in fp32 or fp64."""
     wide = torch.promote_types(y.dtype, torch.float32)
     with torch.autocast(autocast_device(y), enabled=False):
-        return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=LEAST)
+        return torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).clamp(min=MIN_NORM)
 
 
-def unit(x: Tensor) -> Tensor:
-    """SiLU, then length 1 (eq. 4). x `[..., head_dim]`.
+def silu_normalize(x: Tensor) -> Tensor:
+    """silu(x) / |silu(x)| (eq. 4). x `[..., head_dim]`.
 
-    By plain operators for a compiler, which loses the gradients of a function that writes what it returns and
-    fuses them as well, for a tracer, whose program cannot be saved with a function of Python, and for a
-    transform of functions.
+    Under a compiler, a tracer or a transform it calls plain operators: torch.compile loses the gradients of
+    an autograd function that returns a tensor that it has written in place, a traced program with a Python
+    autograd function cannot be saved, and transforms do not support the function.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_transform():
         y = F.silu(x)
         return (y / length_of(y)).to(x.dtype)
-    return Unit.apply(x)
+    return SiluNormalize.apply(x)
 
 
 def has_kernel(x: Tensor) -> bool:
     return (
         fused.has_fused_kernel(x, needs_contiguous=False)
         and x.shape[-1] % fused.PACK == 0
-        and 0 < x.shape[-1] <= WIDEST
+        and 0 < x.shape[-1] <= MAX_HEAD_DIM
         and x.numel() // x.shape[-1] < 2**31
     )
 
 
 class VirtualRows(torch.autograd.Function):
-    """The rows of q, k, v by `unit`, and of k and v the half differences over tokens: a token's n rows one
-    after the other (eq. 22). q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]`, which alone
-    are kept."""
+    """`silu_normalize` of q, k and v, and the virtual tokens of k and v (m-th differences over 2^m, eq. 22):
+    the n rows of a token are adjacent. q `[B, T, query_heads, head_dim]`, k, v `[B, T, heads, head_dim]` -> q
+    `[B, T, ...]`, k and v `[B, T n, ...]`. Only q, k and v are saved for the backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,14 +91,14 @@ class VirtualRows(torch.autograd.Function):
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Over the tokens of x `[B, T, heads, head_dim]`. In bf16 their mean keeps its digits, as the sum is
-    formed in fp32; in fp16 the sum itself would leave the range."""
+    """The running sum over the tokens of x `[B, T, heads, head_dim]`. It is computed in fp32 and returned in
+    the dtype of x, which is precise enough for the mean; for fp16, whose range it may exceed, in fp32."""
     return torch.ops.girih.running_sum(x, False, torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 class PooledGate(torch.autograd.Function):
-    """The mean over head_dim of sigmoid(mean of x so far), `[B, T, heads]` in fp32, of x
-    `[B, T, heads, head_dim]` (eq. 5)."""
+    """x `[B, T, heads, head_dim]` -> `[B, T, heads]` fp32: the mean over head_dim of sigmoid(causal mean of
+    x) (eq. 5)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,8 +115,8 @@ class PooledGate(torch.autograd.Function):
 
 
 class ChannelGate(torch.autograd.Function):
-    """sigmoid(mean of x so far) of x `[B, T, heads, head_dim]` for each of a token's n rows:
-    `[B, T n, heads, head_dim]`, in fp32 for fp16 and else in x's dtype (eq. 5)."""
+    """x `[B, T, heads, head_dim]` -> `[B, T n, heads, head_dim]`: sigmoid(causal mean of x) (eq. 5), repeated
+    for the n updates of each token. fp32 for fp16, else the dtype of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int) -> Tensor:

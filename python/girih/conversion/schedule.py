@@ -1,4 +1,4 @@
-"""Schedules of MaG's weight for transformers' Trainer."""
+"""Schedules of the mixture weight m of MaG, as a callback of transformers' Trainer."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,14 +16,17 @@ LEARNED = "learned"
 
 
 def mixtures(model: nn.Module) -> Iterator[MemoryAsGate]:
-    """Every mixture of a model: of injected layers, and of girih's own."""
+    """All mixtures of a model: those of injected layers and of girih's own models."""
     return (module for module in model.modules() if isinstance(module, MemoryAsGate))
 
 
 def move_to_front(callback: TrainerCallback) -> None:
-    """Moves a callback that is being called before all others of its Trainer, so that reporters, which come
-    first by default, see what it writes into the logs. A callback has no reference to its Trainer, so the
-    handler is looked up in the frames of its callers."""
+    """Moves `callback` to the front of its Trainer's callbacks. Call it from a method of the callback.
+
+    Reporters precede other callbacks by default and would not get what this callback writes to the logs. A
+    callback has no reference to its Trainer, so its CallbackHandler is looked up in the frames of the
+    callers.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         handler = frame.f_locals.get("self")
@@ -35,16 +38,16 @@ def move_to_front(callback: TrainerCallback) -> None:
 
 
 class MixSchedule(TrainerCallback):
-    """Moves the weight m of every injected layer during training, and logs it at every step (TPTT, 4.2).
+    """Sets the weight m of all mixtures during training, and logs it at every step (TPTT, section 4.2).
 
-    schedule: "constant", "gradual", "cyclic", as `girih.nn.mix_weight` has them, with its options final,
-        first, steps and levels; or "learned", which moves nothing and logs the mean of the layers' weights.
+    schedule: "constant", "gradual" or "cyclic" of `girih.nn.mix_weight`, with its options final, first, steps
+        and levels; or "learned", which sets nothing and logs the mean weight.
 
-    The weight follows from the step's number, so that training goes on from a checkpoint as it would have.
-    It is `mag_weight` in the Trainer's logs and, for every step, in `state.log_history`.
+    The weight depends only on the number of the step, so that training resumed from a checkpoint has the same
+    weights. The logs of the Trainer and, for every step, `state.log_history` have it as `mag_weight`.
 
-    Raises ValueError for an unknown schedule or option, and, when training starts, for a model whose mixtures
-    the schedule does not fit.
+    Raises ValueError for an unknown schedule or option. When training starts, raises ValueError if the model
+    has no mixture, or if `learned` of its mixtures does not match the schedule.
 
     >>> MixSchedule("gradual", first=0.0, final=0.5, steps=100).weight(50)
     0.25
@@ -76,7 +79,7 @@ class MixSchedule(TrainerCallback):
         self.schedule, self.options = schedule, options
 
     def weight(self, step: int) -> float:
-        """m at a step, of a schedule that moves it."""
+        """m at a training step, for schedules other than "learned"."""
         return mix_weight(self.schedule, step, **self.options)
 
     def mean_weight(self, model: nn.Module) -> float:

@@ -1,4 +1,4 @@
-"""Masks and packed sequences of a model's call, found once for all of its layers."""
+"""A hook that finds the mask and the packed sequences of a model's call once for all of its layers."""
 
 import inspect
 from typing import Any
@@ -6,9 +6,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from girih.conversion.attention import ReplacedAttention
-from girih.models.adapters.attention_call import Tokens, cache_of, is_recorded, is_seen, where_masked
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds, restarting, seq_idx_of
+from girih.models.adapters.attention_call import (
+    Tokens,
+    cache_of,
+    drop_trivial_mask,
+    get_visibility,
+    is_traced,
+)
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import make_position_ids, make_seq_idx, resolve_cu_seqlens
 from girih.nn.layers.sequence_layer import CACHES
 
 
@@ -16,9 +22,10 @@ class TokensForLayers:
     """A hook before a model's `forward` that adds `girih_tokens`, the tokens' mask and bounds, for converted
     layers.
 
-    A layer itself gets at most the mask that attention uses, and each layer would have to synchronize to find
-    the starts of packed sequences. A packed row gets position_ids that restart, from which transformers makes
-    its masks, seq_idx and cu_seq_lens_q, which transformers' linear layers read, and no cache by default.
+    Without the hook a layer would get only attention's mask, and each layer would wait for the device to find
+    the starts of packed sequences. For packed sequences the hook also sets the arguments that the other
+    layers of transformers read: position_ids that restart, from which transformers creates masks; seq_idx and
+    cu_seq_lens_q, for its linear layers; and use_cache=False by default.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,14 +52,14 @@ class TokensForLayers:
             refuse_blocks(arguments)
             return None  # each layer reads its own arguments
         x = x[None] if x.dim() == 1 else x
-        valid = where_masked(own_mask(mask, x.shape[1]))
+        valid = drop_trivial_mask(select_current_mask(mask, x.shape[1]))
         position_ids = arguments.get("position_ids")
         if position_ids is not None and (not is_matrix(position_ids) or cache_of(arguments) is not None):
             position_ids = None
         has_bounds = any(
             arguments.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
         )
-        cu_seqlens = bounds(
+        cu_seqlens = resolve_cu_seqlens(
             x,
             valid,
             cu_seqlens=arguments.pop("cu_seqlens", None),
@@ -64,25 +71,26 @@ class TokensForLayers:
             if valid is not None:
                 raise ValueError("attention_mask: packed sequences have no padding to mask; leave it out")
             self.refuse_packed_encoder()
-            arguments["attention_mask"] = None  # of ones; with one transformers looks for no sequences
+            # With a mask, even of ones, transformers does not look for packed sequences.
+            arguments["attention_mask"] = None
             positions = arguments.get("position_ids")
             if positions is None or (has_bounds and is_matrix(positions)):
-                arguments["position_ids"] = restarting(cu_seqlens, x.shape[1])
+                arguments["position_ids"] = make_position_ids(cu_seqlens, x.shape[1])
             if arguments.get("use_cache") is None:
                 arguments["use_cache"] = False
-            # Linear layers of transformers that are not converted keep sequences apart by these, or refuse.
+            # Linear layers of transformers separate packed sequences by these arguments, or raise an error.
             arguments["cu_seq_lens_q"] = cu_seqlens
             if arguments.get("seq_idx") is None and cu_seqlens.shape[0] > 2:
-                arguments["seq_idx"] = seq_idx_of(cu_seqlens, x.shape[1])
+                arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
         if arguments.get("position_ids") is not None and all(
             isinstance(m, ReplacedAttention) for m in self.attention
         ):
-            arguments["attention_mask"] = None  # transformers would make an unused T x T mask of it
+            arguments["attention_mask"] = None  # transformers would compute an unused T x T mask from it
         return (), arguments | {"girih_tokens": Tokens(valid, cu_seqlens)}
 
     def refuse_packed_encoder(self) -> None:
-        """Refuses packed sequences in an encoder whose remaining attention is not flash attention, which
-        alone separates them."""
+        """Raises for packed sequences in an encoder if attention that is not converted is not flash
+        attention: only flash attention separates them."""
         if all(isinstance(m, ReplacedAttention) or getattr(m, "is_causal", True) for m in self.attention):
             return
         if not any(isinstance(m, ReplacedAttention) and not m.projections.causal for m in self.attention):
@@ -100,8 +108,8 @@ def is_matrix(x: Any) -> bool:
 
 
 def refuse_blocks(arguments: dict[str, Any]) -> None:
-    """Refuses a mask of pairs in which a token does not see the one before it, without bounds of packed
-    sequences in another argument."""
+    """Raises for a mask `[B, heads, T, T]` in which a token does not attend to its predecessor, unless
+    another argument has the bounds of packed sequences."""
     mask = arguments.get("attention_mask")
     names = ("position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx", *CACHES, "girih_tokens")
     if (
@@ -109,11 +117,11 @@ def refuse_blocks(arguments: dict[str, Any]) -> None:
         or mask.dim() != 4
         or mask.shape[2] != mask.shape[3]
         or any(arguments.get(name) is not None for name in names)
-        or is_recorded()
+        or is_traced()
         or mask.device.type == "meta"
     ):
         return
-    is_visible = is_seen(mask)
+    is_visible = get_visibility(mask)
     valid = is_visible.diagonal(0, 2, 3)
     if (valid[..., 1:] & valid[..., :-1] & ~is_visible.diagonal(-1, 2, 3)).any():
         raise ValueError(

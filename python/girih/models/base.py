@@ -17,9 +17,9 @@ from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
 from girih.models.folder import check_folder, is_adapter
 from girih.nn import Block
-from girih.nn.functional.fields import completed, text_of
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds
+from girih.nn.functional.fields import complete_fields, fields_to_json
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import resolve_cu_seqlens
 from girih.nn.functional.step import MAX_ROWS, use_weights_only
 
 
@@ -30,23 +30,24 @@ class GirihPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # num_items_in_batch
     _no_split_modules: ClassVar = ["Block"]
-    _supports_sdpa = True  # what attention among the mixers is computed by
+    _supports_sdpa = True  # the mixer "attention" calls scaled_dot_product_attention
 
     def __init__(self, config: GirihConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         probe = nn.Module()
         probe.register_parameter("weight", nn.Parameter(torch.empty(0)))
         data = probe.weight.data
-        if type(data) is Tensor and data.is_cpu:  # neither "meta" nor fake: shapes alone need no memory
-            torch.ops.girih.check_memory(text_of(config.own_fields()), data.element_size())
+        if type(data) is Tensor and data.is_cpu:  # a meta or fake tensor needs no memory
+            torch.ops.girih.check_memory(fields_to_json(config.own_fields()), data.element_size())
         else:
-            completed(config.own_fields())  # attributes may have been set since it was made
+            complete_fields(config.own_fields())  # checks attributes that were set after construction
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, config: Any = None, **kwargs: Any):
-        """transformers' own, after a look at a local folder that names what is wrong with it.
+        """`PreTrainedModel.from_pretrained`, after `check_folder` if `folder` is a local folder of a model.
 
-        folder: None takes the tensors of state_dict. A folder of adapters leads to that of their model.
+        folder: None loads the tensors of the argument state_dict. transformers resolves a folder of adapters
+        to the folder of their base model.
         """
         unchecked = {"state_dict", "variant", "gguf_file", "ignore_mismatched_sizes", *OWN_FIELDS}
         if folder is not None and not kwargs.keys() & unchecked:
@@ -57,7 +58,7 @@ class GirihPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: the configuration is saved with the module that names the classes."""
+        """Does nothing: `GirihConfig.save_pretrained` writes the module that names the classes."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -68,20 +69,21 @@ class GirihPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
     def compressors(self) -> list[nn.Module]:
-        """CAT's, which embeds the tokens apart from `get_input_embeddings()`."""
+        """The compressors of CAT. Each has its own token embedding, beside `get_input_embeddings()`."""
         return [module for name, module in self.named_modules() if name.split(".")[-1] == "compressor"]
 
     def enable_input_require_grads(self) -> None:
-        """transformers' own, of all embeddings: adapters train behind reentrant checkpoints too."""
+        """Also makes the outputs of the compressors' embeddings require gradients: reentrant checkpointing
+        passes gradients to adapters only if a block's input requires them."""
         super().enable_input_require_grads()
         for compressor in self.compressors():
             hook = compressor.embed_tokens.register_forward_hook(lambda *call: call[-1].requires_grad_(True))
             self._require_grads_hooks.append(hook)
 
     def _resize_token_embeddings(self, new_num_tokens: int, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """transformers' own, of every embedding of tokens."""
+        """Also resizes the token embeddings of the compressors."""
         resized = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        tokens = resized.weight.shape[0]  # more than asked where they are padded
+        tokens = resized.weight.shape[0]  # may exceed new_num_tokens because of padding
         mean = args[1] if len(args) > 1 else kwargs.get("mean_resizing", True)
         for compressor in self.compressors():
             before = compressor.embed_tokens
@@ -106,9 +108,9 @@ class GirihPreTrainedModel(PreTrainedModel):
         if cache is None:
             cache = self.new_cache()
         model_kwargs[CACHE] = cache
-        if generation_config.is_assistant:  # its wrong tokens are rolled back
+        if generation_config.is_assistant:  # wrong tokens of an assistant are rolled back
             cache.activate_past_recording()
-        elif isinstance(cache, GirihCache):  # assisted decoding starts the recording again
+        elif isinstance(cache, GirihCache):  # assisted decoding activates the recording again
             cache.end_past_recording()
 
     def new_cache(self) -> GirihCache:
@@ -121,24 +123,28 @@ class GirihPreTrainedModel(PreTrainedModel):
         attention_mask: Tensor | None,
         **bound_arguments: Any,
     ) -> Tensor | None:
-        """The bounds of the packed sequences that these arguments hold, if they do (`packing.bounds`)."""
+        """`packing.resolve_cu_seqlens` for the arguments of a model."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         x = input_ids if inputs_embeds is None else inputs_embeds
-        return bounds(x, own_mask(attention_mask, x.shape[1]), **bound_arguments)
+        return resolve_cu_seqlens(x, select_current_mask(attention_mask, x.shape[1]), **bound_arguments)
 
 
 class Backbone(GirihPreTrainedModel):
-    """Tokens to hidden states, `[B, T]` to `[B, T, hidden_size]`.
+    """Maps tokens `[B, T]` to hidden states `[B, T, hidden_size]`.
 
-    attention_mask `[B, T]`, or over past tokens too, is 0 at tokens that do nothing. cache is a `GirihCache`,
-    which past_key_values names too. Packed sequences stand in one row, `[1, T]`, and one sees nothing of
-    another: their bounds are cu_seqlens `[N + 1]`, or what transformers' collators call cu_seq_lens_q; or
-    they start where seq_idx `[1, T]` changes or position_ids `[1, T]` restart, which is read on the host.
-    position_ids that rise by one say nothing else, and others are refused. Packed sequences and training keep
-    no cache unless asked. chunk is an adaptive CAT's alone: the chunk of this call, one of `config.chunks`.
+    attention_mask: `[B, T]`, or `[B, past + T]`; 0 at masked tokens, which change no state and no other
+        token.
+    cache, past_key_values: two names of one `GirihCache`.
+    use_cache: default: `config.use_cache`, but False in training and for packed sequences.
+    cu_seqlens, cu_seq_lens_q: `[N + 1]`, bounds of N sequences packed into one row `[1, T]`. Sequences do not
+        read each other.
+    seq_idx, position_ids: `[1, T]`; without bounds a new sequence starts where seq_idx changes or
+        position_ids restart. The host reads them. position_ids must rise by one within a sequence.
+    chunk: the chunk length of this call, one of `config.chunks`; only for an adaptive CAT.
 
-    Not read, as what is read says it: cache_position, cu_seq_lens_k, max_length_q, max_length_k.
+    cache_position, cu_seq_lens_k, max_length_q and max_length_k are accepted and ignored: the other arguments
+    determine them.
     """
 
     def forward(
@@ -189,9 +195,9 @@ class Backbone(GirihPreTrainedModel):
             output_hidden_states = config.output_hidden_states
         call, all_hidden = (input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, chunk), None
         if cache is not None and not output_hidden_states:
-            all_hidden = cache.steps.hidden_states(self, *call)
+            all_hidden = cache.steps.try_replay(self, *call)
         if all_hidden is None:
-            all_hidden = self.hidden_states(*call)
+            all_hidden = self.compute_hidden_states(*call)
         output = BaseModelOutputWithPast(
             last_hidden_state=all_hidden[-1],
             **{CACHE: cache},
@@ -200,7 +206,7 @@ class Backbone(GirihPreTrainedModel):
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     @abstractmethod
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -209,24 +215,25 @@ class Backbone(GirihPreTrainedModel):
         cu_seqlens: Tensor | None,
         chunk: int | None,
     ) -> list[Tensor]:
-        """The input of each block, then the output of the last block and the norm. Advances the cache."""
+        """The input of each block, then the output of the final norm. Updates the cache."""
 
-    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
-        """Whether `hidden_states` of one more token only calls the layers, with no other work on the host."""
+    def is_capturable_step(self, cache: GirihCache, chunk: int | None) -> bool:
+        """Whether `compute_hidden_states` of one more token can be captured as a CUDA graph: it only calls
+        the layers, and the host checks and updates nothing else."""
         return chunk is None
 
     def run_blocks(
         self, blocks: Sequence[nn.Module], x: Tensor, arguments: Callable[[int], tuple]
     ) -> tuple[list[Tensor], list[Any]]:
-        """The input of each block and the output of the last one; the state that each block returns.
+        """Returns (the input of each block and the output of the last block, the state of each block).
 
-        arguments(i): the arguments of block i after x. Unmodified blocks pass x on in two parts, x and the
-        output of the block's feed-forward layer, which the norm of the next block adds to x. A step of few
-        rows that is recorded as a graph calls the blocks' `step`.
+        arguments(i): the arguments of block i after x. Blocks without hooks run as `Block.parts`: a block
+        returns x and the output of its feed-forward layer, and the norm of the next block adds them.
+        A decoding step under capture (`uses_weights_only`) with at most MAX_ROWS rows calls `Block.step`.
         """
         all_hidden, states, branch = [], [], None
         use_checkpoints = self.gradient_checkpointing and self.training
-        use_steps = self.steps_by_weights() and x.numel() <= MAX_ROWS * x.shape[-1]
+        use_steps = self.uses_weights_only() and x.numel() <= MAX_ROWS * x.shape[-1]
         use_parts = not (use_checkpoints or use_steps) and all(
             type(block) is Block and is_called_plainly(block) and not is_compiled_in_place(vars(block))
             for block in blocks
@@ -244,9 +251,9 @@ class Backbone(GirihPreTrainedModel):
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(block.__call__, *arguments)
-        return block.step(*arguments) if self.steps_by_weights() else block(*arguments)
+        return block.step(*arguments) if self.uses_weights_only() else block(*arguments)
 
-    def steps_by_weights(self) -> bool:
+    def uses_weights_only(self) -> bool:
         return not torch.compiler.is_compiling() and use_weights_only.get()
 
 

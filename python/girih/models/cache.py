@@ -1,4 +1,4 @@
-"""The mixers' states as the cache of `generate()`."""
+"""The cache of `generate()`: the states of the mixers."""
 
 import itertools
 from collections.abc import Callable
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
-from girih.models.graph import StepGraphs, move
+from girih.models.graph import StepGraphs, copy_state_to
 from girih.nn import map_state
 from girih.nn.functional.masking import join_masks
 from girih.nn.functional.state import first_tensor
 
 
 class LayerInput(NamedTuple):
-    """The input of a layer: x `[B, T, ...]`, and valid `[B, T]`, true at tokens that count; None: all do."""
+    """The input of a layer: x `[B, T, ...]`, and valid `[B, T]`, false at masked tokens; None: none is
+    masked."""
 
     x: Tensor
     valid: Tensor | None
@@ -25,7 +26,7 @@ class LayerInput(NamedTuple):
         return self.x.shape[1]
 
     def split(self, tokens: int) -> tuple["LayerInput", "LayerInput"]:
-        """The first `tokens` tokens, and the others."""
+        """The input split after the first `tokens` tokens."""
         first, others = slice(tokens), slice(tokens, None)
         if self.valid is None:
             return LayerInput(self.x[:, first], None), LayerInput(self.x[:, others], None)
@@ -39,15 +40,16 @@ class LayerInput(NamedTuple):
 class StateLayer(CacheLayerMixin):
     """The state of one layer of any mixer, and the number of tokens that it has read.
 
-    key_layer: the layer of keys that this layer replaces in a cache, or None. If it belongs to a
-    `StaticCache`, masks keep that cache's size, which the layers of attention need.
+    key_layer: the layer of keys that this layer replaces in a cache, or None. If it is a layer of a
+    `StaticCache`, `get_mask_sizes` returns that cache's sizes, because attention layers share the masks.
 
-    A state does not hold the tokens before its last one. To roll back tokens, as assisted decoding does, a
-    layer records the state and the input of every call after `activate_past_recording()`. `crop` restores the
-    state before the call that contains the first wrong token, and the next call reads the right tokens of
-    that call again, before its own. A long call is split in two, so that less of it is read again.
+    A state cannot be rolled back by itself. For assisted decoding, `activate_past_recording()` makes the
+    layer record the state before each call and the call's input. `crop` restores the recorded state before
+    the call with the first removed token, and `reread` holds the tokens of that call that remain. The next
+    call reads these tokens again, before its own. A call of more than `reread_limit` tokens is split in two
+    and both parts are recorded, so that fewer tokens are read again.
 
-    chunk: of CAT, the chunk length that the sequences began with.
+    tokens: number of tokens read.  chunk: the chunk length of the sequences (CAT only).
     """
 
     supports_early_init = False
@@ -56,12 +58,12 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.static = key_layer if isinstance(key_layer, StaticLayer) else None
         self.record_past = False
-        self.reread_limit = 64  # tokens; a longer call is split this far before its end
+        self.reread_limit = 64  # tokens; a longer call is split this many tokens before its end
         self.reset()
 
     @property
     def is_compileable(self) -> bool:
-        """By this transformers knows that masks must not be left out."""
+        """transformers omits no masks for a compileable cache, which a `StaticCache` requires."""
         return self.static is not None
 
     @property
@@ -77,8 +79,9 @@ class StateLayer(CacheLayerMixin):
         self.state: Any = None
         self.tokens = 0
         self.chunk: int | None = None
-        self.calls: list[tuple[Any, LayerInput]] = []  # since the last crop: the state before, and the input
-        self.reread: LayerInput | None = None  # right tokens that the next call reads again
+        # The calls since the last crop: the state before the call, and its input.
+        self.calls: list[tuple[Any, LayerInput]] = []
+        self.reread: LayerInput | None = None  # the tokens that the next call reads again
 
     def advance(self, state: Any, tokens: int) -> None:
         """Stores the state that a layer returned after `tokens` more tokens."""
@@ -87,10 +90,15 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def run(self, call: Callable[..., tuple[Any, Any]], x: Tensor, valid: Tensor | None) -> Any:
-        """y of call(x, valid, state) -> (y, the state after it), a tensor `[B, T, ...]` or a list of such."""
+        """Returns y of `call(x, valid, state) -> (y, state)`, and stores the state and, while recording, the
+        call.
+
+        y: a tensor `[B, T, ...]` or a list of such tensors. `call` gets the tokens to reread before x; y
+        omits them.
+        """
         if not (torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
             any_part = first_tensor(self.state)
-            if any_part is not None and any_part.is_inference():  # which is read-only outside of its mode
+            if any_part is not None and any_part.is_inference():  # read-only outside of inference mode
                 self.state = map_state(torch.clone, self.state)
         inputs = LayerInput(x, valid)
         if self.reread is not None:
@@ -102,7 +110,7 @@ class StateLayer(CacheLayerMixin):
                 calls.append((map_state(torch.clone, state), part))  # a step writes its state in place
             y, state = call(part.x, part.valid, state)
             parts.append(y)
-        # All went well.
+        # No call has raised an error: store the results.
         self.calls, self.reread = self.calls + calls, None
         self.advance(state, x.shape[1])
         if isinstance(parts[0], list):
@@ -113,14 +121,14 @@ class StateLayer(CacheLayerMixin):
         self.record_past = True
 
     def end_past_recording(self) -> None:
-        """Stops the recording. Later calls of `crop` fail; earlier ones keep their effect."""
+        """Stops the recording: `crop` raises an error until it is activated again. Tokens to reread stay."""
         self.record_past, self.calls = False, []
 
     def offload(self) -> None:
-        """A state has one size, whatever it has read: it stays on its device."""
+        """Does nothing: a state has a constant size and stays on its device."""
 
     def prefetch(self) -> None:
-        """It was never away."""
+        """Does nothing, like `offload`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise TypeError("a girih layer keeps a state, not keys and values")
@@ -154,7 +162,8 @@ class StateLayer(CacheLayerMixin):
         self.map(lambda part: part.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Rolls back the last `-tokens_to_remove` tokens, all of which have come since the last crop."""
+        """Rolls back the last `-tokens_to_remove` tokens. Only tokens since the last crop can be rolled
+        back."""
         if not self.record_past:
             raise ValueError(
                 "a recurrent state cannot be cropped: it has forgotten what stood before its last token, and "
@@ -174,13 +183,13 @@ class StateLayer(CacheLayerMixin):
             )
         num_removed = -tokens_to_remove
         self.tokens -= num_removed
-        # A later crop may roll back as many.
+        # A later crop may remove as many tokens: split calls early enough.
         self.reread_limit = max(self.reread_limit, 2 * num_removed)
         while num_removed > 0:
             self.state, call = self.calls.pop()
             num_kept = call.tokens - num_removed
             self.reread, num_removed = (call.split(num_kept)[0], 0) if num_kept > 0 else (None, -num_kept)
-        self.reread = map_state(torch.clone, self.reread)  # not the whole call
+        self.reread = map_state(torch.clone, self.reread)  # a slice would keep the whole call alive
         self.calls = []
 
 
@@ -190,9 +199,9 @@ def _join_parts(parts: list[Tensor], start: int) -> Tensor:
 
 
 class GirihCache(Cache):
-    """One `StateLayer` a layer; a model called with `use_cache=True` and without one makes it.
+    """One `StateLayer` for each layer. A model creates it if `use_cache` is set and no cache is passed.
 
-    steps: on a CUDA device, the graphs that its tokens are (`StepGraphs`).
+    steps: the CUDA graphs of decoding steps (`StepGraphs`).
     """
 
     def __init__(self, num_layers: int):
@@ -204,12 +213,12 @@ class GirihCache(Cache):
         self.steps = StepGraphs()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders one layer at a time and copies it to the tensors that graphs read, so that only one
-        layer's state exists twice."""
-        for layer, places in itertools.zip_longest(self.layers, self.steps.places):
+        """Reorders the layers one at a time, and copies each to the tensors that the graphs read: only one
+        layer's state exists twice at a time."""
+        for layer, targets in itertools.zip_longest(self.layers, self.steps.captured_tensors):
             layer.reorder_cache(beam_idx)
-            if places is not None:
-                move(layer, places)
+            if targets is not None:
+                copy_state_to(layer, targets)
 
     def end_past_recording(self) -> None:
         """Stops the recording that `activate_past_recording()` began."""
@@ -217,8 +226,8 @@ class GirihCache(Cache):
             layer.end_past_recording()
 
     def checkpoint(self) -> "GirihCache":
-        """A copy of the current states, which later calls with this cache do not change: for `restore`, or
-        for use as a cache itself. Tokens before it cannot be cropped from it.
+        """A copy of the current states, for `restore` or as a cache of its own. Later calls with this cache
+        do not change the copy. Tokens before the checkpoint cannot be cropped from the copy.
 
         >>> from girih.models import GirihConfig, GirihForCausalLM
         >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2)).eval()
@@ -233,7 +242,7 @@ class GirihCache(Cache):
         return GirihCache(len(self.layers)).restore(self)
 
     def restore(self, checkpoint: "GirihCache") -> "GirihCache":
-        """Makes this cache what `checkpoint` was made of, as often as asked."""
+        """Sets this cache to the states of `checkpoint`, which is copied and can be restored again."""
         if len(checkpoint.layers) != len(self.layers):
             raise ValueError(f"checkpoint has {len(checkpoint.layers)} layers; expected {len(self.layers)}")
         for layer, saved in zip(self.layers, checkpoint.layers, strict=True):

@@ -12,21 +12,21 @@ from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
 from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
-from girih.nn.functional.fused import is_product
-from girih.nn.functional.masking import check_mask, own_mask
+from girih.nn.functional.fused import is_plain_linear
+from girih.nn.functional.masking import check_mask, select_current_mask
 from girih.nn.functional.state import check_batch
 from girih.nn.layers.chunk_attention import KeyValues, with_room
 
 
 class Compressor(nn.Module):
-    """f(c): a chunk of C tokens as one vector of the decoder's width.
+    """f(c): compresses a chunk of C tokens to one vector of the decoder's width.
 
-    A learned token for the chunk's place in its sequence stands in front of the chunk's tokens; bidirectional
-    blocks and a norm follow, then one linear map of the C token outputs side by side.
-    chunks `[B, K, C]`, index `[K]` or `[B, K]` -> `[B, K, hidden_size]`.
+    chunks `[B, K, C]`, index `[K]` or `[B, K]`, the index of a chunk in its sequence -> `[B, K,
+    hidden_size]`. A learned vector for the chunk's index precedes the embedded tokens. Bidirectional blocks
+    and a norm follow. A linear map of the C concatenated token outputs gives the result.
 
-    With several chunk lengths each has columns of its own in the map, and places are counted in the shortest,
-    so that a place means the same token in all.
+    With several chunk lengths each length has its own columns of the map, and indices are counted in chunks
+    of the shortest length, so that an index means the same token for all lengths.
     """
 
     def __init__(self, config: GirihConfig):
@@ -50,24 +50,26 @@ class Compressor(nn.Module):
 
     def forward(self, chunks: Tensor, index: Tensor, run_blocks: Callable) -> Tensor:
         B, K, C = chunks.shape
-        # -1: of a sequence in its first chunk, whose result is discarded.
-        place = (index * (C // self.chunks[0])).clamp(0, self.position.num_embeddings - 1)
-        place = self.position(place).expand(B, K, -1)
-        x = torch.cat((place[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
+        # An index of -1 belongs to a sequence in its first chunk; the result is discarded.
+        position = (index * (C // self.chunks[0])).clamp(0, self.position.num_embeddings - 1)
+        position = self.position(position).expand(B, K, -1)
+        x = torch.cat((position[:, :, None], self.embed_tokens(chunks)), 2).flatten(0, 1)
         x = self.norm(run_blocks(self.layers, x, lambda _: ())[0][-1])[:, 1:].flatten(1)
         if len(self.chunks) == 1:
             return self.proj(x).unflatten(0, (B, K))
         before = sum(self.chunks[: self.chunks.index(C)]) * self.norm.weight.shape[0]
-        if is_product(self.proj):
+        if is_plain_linear(self.proj):
             return F.linear(x, self.proj.weight[:, before : before + x.shape[1]]).unflatten(0, (B, K))
-        # An adapter's or a quantized map has no columns to take: those of other lengths read zeros.
+        # A quantized map or one with adapters cannot be sliced: the columns of other lengths read zeros.
         after = sum(self.chunks) * self.norm.weight.shape[0] - before - x.shape[1]
         return self.proj(F.pad(x, (before, after))).unflatten(0, (B, K))
 
 
 class CatState(NamedTuple):
-    """K headers and one chunk: `ids [N, C]` the tokens of the chunk that goes on, `header [N, hidden_size]`
-    its header, keys and values of its rows and of all headers in each layer, and how far they reach."""
+    """ids: `[N, C]`, tokens of the current chunk.  header: `[N, hidden_size]`, its header.  kv: for each
+    layer the keys and values of the current chunk's rows and of all headers.  seq_lengths: lengths of the
+    sequences.
+    """
 
     ids: Tensor
     header: Tensor
@@ -75,13 +77,13 @@ class CatState(NamedTuple):
     seq_lengths: SequenceLengths
 
     def with_room(self, tokens: int) -> "CatState":
-        """The same with slots for sequences of so many tokens, so that no step until then makes new tensors
-        for them: what a CUDA graph of a step needs."""
+        """The state with slots for sequences of `tokens` tokens. Steps up to this length allocate no tensors,
+        which their CUDA graphs require."""
         C = self.ids.shape[1]
         return self._replace(kv=map_state(lambda part: with_room(part, C, tokens // C + 1), self.kv))
 
     def stepped(self) -> tuple[tuple, "CatState"] | None:
-        """One graph for each number of chunks that a step compresses."""
+        """The kind of a step is the number of chunks that it compresses (`functional.state.stepped`)."""
         C = self.ids.shape[1]
         seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
         if self.kv[0].k.shape[1] < C + max_tokens(seq_lengths.host_tokens) // C:
@@ -90,19 +92,21 @@ class CatState(NamedTuple):
 
 
 class CatModel(Backbone):
-    """Compressor and decoder of CAT; the output at a token predicts the next one, as in any causal model.
+    """The compressor and the decoder of CAT. The output at a token predicts the next token.
 
-    Chunk k is the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`: header_k = f(c_{k-1}), header_0 is learned, and
-    a chunk's last token is never fed. Row r of a sequence predicts its token r, so token t's output is row t
-    + 1. A `Backbone`, whose arguments it takes but inputs_embeds.
+    Chunk k has the rows `[header_k, x_{kC}, ..., x_{kC+C-2}]`, header_k = f(c_{k-1}), header_0 learned. The
+    decoder does not read the last token of a chunk; the next header replaces it. Row r of a sequence predicts
+    token r, so the output at token t is row t + 1. `Backbone` documents the arguments; inputs_embeds is not
+    accepted.
 
-    The cache has slots for K headers and one chunk in each layer. A token is one row over them, and a chunk
-    that it ends one call of the compressor. How far the sequences have come is known on the host: a cached
-    call with a mask waits for it.
+    The cache of each layer has slots for K headers and the rows of one chunk. A decoding step computes one
+    row, and a step that completes a chunk calls the compressor once. The host knows the lengths of the
+    sequences, so a cached call with a mask waits for the device.
 
-    Adaptive, with `config.chunks`: `chunk` is the chunk of this call, one of those; by default it is the
-    cache's, in training one that is drawn at random from torch's generator, else `config.chunk`. Each has its
-    own header_0, which tells the decoder which it is, and its own linear map behind the compressor.
+    Adaptive CAT, with `config.chunks`: `chunk` is the chunk length of this call. Default: the cache's;
+    without a cache, in training a random one of `config.chunks` from torch's generator, else `config.chunk`.
+    Each length has its own header_0, from which the decoder knows the length, and its own columns of the
+    compressor's map.
     """
 
     undecayed = ("header",)
@@ -155,7 +159,7 @@ class CatModel(Backbone):
             raise ValueError(f"chunk is {chunk}; expected {cache_chunk}, with which the cache was begun")
         return chunk
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -173,7 +177,7 @@ class CatModel(Backbone):
                 "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
             )
         T = input_ids.shape[1]
-        mask = own_mask(attention_mask, T)
+        mask = select_current_mask(attention_mask, T)
         check_mask(input_ids, mask, cu_seqlens)
         if cu_seqlens is not None:
             C = self.choose_chunk(chunk, None)
@@ -185,13 +189,13 @@ class CatModel(Backbone):
         if cache is None:
             return self.read(input_ids, mask, None, self.choose_chunk(chunk, None), use_cache=False)[0]
         layer = cache.layers[0]
-        # A cache that was cropped to its first call has no state, only tokens to read again.
+        # A cache that was cropped into its first call has no state, only tokens to reread.
         C = self.choose_chunk(chunk, layer.chunk if layer.state is None else layer.state.ids.shape[1])
         all_hidden = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
         layer.chunk = C
         return all_hidden
 
-    def is_plain_step(self, cache: GirihCache, chunk: int | None) -> bool:
+    def is_capturable_step(self, cache: GirihCache, chunk: int | None) -> bool:
         layer = cache.layers[0]
         return (
             chunk in (None, layer.chunk)
@@ -202,11 +206,12 @@ class CatModel(Backbone):
     def read(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool = True
     ) -> tuple[list[Tensor], CatState | None]:
-        """Tokens `[N, T]` after those of `state`."""
+        """Computes `all_hidden` and the state of tokens `[N, T]` that follow those of `state`; C: chunk
+        length."""
         T = ids.shape[1]
         if state is not None:
             check_batch(state.ids, ids.shape[0])
-        # Masked tokens count here: how many of a call are valid is not known without a wait.
+        # Counts masked tokens too: the number of valid tokens is on the device.
         longest = T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens))
         if longest > self.config.max_position_embeddings:
             raise ValueError(
@@ -220,7 +225,7 @@ class CatModel(Backbone):
     def read_tokens(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool
     ) -> tuple[list[Tensor], CatState | None]:
-        """Tokens `[N, T]` after those of `state`: the chunk that goes on is read again from its start."""
+        """`read` for several tokens or a mask: reads the incomplete chunk again from its start."""
         has_past = state is not None
         table = Continuation(ids, C, mask, state.seq_lengths if has_past else None, use_cache)
         chunks = table.scatter(ids, state.ids if has_past else None)
@@ -238,8 +243,9 @@ class CatModel(Backbone):
         return all_hidden, CatState(table.last(chunks), table.last(headers), kv, table.seq_lengths)
 
     def step(self, ids: Tensor, state: CatState) -> tuple[list[Tensor], CatState]:
-        """One token `[N, 1]` of each sequence: its own row, or the header of the chunk that comes next where
-        it is the last one of a chunk. Writes the state's tensors unless gradients are asked."""
+        """`read` for one token `[N, 1]` of each sequence. Its row is the token, or the header of the next
+        chunk if the token completes a chunk. Writes the state's tensors in place, except with gradients
+        enabled."""
         if torch.is_grad_enabled():
             state = map_state(torch.clone, state)
         C, n, host_tokens = state.ids.shape[1], state.seq_lengths.tokens, state.seq_lengths.host_tokens + 1
@@ -251,8 +257,8 @@ class CatModel(Backbone):
         x = self.embed_tokens(ids)
         if (compressions := seq_lengths.find_compressions(C)) is not None:
             sequences = compressions.sequences
-            place = (n[sequences] // C - 1)[:, None]
-            header = self.compressor(state.ids[sequences][:, None], place, self.run_blocks)
+            index = (n[sequences] // C - 1)[:, None]
+            header = self.compressor(state.ids[sequences][:, None], index, self.run_blocks)
             state.header[sequences] = compressions.select(header[:, 0], state.header[sequences])
             x = x.index_put((sequence[sequences],), compressions.select(header, x[sequences]))
         all_hidden, kv = [x], []
@@ -268,10 +274,9 @@ class CatModel(Backbone):
         return self.header if self.header.dim() == 1 else self.header[self.chunks.index(chunk)]
 
     def headers(self, chunks: Tensor, first: Tensor, index: Tensor, where: Tensor) -> Tensor:
-        """chunks `[B, K, C]` at the places `index [K]` or `[B, K]` -> their headers `[B, K, hidden_size]`.
-
-        The last chunk is nobody's past, so it is not compressed. `first` is the header where `where` is true.
-        """
+        """chunks `[B, K, C]` with indices `index [K]` or `[B, K]` -> header of each chunk,
+        `[B, K, hidden_size]`: `first` where `where` is true, else the compression of the preceding chunk. The
+        last chunk is not compressed."""
         past = self.compressor(chunks[:, :-1], index[..., :-1], self.run_blocks)
         return torch.where(where, first.to(past.dtype), F.pad(past, (0, 0, 1, 0)))
 
@@ -283,8 +288,8 @@ class CatModel(Backbone):
         cu_rows: Tensor | None,
         kv: tuple[KeyValues, ...] | None = None,
     ) -> tuple[list[Tensor], tuple[KeyValues, ...]]:
-        """headers `[B, K, hidden_size]` and their chunks `[B, K, C]` -> the rows `[B, K, C, hidden_size]`
-        before and after each block, and what each layer keeps. The last rows have passed the final norm."""
+        """headers `[B, K, hidden_size]` and chunks `[B, K, C]` -> the input rows `[B, K, C, hidden_size]` of
+        each block, then the output of the final norm; and the keys and values of each layer."""
         tokens = self.embed_tokens(chunks[:, :, :-1])
         x = torch.cat((headers[:, :, None].to(tokens.dtype), tokens), 2)
 

@@ -1,4 +1,4 @@
-"""What a girih language model is made of."""
+"""The configuration of girih's language models."""
 
 import functools
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from girih import remote_code
-from girih.nn.functional.fields import completed, text_of
+from girih.nn.functional.fields import complete_fields, fields_to_json
 
-# What the module beside a saved model names, by transformers' Auto classes.
+# The classes that the module beside a saved model names, by transformers' Auto classes.
 REMOTE = {
     "AutoConfig": "GirihConfig",
     "AutoModel": "GirihModel",
@@ -24,41 +24,46 @@ REMOTE = {
 class GirihConfig(PretrainedConfig):
     """Configuration of `GirihModel` and `GirihForCausalLM`.
 
-    mixer: one of `MIXERS` for every layer, or a list with one name a layer (a hybrid). "cat" alone is the
-        whole CAT model, with its compressor; in a list it is CAT as a layer. "mag" mixes `mag_base` and
-        `mag_mixer`.
-    num_heads, num_kv_heads, head_dim: queries, memories, width of each; by default one memory a query.
-    num_slots: M of gsa, abc, trellis and lattice.
-    chunk: C of trellis, lattice, cat and between_chunks.
-    chunks: of the CAT model, the chunk lengths that a call may choose, `chunk` among them: ascending
-        multiples of the first, as [4, 8, 16, 32].
-    n: Householder steps of delta_product.
-    gated: whether delta_product, trellis and lattice forget.
-    conv_size: width of the short convolutions, 0 for none; by default what each mixer's paper has.
-    expand_k, expand_v: width of keys and values as multiples of head_dim, by default what each mixer's paper
-        has: gla 0.5 and 1, gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
-        delta_product 1 and 1. Others do not read them, but for mamba2: it has expand_v * num_heads heads of
-        head_dim, by default twice num_heads, and keys (B, C) of state_size, which its heads share. Its blocks
-        have no feed-forward layer: without other mixers intermediate_size is None, and a number is refused.
+    mixer: one of `MIXERS` for all layers, or a list with one name for each layer (a hybrid). The string "cat"
+        is the whole CAT model, with its compressor; in a list "cat" is CAT as a layer. "mag" mixes `mag_base`
+        and `mag_mixer`.
+    num_heads, num_kv_heads, head_dim: num_heads query heads read num_kv_heads memories; head_dim is the width
+        of a head. Default: num_kv_heads = num_heads.
+    num_slots: number of memory slots M of gsa, abc, trellis and lattice.
+    chunk: chunk length C of trellis, lattice, ttt, cat and between_chunks.
+    chunks: chunk lengths that a call of the CAT model may choose. It includes `chunk`. The lengths are
+        ascending multiples of the first, such as [4, 8, 16, 32].
+    n: delta-rule updates of a token in delta_product.
+    gated: whether the memories of delta_product, trellis and lattice decay.
+    conv_size: width of the short convolutions; 0: none. Default: that of the mixer's paper.
+    expand_k, expand_v: width of keys and values as multiples of head_dim. Defaults are those of the papers:
+        gla 0.5 and 1; gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
+        delta_product 1 and 1. mamba2 reads expand_v only: it has expand_v * num_heads heads, by default 2 *
+        num_heads. Other mixers read neither.
+    state_size: width of the keys (B, C) of mamba2, which all of its heads share.
+    intermediate_size: width of the feed-forward layers. Blocks of mamba2 have none: if all layers are mamba2,
+        intermediate_size must be None.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
-        objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta rule mixers.
-        window: attention. rotary: retnet, whose rope_theta it needs. The layers of `girih.nn` explain them.
-    post_norm: whether trellis and lattice have an RMSNorm before the gate, by default as the papers:
-        Trellis has one and Lattice has none.
-    compressor_hidden_size, compressor_layers: of the CAT model, by default half the decoder's.
-    running_positions: rotary positions of cat, model and layer, continue across chunks instead of starting at
-    0 in each. initializer_range: deviation that weights start with, by default hidden_size^-1/2: models of a
-    few hundred
-        channels learn far sooner from it than from 0.02.
-    max_position_embeddings: bounds a sequence in the CAT model only, which learns a vector for each chunk's
-        place.
-    loss_in_chunks: in training, with labels, the model's output has its loss and no logits, which are made
-        and left a part of the tokens after another (`girih.nn.functional.loss`): of a large vocabulary they
-        take more memory than the layers. For trainers that read logits beside the loss leave it off.
+        objective, normalize, shrinkage: lattice. between_chunks, allow_neg_eigval: the delta-rule mixers.
+        window: attention. rotary: retnet, which then reads rope_theta. `girih.nn` documents them.
+    post_norm: whether trellis and lattice have an RMSNorm before the output gate. Default, as in the papers:
+        True for trellis, False for lattice.
+    compressor_hidden_size, compressor_layers: sizes of the CAT model's compressor. Default: half the
+        decoder's.
+    running_positions: rotary positions of CAT (model and layer) continue across chunks instead of starting at
+        0 in each chunk.
+    initializer_range: standard deviation of initial weights. Default: hidden_size^-1/2; with it, models of a
+        few hundred channels learn much faster than with 0.02.
+    max_position_embeddings: the longest sequence of the CAT model, whose compressor learns a vector for each
+        chunk index. Other mixers do not read it.
+    loss_in_chunks: with labels, the output of a training call has the loss and no logits. The loss is
+        computed for parts of the tokens (`girih.nn.functional.loss`), so that the logits of all tokens do not
+        exist at once; with a large vocabulary these need more memory than the layers. Leave it False for
+        trainers that read logits.
 
-    A value that does not fit raises a ValueError that names it: `girih::nn::Config` in C++ checks both. So
-    does an option that is not at its default and that no mixer reads, and a keyword that is neither a field
-    nor one of transformers'.
+    `girih::nn::Config` in C++ checks the fields and their combinations. A wrong value raises a ValueError
+    that names the field. An option that differs from its default and that no mixer reads, and an unknown
+    keyword, raise one too.
 
     >>> GirihConfig(mixer=["gsa", "attention"], num_hidden_layers=2).mixers
     ['gsa', 'attention']
@@ -66,7 +71,7 @@ class GirihConfig(PretrainedConfig):
 
     model_type = "girih"
     keys_to_ignore_at_inference: ClassVar = ["cache", "past_key_values"]
-    auto_map: ClassVar = {}  # trl and transformers look into it; one that was saved has its own
+    auto_map: ClassVar = {}  # trl and transformers read it; save_pretrained sets it on the instance
     attribute_map: ClassVar = {"num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads"}
 
     vocab_size: int = 256
@@ -121,7 +126,7 @@ class GirihConfig(PretrainedConfig):
     pad_token_id: int | None = None
 
     def __new__(cls, *_: Any, **kwargs: Any) -> "GirihConfig":
-        """Refuses two different values of a field under its two names."""
+        """Raises if a field has different values under its two names (`attribute_map`)."""
         for alias, name in cls.attribute_map.items():
             if alias in kwargs and kwargs.get(name, kwargs[alias]) != kwargs[alias]:
                 raise ValueError(
@@ -131,14 +136,16 @@ class GirihConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers' own. A file may have entries of other libraries, which become attributes, and options
-        that its mixers do not read, as earlier versions wrote them; keywords may not."""
+        """`PretrainedConfig.from_dict`, with the checks for a file: config_dict may have entries of other
+        libraries, which become attributes, and options that its mixers do not read, which earlier versions
+        wrote and which are dropped. kwargs may have neither."""
         refuse_misspelt([*config_dict, *kwargs])
         saved_fields = {name: config_dict[name] for name in OWN_FIELDS if name in config_dict}
-        unread = torch.ops.girih.unread_options(text_of(saved_fields))
+        unread = torch.ops.girih.unread_options(fields_to_json(saved_fields))
         values = {"transformers_version": ""} | {n: x for n, x in config_dict.items() if n not in unread}
         config = super().from_dict(values, **kwargs)
-        completed((config[0] if isinstance(config, tuple) else config).own_fields())  # with the keywords
+        # Checks kwargs too.
+        complete_fields((config[0] if isinstance(config, tuple) else config).own_fields())
         return config
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -146,26 +153,26 @@ class GirihConfig(PretrainedConfig):
         if self.transformers_version is None and unknown:
             near, _ = torch.ops.girih.nearest_field(unknown[0])
             raise ValueError(f"{unknown[0]} is not a field of a configuration; did you mean {near}?")
-        refuse_misspelt(unknown)  # of what `to_dict` or a file has
+        refuse_misspelt(unknown)  # names from `to_dict` or a file may be unknown, but not misspelt
         if not isinstance(self.loss_in_chunks, bool):
             raise ValueError(f"loss_in_chunks is {self.loss_in_chunks!r}; expected True or False")
-        for alias, name in self.attribute_map.items():  # before what follows from them is completed
+        for alias, name in self.attribute_map.items():  # set fields before the defaults that depend on them
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
-        for name, value in completed(self.own_fields()).items():
+        for name, value in complete_fields(self.own_fields()).items():
             if name in OWN_FIELDS:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
-        """transformers' own, with the module by which `trust_remote_code=True` finds girih's classes."""
+        """Also writes the module with which `trust_remote_code=True` finds girih's classes."""
         remote_code.write_module(save_directory, "girih.models", REMOTE.values())
         self.auto_map = remote_code.auto_map(REMOTE)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: transformers would write a copy of this file beside a model, and name that."""
+        """Does nothing: transformers would save a copy of this file with the model and name the copy."""
 
     def own_fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in OWN_FIELDS}
@@ -177,23 +184,23 @@ class GirihConfig(PretrainedConfig):
 
     @property
     def is_whole_cat(self) -> bool:
-        """Whether this is the CAT model, with its compressor, rather than layers one above the other."""
+        """Whether the model is `CatModel`, with a compressor, and not `GirihModel`."""
         return self.mixer == "cat"
 
 
-# What `girih::nn::Config` has too; the rest is transformers'.
+# The fields of `girih::nn::Config`. Other fields are those of transformers, use_cache and loss_in_chunks.
 OWN_FIELDS = tuple(
     field.name
     for field in fields(GirihConfig)
     if field.name in GirihConfig.__annotations__ and field.name not in ("use_cache", "loss_in_chunks")
 )
 
-# Keywords of transformers' configurations that are not fields of theirs.
+# Keywords that transformers' configurations accept and that are not dataclass fields.
 TRANSFORMERS_KEYWORDS = (
     "attn_implementation",
     "auto_map",
     "experts_implementation",
-    "girih",  # what `girih.inject` and `replace_attention` write
+    "girih",  # written by `girih.inject` and `girih.replace_attention`
     "model_type",
     "name_or_path",
     "num_labels",
@@ -212,7 +219,7 @@ def generation_fields() -> frozenset[str]:
 
 
 def is_keyword(name: str) -> bool:
-    """Whether a configuration takes it: a field, another name of one, or one of transformers' keywords."""
+    """Whether `name` is a field, an alias of a field, or a keyword that transformers accepts."""
     names = {field.name for field in fields(GirihConfig)} | set(GirihConfig.attribute_map)
     return (
         name in names or name in TRANSFORMERS_KEYWORDS or name.startswith("_") or name in generation_fields()
@@ -220,7 +227,7 @@ def is_keyword(name: str) -> bool:
 
 
 def refuse_misspelt(names: Iterable[str]) -> None:
-    """Raises a ValueError for a name that is nearly a field's."""
+    """Raises a ValueError for a name that is similar to a field's name and not a keyword."""
     for name in names:
         near, is_misspelt = torch.ops.girih.nearest_field(name)
         if is_misspelt and not is_keyword(name):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from girih.nn.functional.fields import text_of
+from girih.nn.functional.fields import fields_to_json
 
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
@@ -40,7 +40,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The files of tensors, those that an index names or one; none where a model is kept in another way."""
+    """The safetensors files of a model: one, or those that the index names. Empty if the folder has other
+    formats only."""
     index = folder / INDEX
     if (folder / TENSORS).exists() or not index.exists():
         return [folder / TENSORS] if (folder / TENSORS).exists() else []
@@ -67,14 +68,17 @@ def shapes_in(file: Path) -> dict[str, list[int]]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it holds adapters of peft and no model."""
+    """Whether the folder has adapters of peft and no model."""
     return (folder / "adapter_config.json").exists() and not (folder / CONFIG).exists()
 
 
 def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
-    """Refuses a folder whose configuration (but where one is given) or tensors cannot be read, or that holds
-    a tensor of another shape than the model's, but where these are quantized. A missing or an unknown one is
-    transformers' to report."""
+    """Raises unless the configuration and the tensors of a folder can be read and the tensors have the
+    model's shapes.
+
+    config: use this configuration instead of the folder's. Shapes of quantized models are not checked.
+    transformers reports missing and unknown tensors.
+    """
     config_class, prefix = model_class.config_class, f"{model_class.base_model_prefix}."
     if not isinstance(config, config_class):
         config = config_class.from_dict(read_config(folder))
@@ -88,7 +92,7 @@ def check_folder(folder: Path, model_class: type, config: Any = None) -> None:
             # A base model's names lack the prefix.
             for candidate in (name, prefix + name, name.removeprefix(prefix)):
                 if expected.get(candidate, shape) != shape:
-                    earlier = torch.ops.girih.earlier_mixers(text_of(config.own_fields()))
+                    earlier = torch.ops.girih.earlier_mixers(fields_to_json(config.own_fields()))
                     raise ValueError(
                         f"{file}: {name} has shape {shape}; expected {expected[candidate]}{earlier}"
                     )

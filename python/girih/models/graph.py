@@ -1,4 +1,4 @@
-"""A token of every sequence of a cache as one CUDA graph."""
+"""Decoding steps as CUDA graphs. A step computes one token of every sequence of a cache."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from girih import _torch_internals as internals
 from girih.nn import map_state
-from girih.nn.functional.state import is_unobserved, stepped
+from girih.nn.functional.state import is_eager_inference, stepped
 from girih.nn.functional.step import use_weights_only
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ _capture_lock = threading.Lock()
 
 
 class CapturePool:
-    """The stream and the memory pool of graphs that run one after the other.
+    """The capture stream and the memory pool of graphs that replay one after the other on one stream.
 
-    stream: the stream on which graphs are captured. pool: the memory that all graphs share. A pool for each
-    graph would hold its memory until PyTorch releases all of its free memory. keeper: a graph whose existence
-    keeps the pool alive.
+    stream: graphs are captured on this stream. pool: memory that all graphs share, because a graph's own pool
+    would hold its memory until PyTorch releases all free memory. keeper: a graph that keeps the pool alive.
     """
 
     def __init__(self, device: torch.device):
@@ -42,8 +41,8 @@ class CapturePool:
         generator_state = generator.graphsafe_get_state()
         with torch.cuda.stream(self.stream):
             try:
-                # While the device's generator is captured no other stream can draw from it, and never again
-                # if the capture fails. A step draws no numbers: a copy of the generator is captured.
+                # A generator under capture serves no other stream, and no stream at all if the capture
+                # fails. A step draws no random numbers, so a copy of the device's generator is captured.
                 generator.graphsafe_set_state(generator.clone_state())
                 try:
                     graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -61,15 +60,16 @@ class CapturePool:
 
 
 _pools: dict[torch.cuda.Stream, CapturePool] = {}
-# A lock for each stream that graphs run on: no other graph that uses the same memory runs between the copy of
-# a graph's inputs and the read of its output.
+# A lock for each stream on which graphs replay. Graphs of a stream share memory, so none replays between the
+# copy of a graph's input and the copy of its output.
 _stream_locks: dict[torch.cuda.Stream | None, threading.Lock] = {}
 
 
 def record(call: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """A function that replays the device work of `call` on `stream`. `call` itself runs on the host alone.
+    """Captures the device work of `call` without executing it; returns a function that replays it on
+    `stream`.
 
-    torch.cuda.graph would synchronize and empty PyTorch's memory cache for each cache of states.
+    torch.cuda.graph is not used: it synchronizes and empties PyTorch's memory cache for each `GirihCache`.
     """
     with _capture_lock:
         if stream not in _pools:
@@ -87,7 +87,8 @@ def stream_of(x: Tensor) -> torch.cuda.Stream | None:
 
 def can_capture(x: Tensor) -> bool:
     """Whether a graph can be captured or replayed on x's device."""
-    return x.is_cuda and not torch.is_autocast_enabled("cuda")  # autocast makes new weights at each call
+    # Autocast casts the weights to new tensors in each call.
+    return x.is_cuda and not torch.is_autocast_enabled("cuda")
 
 
 class ModelSnapshot:
@@ -104,19 +105,21 @@ class ModelSnapshot:
         self.weights = [part for part in self.entries if isinstance(part, Tensor)]
         self.weight_layout = self.describe_weights()
         self.hooks = [table for module in modules for table in internals.hook_tables(module)]
-        # Other modules may run code beside their operators, as adapters that are switched on and off.
+        # Other modules may run host code that a graph does not contain, such as switchable adapters.
         self.has_known_modules = all(
             type(m).__module__.startswith(("girih.", "torch.nn.modules.")) for m in modules
         )
 
     def is_capturable(self, device: torch.device) -> bool:
-        is_plain = all(type(w) in (Tensor, nn.Parameter) and w.device == device for w in self.weights)
+        has_plain_weights = all(
+            type(w) in (Tensor, nn.Parameter) and w.device == device for w in self.weights
+        )
         is_compiled = any(map(internals.is_compiled_in_place, self.module_dicts))
-        return self.has_known_modules and is_plain and not is_compiled
+        return self.has_known_modules and has_plain_weights and not is_compiled
 
     def describe_weights(self) -> list:
-        every = (map(f, self.weights) for f in (Tensor.data_ptr, Tensor.stride, dtype_of))
-        return [*itertools.chain.from_iterable(every)]
+        properties = (map(f, self.weights) for f in (Tensor.data_ptr, Tensor.stride, dtype_of))
+        return [*itertools.chain.from_iterable(properties)]
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model is unchanged. Called before every token, so it has no loop in Python."""
@@ -140,17 +143,17 @@ def values(dicts: list[dict]) -> Iterator[Any]:
 
 class RecordedStep(NamedTuple):
     replay: Callable[[], None]
-    last: Tensor  # the hidden states that it computes
+    last: Tensor  # the last hidden states, which a replay overwrites
 
 
 class StepGraphs:
-    """The steps of one cache, each of one token for every sequence, as CUDA graphs.
+    """The CUDA graphs of the decoding steps of one cache.
 
-    The first step runs eagerly, the second is captured, later ones are replayed, for each kind of step that
-    the states report (`stepped`). A graph reads and writes the tensors of its capture, which the cache's
-    layers hold; new states (beams in another order, a restored checkpoint) are copied to them. All graphs are
-    dropped, and the step runs eagerly, if shapes, the call or the model change, if keys need more room, and
-    at any call that is not a step.
+    For each kind of step that the states report (`stepped`), the first step runs eagerly, the second is
+    captured, and later ones are replayed. A graph reads and writes the state tensors that existed at capture.
+    New states (reordered beams, a restored checkpoint) are copied to these tensors. All graphs are dropped,
+    and the step runs eagerly, if shapes, the kind of call or the model change, if a key-value cache must
+    grow, and at any call that is not a step.
     """
 
     def __init__(self) -> None:
@@ -158,20 +161,20 @@ class StepGraphs:
         self.drop()
 
     def __reduce__(self) -> tuple:
-        """A copy of a cache has tensors of its own, and no graphs yet."""
+        """A copied or pickled cache has no graphs: they refer to the tensors of the original."""
         return StepGraphs, ()
 
     def drop(self) -> None:
-        self.graphs: dict[Hashable, RecordedStep | tuple] = {}  # a tuple: the layout of a step that ran
+        self.graphs: dict[Hashable, RecordedStep | tuple] = {}  # a tuple: `layout` of the eager step
         self.snapshot: ModelSnapshot | None = None
         self.ids: Tensor | None = None
         self.stream: torch.cuda.Stream | None = None
-        self.places: list[list[Tensor]] = []  # the tensors of each layer
-        self.states: list[Any] = []  # of each layer, after the last step
-        self.steps_in_place: list[bool] = []  # of each layer, whether a step changes its tensors only
+        self.captured_tensors: list[list[Tensor]] = []  # for each layer, the tensors that the graphs use
+        self.states: list[Any] = []  # of each layer, after the last replay
+        self.steps_in_place: list[bool] = []  # for each layer, whether a step changes only tensors
         self.keep_alive: list[Any] = []  # objects that captured graphs refer to
 
-    def hidden_states(
+    def try_replay(
         self,
         model: "Backbone",
         ids: Tensor | None,
@@ -181,19 +184,20 @@ class StepGraphs:
         cu_seqlens: Tensor | None,
         chunk: int | None,
     ) -> list[Tensor] | None:
-        """The model's last hidden states, with the cache advanced; None: the model has to run."""
+        """Replays or captures the step, and updates the cache. Returns `[last hidden states]`; None: the
+        caller must run the model."""
         if ids is None or ids.shape[1] != 1 or mask is not None or cu_seqlens is not None:
             self.drop()
             return None
         if (
             self.refused
-            or not (is_unobserved(ids) and can_capture(ids))
+            or not (is_eager_inference(ids) and can_capture(ids))
             or model.training
             or any(layer.record_past or layer.reread is not None for layer in cache.layers)
-            or not model.is_plain_step(cache, chunk)
+            or not model.is_capturable_step(cache, chunk)
         ):
             return None
-        if self.places and not self.matches_call(model, ids, cache.layers):
+        if self.captured_tensors and not self.matches_call(model, ids, cache.layers):
             self.drop()
         after = [
             ((), layer.state) if steps_in_place else stepped(layer.state)
@@ -225,52 +229,56 @@ class StepGraphs:
         return [last]
 
     def matches_call(self, model: "Backbone", ids: Tensor, layers: list["StateLayer"]) -> bool:
-        """Whether the graphs fit this call. Copies new states to the tensors that the graphs use."""
+        """Whether the graphs are valid for this call. Copies new states to the tensors that the graphs
+        use."""
         return (
             self.snapshot.matches(model)
             and same_layout(self.ids, ids)
             and self.stream == stream_of(ids)
             and self.ids.is_inference() == torch.is_inference_mode_enabled()
             and all(
-                layer.state is state or move(layer, places)
-                for layer, state, places in zip(layers, self.states, self.places, strict=True)
+                layer.state is state or copy_state_to(layer, targets)
+                for layer, state, targets in zip(layers, self.states, self.captured_tensors, strict=True)
             )
         )
 
     def record_step(
         self, model: "Backbone", ids: Tensor, cache: "GirihCache", chunk: int | None
     ) -> RecordedStep | None:
-        """The graph of a step, not replayed yet; the cache is as before."""
+        """Captures a step, without executing it, and leaves the cache unchanged. None: the step cannot be
+        captured now."""
         before = [(layer.state, layer.tokens) for layer in cache.layers]
-        if not self.places:
+        if not self.captured_tensors:
             self.snapshot = ModelSnapshot(model, weak_callback(self.drop))
             self.ids, self.stream = ids.clone(), stream_of(ids)
             self.states = [state for state, _ in before]
-            self.places = [tensors_of(state) for state in self.states]
+            self.captured_tensors = [tensors_of(state) for state in self.states]
             self.steps_in_place = [stepped(state)[1] is state for state in self.states]
-        if not self.snapshot.matches(model):  # it has a hook, which may be removed later
+        if not self.snapshot.matches(model):  # the model has a hook, which may be removed later
             self.drop()
             return None
         all_hidden: list[Tensor] = []
         graph = None
-        devices = {part.device for part in itertools.chain.from_iterable(self.places)}
+        devices = {part.device for part in itertools.chain.from_iterable(self.captured_tensors)}
         try:
             if self.snapshot.is_capturable(ids.device) and devices <= {ids.device}:
                 replay = record(
                     lambda: all_hidden.extend(
-                        call_by_weights(model.hidden_states, self.ids, None, None, cache, None, chunk)
+                        call_with_weights_only(
+                            model.compute_hidden_states, self.ids, None, None, cache, None, chunk
+                        )
                     ),
                     self.stream,
                 )
                 if all(
-                    tensor is place
-                    for layer, places in zip(cache.layers, self.places, strict=True)
-                    for tensor, place in zip(tensors_of(layer.state), places, strict=True)
+                    tensor is target
+                    for layer, captured in zip(cache.layers, self.captured_tensors, strict=True)
+                    for tensor, target in zip(tensors_of(layer.state), captured, strict=True)
                 ):
                     self.keep_alive += before
                     graph = RecordedStep(replay, all_hidden[-1])
             self.refused = graph is None
-        except Exception as error:  # an operation that cannot be captured; nothing has run on the device
+        except Exception as error:  # an operation cannot be captured; the device ran nothing
             self.refused = True
             warnings.warn(
                 f"a decoding step cannot be captured as a CUDA graph and runs eagerly: {error}", stacklevel=2
@@ -283,8 +291,8 @@ class StepGraphs:
         return graph
 
 
-def call_by_weights(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls `call` with `use_weights_only` set: a model's blocks compute their step from the weights."""
+def call_with_weights_only(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `call` with `use_weights_only` set, so that blocks run `Block.step`, which calls no module."""
     token = use_weights_only.set(True)
     try:
         return call(*arguments)
@@ -293,13 +301,13 @@ def call_by_weights(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def weak_callback(method: Callable[[], None]) -> Callable[[Any], None]:
-    """A callback that calls a method of an object, if it still exists."""
+    """A callback that calls a bound method if its object still exists."""
     reference = weakref.WeakMethod(method)
     return lambda _: (call := reference()) and call()
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """The tensors of a state that are on its device."""
+    """The tensors of a state, except those in `on_host` fields."""
     tensors: list[Tensor] = []
     map_state(lambda part: tensors.append(part), state, device_only=True)
     return tensors
@@ -314,16 +322,17 @@ def layout(ids: Tensor, layers: list["StateLayer"]) -> tuple:
     return tuple((part.shape, part.dtype, part.device) for part in parts)
 
 
-def move(layer: "StateLayer", places: list[Tensor]) -> bool:
-    """Copies the tensors of a layer's state to these places, if they fit there."""
+def copy_state_to(layer: "StateLayer", targets: list[Tensor]) -> bool:
+    """Copies the tensors of a layer's state to the tensors `targets`, and stores these in the state. False:
+    shapes or dtypes differ, or the targets cannot be written."""
     tensors = tensors_of(layer.state)
-    if len(tensors) != len(places) or not all(map(same_layout, tensors, places)):
+    if len(tensors) != len(targets) or not all(map(same_layout, tensors, targets)):
         return False
-    if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, places)):
-        return False  # they cannot be written
-    for part, place in zip(tensors, places, strict=True):
-        if part is not place:
-            place.copy_(part)
-    remaining = iter(places)
+    if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, targets)):
+        return False  # inference tensors cannot be written outside of inference mode
+    for part, target in zip(tensors, targets, strict=True):
+        if part is not target:
+            target.copy_(part)
+    remaining = iter(targets)
     layer.state = map_state(lambda _: next(remaining), layer.state, device_only=True)
     return True

@@ -14,14 +14,14 @@ from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.nn import MIXERS, Block, RMSNorm
-from girih.nn.functional.fused import is_product
+from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.loss import linear_cross_entropy
-from girih.nn.functional.masking import own_mask
+from girih.nn.functional.masking import select_current_mask
 from girih.nn.layers.layer import Layer
 
 
 class GirihModel(Backbone):
-    """Embedding, `num_hidden_layers` blocks, RMS norm: a `Backbone`, whose arguments it takes."""
+    """Embedding, `num_hidden_layers` blocks and an RMS norm. `Backbone` documents the arguments."""
 
     def __init__(self, config: GirihConfig):
         super().__init__(config)
@@ -50,7 +50,8 @@ class GirihModel(Backbone):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
-        """AutoModel comes here with the configuration in kwargs: of mixer "cat" it gets a CatModel."""
+        """AutoModel calls this method with the configuration in kwargs; for mixer "cat" it loads a
+        `CatModel`."""
         model_class = CatModel if _is_whole_cat(kwargs.get("config")) else super()
         return model_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
@@ -58,7 +59,7 @@ class GirihModel(Backbone):
     def _from_config(cls, config: GirihConfig, **kwargs: Any):
         return (CatModel if _is_whole_cat(config) else super())._from_config(config, **kwargs)
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
@@ -70,7 +71,7 @@ class GirihModel(Backbone):
         if chunk is not None:
             raise ValueError(f"chunk is {chunk!r}; expected none: only the CAT model has a choice of chunks")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = own_mask(attention_mask, x.shape[1])
+        mask = select_current_mask(attention_mask, x.shape[1])
         if cache is None:
             all_hidden, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
         else:
@@ -87,13 +88,15 @@ class GirihModel(Backbone):
 
 
 class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
-    """A language model of any mixer: `GirihModel` (or `CatModel`) and a head.
+    """A language model with any mixer: `GirihModel` (or `CatModel`) and a head.
 
-    With `labels` `[B, T]` (-100: not counted) the output has the mean cross entropy of every token after the
-    first of its sequence, in nats; with `config.loss_in_chunks`, in training, that and no logits. Other
-    arguments are `Backbone`'s; `generate()` keeps the mixers' states as its cache.
+    labels `[B, T]`: the output then has the mean cross entropy, in nats, of every token after the first of
+    its sequence. Tokens with label -100 do not count. With `config.loss_in_chunks` the output of a training
+    call has the loss and no logits. `Backbone` documents the other arguments. The cache of `generate()` holds
+    the states of the mixers.
 
-    Of a Trainer's weight decay memories and time scales must know: `girih.nn.decay_parameter_names`.
+    Exclude memories, time scales, gate biases and norms from a Trainer's weight decay with
+    `girih.nn.decay_parameter_names`.
 
     >>> model = GirihForCausalLM(GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2, num_slots=8))
     >>> ids = torch.randint(256, (2, 12))
@@ -111,28 +114,34 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Called after every pass of the model but those that read a prompt in pieces."""
+        """transformers calls this method after each forward pass, except after the parts of a chunked
+        prefill."""
         return super()._update_model_kwargs_for_generation(*args, **kwargs) | {"written": True}
 
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        inputs_embeds: Tensor | None = None,  # named, or generate() takes none
+        inputs_embeds: Tensor | None = None,  # generate() accepts inputs_embeds only if it is named here
         written: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """A written token is valid: without a mask its step is in place. A prompt's token may be masked."""
+        """Omits the mask of a generated token, which is always valid: only a step without a mask runs in
+        place. A token of the prompt may be masked and keeps its mask.
+
+        written: whether the model has already run in this `generate()` call.
+        """
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if written and inputs["input_ids"].shape[1] == 1:
             inputs["attention_mask"] = None
         return inputs
 
     def _has_loss_in_chunks(self) -> bool:
-        """Asked for, and the head and the loss are what they are by themselves."""
+        """Whether the loss is computed without all logits: `config.loss_in_chunks` is set, the model trains,
+        the head is a plain linear layer, and the loss function is the default."""
         return (
             self.config.loss_in_chunks
             and self.training
-            and is_product(self.lm_head)
+            and is_plain_linear(self.lm_head)
             and getattr(self, "_loss_function", None) is None
         )
 
@@ -216,10 +225,11 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
 
 
 class GirihForSequenceClassification(GenericForSequenceClassification, GirihPreTrainedModel):
-    """`GirihModel` (or `CatModel`) and scores `[B, num_labels]` of each sequence by its last token.
+    """`GirihModel` (or `CatModel`) with the classification head of transformers, as reward models use it.
 
-    transformers' own head, as reward models have it: with `labels` `[B]` the output has a loss, and in a
-    batch `config.pad_token_id` says which token is a sequence's last.
+    The scores `[B, num_labels]` are computed from the last token of each sequence. A batch of several
+    sequences needs `config.pad_token_id`, which determines the last token. labels `[B]`: the output then has
+    a loss.
 
     >>> config = GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2, pad_token_id=0, num_labels=3)
     >>> GirihForSequenceClassification(config)(torch.randint(1, 256, (2, 12))).logits.shape
@@ -228,7 +238,8 @@ class GirihForSequenceClassification(GenericForSequenceClassification, GirihPreT
 
 
 def ignore_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """labels `[1, T]` without each packed sequence's first token, which nothing before it predicts."""
+    """labels `[1, T]` with -100 at the first token of each packed sequence, which no earlier token
+    predicts."""
     start = torch.zeros(labels.shape[1] + 1, dtype=torch.bool, device=labels.device)
     return labels.masked_fill(start.index_fill(0, cu_seqlens.long(), True)[:-1], -100)
 

@@ -65,16 +65,16 @@ def delta_product(
     state: DeltaProductState | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DeltaProductState]:
-    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule steps for each token.
+    """DeltaProduct (Siems et al. 2025): ``n`` delta-rule updates for each token.
 
     ``n = 1`` is DeltaNet (Yang et al. 2024), with g Gated DeltaNet. A beta for each channel is the gate of
     LiZA (Furfaro 2025).
 
     ::
 
-        S <- e^{g_t} S                                    once a token
+        S <- e^{g_t} S                                    once per token
         for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T        b = beta k, w = beta v
-        o_t = scale * S_t^T q_t                           after the last step
+        o_t = scale * S_t^T q_t                           after the last update
 
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T * n, HK, D]``, v ``[B, T * n, H, V]``, token by token; beta
     ``[B, T * n, H]`` or, where D == V, ``[B, T * n, H, D]``; g ``[B, T, H]``; o ``[B, T, max(HQ, H), V]``.
@@ -84,7 +84,7 @@ def delta_product(
     memory stays bounded where ``beta |k|^2`` is between 0 and 2.
 
     ``between_chunks`` (``"gelu"`` or ``"tanh"``; Furfaro 2025, eq. 24) is applied to S after every ``chunk``
-    tokens of a sequence, not after an incomplete chunk. ``chunk``, 1 to 64, is then part of the model;
+    tokens of a sequence, not after an incomplete chunk. Changing ``chunk``, 1 to 64, then changes the output;
     without ``between_chunks`` it must be None.
 
     >>> q, k, v = torch.randn(2, 50, 4, 64), torch.randn(2, 100, 4, 64), torch.randn(2, 100, 4, 64)

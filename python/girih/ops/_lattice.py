@@ -16,9 +16,9 @@ from girih.ops._state import (
 
 
 class LatticeState(NamedTuple):
-    """Memory of :func:`lattice`: ``first [N, H, D, M]`` at the start of the chunk, ``step [N, H, D, M]`` the
-    sum of the chunk's updates in the tangent spaces, ``decay [N, H]`` the sum of the chunk's gates (with
-    ``g`` only), ``position`` int64 ``[N]``, the number of tokens of the chunk so far.
+    """Memory of :func:`lattice`: ``first [N, H, D, M]``, the memory at the start of the chunk, ``step [N, H,
+    D, M]``, the sum of the chunk's updates in the tangent spaces, ``decay [N, H]`` the sum of the chunk's
+    gates (with ``g`` only), ``position`` int64 ``[N]``, the number of tokens of the chunk so far.
     """
 
     first: Tensor
@@ -28,7 +28,7 @@ class LatticeState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first: Tensor, *, gated: bool = False, device=None) -> "LatticeState":
-        """A new state before the first token, from a first memory ``[H, D, M]`` or ``[N, H, D, M]``."""
+        """A new state before the first token, from an initial memory ``[H, D, M]`` or ``[N, H, D, M]``."""
         first = copy_memory("LatticeState", "first", first, batch, device)
         decay = first.new_zeros(first.shape[:2]) if gated else None
         position = torch.zeros(batch, dtype=torch.int64, device=first.device)
@@ -60,8 +60,8 @@ def lattice(
     ``chunk=1``: ``normalize=False`` leaves the norm of the columns free (eq. 10), ``shrinkage`` is the weight
     of an l1 penalty on the memory (eq. 17).
     Shapes: q ``[B, T, HQ, M]``, k ``[B, T, H, M]``, v ``[B, T, H, D]``, gamma and g ``[B, T, H]``; o
-    ``[B, T, HQ, D]``. ``chunk``, 1 to 64, is part of the model. There is no zero start: ``state`` is a
-    :class:`LatticeState` or the first memory ``S [H, D, M]`` or ``[N, H, D, M]``. Its columns must be unit
+    ``[B, T, HQ, D]``. Changing ``chunk``, 1 to 64, changes the output. There is no zero start: ``state`` is a
+    :class:`LatticeState` or the initial memory ``S [H, D, M]`` or ``[N, H, D, M]``. Its columns must be unit
     vectors, which is not checked; its gradient is projected to their tangent spaces.
 
     >>> q = k = torch.randn(2, 100, 4, 32)

@@ -1,4 +1,4 @@
-"""Conversion between states and operator arguments, and first memories."""
+"""Conversion between states and operator arguments, and initial memories."""
 
 import functools
 from typing import Any
@@ -10,8 +10,8 @@ from girih.ops._describe import describe
 
 
 def unpack_state(name: str, kind: type, state: Any, start: str = "None") -> tuple[Tensor | None, ...]:
-    """The tensors of a state of type kind; for None, Nones. start: for the error, the alternative to a
-    state."""
+    """The tensors of a state of type kind; None for each tensor if state is None. start: the alternative to a
+    state that the error message names."""
     if state is None:
         return (None,) * len(kind._fields)
     if not isinstance(state, kind):
@@ -22,7 +22,7 @@ def unpack_state(name: str, kind: type, state: Any, start: str = "None") -> tupl
 
 
 def call_operator(name: str, kind: type, inputs: tuple, **options: Any) -> tuple[Tensor, Any]:
-    """Calls `torch.ops.girih.<name>`. Returns the output and the new state as a kind.
+    """Calls `torch.ops.girih.<name>`. Returns the output and the new state, of type kind.
 
     torch.jit.trace does not support optional outputs. Operators with an optional output have a variant
     X_list, which returns the outputs that are not None; only the optional tensor of the state can be missing.
@@ -45,7 +45,7 @@ def optional_index(name: str) -> int:
 
 
 def unpack_step_state(name: str, kind: type, state: Any) -> tuple[Tensor | None, ...]:
-    """The tensors of a state that a step writes; raises unless state is a kind."""
+    """The tensors of a state that a step writes; raises unless state is of type kind."""
     if not isinstance(state, kind):
         raise ValueError(
             f"girih.{name}: state is a {type(state).__name__} but should be a {kind.__name__}, whose tensors "
@@ -55,12 +55,12 @@ def unpack_step_state(name: str, kind: type, state: Any) -> tuple[Tensor | None,
 
 
 def is_memory(memory: Any) -> bool:
-    """Whether memory can be a first memory: `[H, ...]`, shared by all sequences, or `[N, H, ...]`."""
+    """Whether memory can be an initial memory: `[H, ...]`, shared by all sequences, or `[N, H, ...]`."""
     return isinstance(memory, Tensor) and memory.dim() in (3, 4)
 
 
 def expand_memory(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A first memory `[H, ...]` or `[N, H, ...]` -> `[N, H, ...]`."""
+    """An initial memory `[H, ...]` or `[N, H, ...]` -> `[N, H, ...]`."""
     if memory.dim() == 4 or not isinstance(q, Tensor):  # the operator raises if q is no tensor
         return memory
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
@@ -70,7 +70,7 @@ def expand_memory(memory: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tenso
 def copy_memory(
     state: str, name: str, memory: Tensor, batch: int, device: torch.device | str | None
 ) -> Tensor:
-    """A first memory `[H, ...]` or `[batch, H, ...]` -> a copy `[batch, H, ...]`."""
+    """An initial memory `[H, ...]` or `[batch, H, ...]` -> a copy `[batch, H, ...]`."""
     if not is_memory(memory) or (memory.dim() == 4 and memory.shape[0] not in (1, batch)):
         found = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
         raise ValueError(

@@ -9,9 +9,9 @@ from girih.ops._state import copy_memory, expand_memory, is_memory, unpack_state
 
 
 class TrellisState(NamedTuple):
-    """Memories of :func:`trellis`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``,
-    ``v`` and ``first_v`` ``[N, H, M, V]``; ``position`` int64 ``[N]``, the number of tokens of the chunk so
-    far. The state of a sequence without tokens does not change.
+    """Memories of :func:`trellis`: ``k`` (A_k) ``[N, H, M, D]`` and ``v`` (A_v) ``[N, H, M, V]``; ``first_k``
+    and ``first_v``, these memories at the start of the chunk; ``position`` int64 ``[N]``, the number of
+    tokens of the chunk so far. The state of a sequence without tokens does not change.
     """
 
     first_k: Tensor
@@ -22,7 +22,7 @@ class TrellisState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first_k: Tensor, first_v: Tensor, *, device=None) -> "TrellisState":
-        """A new state before the first token, from first memories ``[H, ...]`` or ``[N, H, ...]``."""
+        """A new state before the first token, from initial memories ``[H, ...]`` or ``[N, H, ...]``."""
         k = copy_memory("TrellisState", "first_k", first_k, batch, device)
         v = copy_memory("TrellisState", "first_v", first_v, batch, device)
         position = torch.zeros(batch, dtype=torch.int64, device=k.device)
@@ -45,19 +45,19 @@ def trellis(
 ) -> tuple[Tensor, TrellisState]:
     """Trellis: two memories learn by gradient descent to map keys and values to targets.
 
-    With ``x`` the key ``k_t`` for ``A1``, the value ``v_t`` for ``A2``, and ``A'`` the memory at the start of
-    the chunk::
+    With ``x`` the key ``k_t`` for ``A_k``, the value ``v_t`` for ``A_v``, and ``A'`` the memory at the start
+    of the chunk::
 
         u_t = J_phi(A' x_t)^T (phi(A' x_t) - a_t)        A_t = e^{g_t} A_{t-1} - gamma_t u_t x_t^T
-        o_t = A2_t^T f(A1_t q_t)
+        o_t = A_v^T f(A_k q_t)
 
     (Karami, Behrouz, Kacham and Mirrokni, eq. 8 to 12, with the Jacobian transposed; gamma includes their
     factor 2.)
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, v ``[B, T, H, V]``, a ``[B, T, H, M]``, gamma and g
-    ``[B, T, H]``; o ``[B, T, HQ, V]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are
+    ``[B, T, H]``; o ``[B, T, HQ, V]``. Changing ``chunk``, 1 to 64, changes the output. ``phi`` and ``f`` are
     identity, silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state``
-    is a :class:`TrellisState` or the first memories ``(A1 [H, M, D], A2 [H, M, V])``, or each ``[N, H,
-    ...]``.
+    is a :class:`TrellisState` or the initial memories ``(A_k [H, M, D], A_v [H, M, V])``, or each
+    ``[N, H, ...]``.
 
     >>> q = k = v = torch.randn(2, 100, 4, 64)
     >>> a, gamma = torch.randn(2, 100, 4, 32), torch.rand(2, 100, 4) / 16
@@ -68,8 +68,8 @@ def trellis(
     """
     memories = isinstance(state, tuple) and len(state) == 2 and all(is_memory(memory) for memory in state)
     if memories:
-        A1, A2 = (expand_memory(memory, q, cu_seqlens) for memory in state)
-        state = TrellisState(None, A1, None, A2, None)
+        A_k, A_v = (expand_memory(memory, q, cu_seqlens) for memory in state)
+        state = TrellisState(None, A_k, None, A_v, None)
     before = unpack_state(
         "trellis", TrellisState, state, start="the first memories (A1 [H, M, D], A2 [H, M, V])"
     )

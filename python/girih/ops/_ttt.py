@@ -9,7 +9,7 @@ from girih.ops._state import copy_memory, expand_memory, is_memory, unpack_state
 
 
 class TTTState(NamedTuple):
-    """The memory of :func:`ttt`, now and at the start of the chunk: ``k`` and ``first_k`` ``[N, H, M, D]``;
+    """The memory of :func:`ttt`: ``k`` ``[N, H, M, D]``; ``first_k``, this memory at the start of the chunk;
     ``position`` int64 ``[N]``, the number of tokens of the chunk so far. The state of a sequence without
     tokens does not change.
     """
@@ -20,7 +20,7 @@ class TTTState(NamedTuple):
 
     @classmethod
     def start(cls, batch: int, first_k: Tensor, *, device=None) -> "TTTState":
-        """A new state before the first token, from a first memory ``[H, M, D]`` or ``[N, H, M, D]``."""
+        """A new state before the first token, from an initial memory ``[H, M, D]`` or ``[N, H, M, D]``."""
         k = copy_memory("TTTState", "first_k", first_k, batch, device)
         return cls(k, k.clone(), torch.zeros(batch, dtype=torch.int64, device=k.device))
 
@@ -51,9 +51,9 @@ def ttt(
     ``phi="layer_norm"``, mini-batches of ``chunk`` tokens, and the output ``q + w * f(A q) + bias`` with
     ``f="layer_norm"``. The loss is half the squared distance: ``gamma`` includes the paper's factor 2.
     Shapes: q ``[B, T, HQ, D]``, k ``[B, T, H, D]``, a ``[B, T, H, M]``, gamma and g ``[B, T, H]``, phi_weight
-    ``[H, M]``; o ``[B, T, HQ, M]``. ``chunk``, 1 to 64, is part of the model. ``phi`` and ``f`` are identity,
-    silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state`` is a
-    :class:`TTTState` or the first memory ``[H, M, D]`` or ``[N, H, M, D]``.
+    ``[H, M]``; o ``[B, T, HQ, M]``. Changing ``chunk``, 1 to 64, changes the output. ``phi`` and ``f`` are
+    identity, silu, l2norm, layer_norm, l2_silu, ln_silu or softmax, over M. There is no zero start: ``state``
+    is a :class:`TTTState` or the initial memory ``[H, M, D]`` or ``[N, H, M, D]``.
 
     >>> q = k = v = torch.randn(2, 100, 4, 64)
     >>> o, state = ttt(q, k, v - k, torch.rand(2, 100, 4) / 16, chunk=16, state=torch.randn(4, 64, 64))

@@ -1,1 +1,2 @@
-"""How `girih.train` and `girih.compare` train: recipes, the trainer, the folder of a run, its processes."""
+"""Training for `girih.train` and `girih.compare`: recipes, the trainer, the folder and the processes of a
+run."""

@@ -1,4 +1,4 @@
-"""Errors of the commands: one line for a person, and an exit code."""
+"""Errors of the commands: a one-line message and an exit code."""
 
 import argparse
 import errno
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Refusal(Exception):
-    """The command cannot run as given; the message is one line for a person."""
+    """The command cannot run with these arguments. The message is one line."""
 
 
 class OutOfMemory(Exception):
-    """A process is out of memory and reports it itself; the message is one line for a person."""
+    """A process is out of memory. Each such process prints the message, which is one line."""
 
 
 def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -31,40 +31,43 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
 
 
 def refuse_beyond_memory(name: str, number: int, bytes_each: int) -> None:
-    """Refuses a number of objects, of bytes_each bytes, that do not fit into the memory."""
+    """Raises if a number of objects of bytes_each bytes exceeds the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if number > (most := memory // bytes_each):
         raise Refusal(f"{name} {number}: at most {most:,}, the data of more is larger than the memory here")
 
 
 def refuse_steps(steps: int, bytes_a_step: int) -> None:
-    """The data of all steps is drawn before the first: more than the machine can hold is refused."""
+    """Raises for a number of steps below 1, or whose data, which is drawn before the first step, exceeds the
+    memory."""
     if steps < 1:
         raise Refusal(f"steps {steps}: at least 1")
     refuse_beyond_memory("steps", steps, bytes_a_step)
 
 
 def seed(text: str) -> int:
-    """The argument of `--seed`: a number that every generator takes, NumPy's too."""
+    """The argument of `--seed`: a number that every generator accepts, including NumPy's."""
     if not 0 <= int(text) < 2**32:
         raise argparse.ArgumentTypeError(f"{text} should be from 0 to {2**32 - 1}")
     return int(text)
 
 
 def numbers(text: str) -> list[int]:
-    """The argument of an option that takes whole numbers, with commas."""
+    """The argument of an option with whole numbers, separated by commas."""
     return [int(word) for word in text.split(",")]
 
 
 def path(text: str) -> Path:
-    """The argument of an option that names a file or a folder; `Path("")` would be the current one."""
+    """The argument of an option that names a file or a folder. Rejects "", because `Path("")` is the current
+    folder."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return Path(text)
 
 
 def disk_full(error: BaseException | None) -> bool:
-    """Whether `error` comes of a full disk, quota or file. safetensors and torch.save give only words."""
+    """Whether a full disk, quota or file caused `error`. Errors of safetensors and torch.save have only a
+    text."""
     words = (
         "No space left on device",
         "File too large",
@@ -81,7 +84,8 @@ def disk_full(error: BaseException | None) -> bool:
 
 
 def decide_together(decide: Callable[[], T]) -> T:
-    """The result of `decide`, which the main process runs for all. Every process raises its Refusal."""
+    """Runs `decide` in the main process and returns its result in every process. Every process raises its
+    Refusal."""
     outcome = [None, None]
     if together().is_main_process:
         try:
@@ -95,18 +99,18 @@ def decide_together(decide: Callable[[], T]) -> T:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Refusal for arguments that it does not know."""
+    """An argument parser that raises Refusal for wrong arguments."""
 
     def error(self, message: str):
         raise Refusal(message)
 
 
 def answer(program: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`. An error that a person can correct is one line on stderr and code 2, without a
-    traceback.
+    """Runs `work` and returns its exit code. For an error that the user can correct it prints one line on
+    stderr, without a traceback, and returns 2.
 
-    Processes that train together are refused and stopped together, and the first one prints the line. Any of
-    them may find a full disk, so each prints that.
+    Refusals and interrupts reach all processes that train together, and the first process prints the line. A
+    full disk may be found by any process, so each prints that line.
     """
 
     def print_line(line: str) -> None:

@@ -15,12 +15,12 @@ from transformers import TrainerCallback
 from girih.training.command import Refusal, disk_full
 from girih.training.processes import together
 
-WHOLE = "whole"  # a file in every checkpoint that was written to its end: the sizes of the others
+WHOLE = "whole"  # a file in every complete checkpoint, with the sizes of the other files
 LOCK = ".lock"
 
 
 def draft_of(path: Path) -> Path:
-    """The file that `path` is renamed from once it is complete. An earlier draft is overwritten."""
+    """The file that is written first and renamed to `path` when it is complete."""
     return path.with_name(path.name + ".part")
 
 
@@ -47,7 +47,8 @@ def read_json(file: Path) -> dict:
 
 @contextlib.contextmanager
 def refuse_unusable(folder: Path) -> Iterator[None]:
-    """Refuses a folder that cannot be made, read or written. The error of a full disk is raised unchanged."""
+    """Raises Refusal if a folder cannot be created, read or written. The error of a full disk is raised
+    unchanged."""
     try:
         yield
     except OSError as error:
@@ -57,7 +58,7 @@ def refuse_unusable(folder: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that can be written into."""
+    """Create a folder if it does not exist, and check that it is writable."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -65,9 +66,11 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other commands; it may be renamed meanwhile. The lock ends with the process."""
+    """Lock `folder` against other commands. The folder may be renamed while locked. The lock ends with the
+    process."""
 
-    def is_held() -> bool:  # or the folder was moved, or the lock's last owner has just removed it
+    def is_held() -> bool:
+        # False if the folder was moved, or if the last owner of the lock has just removed the file.
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
         return False
@@ -75,7 +78,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     file = folder / LOCK
     with file.open("w") as lock:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: no fork inherits it
+            # The lock belongs to this process: a fork does not inherit it.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise Refusal(f"folder {folder}: another run is at work in it") from None
         if not is_held():
@@ -88,7 +92,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def read_result(folder: Path, arguments: dict) -> dict | None:
-    """The result of the run of these arguments if it is finished, else None."""
+    """The result of the finished run with these arguments, else None."""
     file, result = folder / "arguments.json", folder / "result.json"
     with refuse_unusable(folder):
         if file.exists() and read_json(file) == arguments and result.exists():
@@ -98,8 +102,8 @@ def read_result(folder: Path, arguments: dict) -> dict | None:
 
 @contextlib.contextmanager
 def lock_run(folder: Path, arguments: dict) -> Iterator[None]:
-    """Lock `folder` for the run of these arguments. An unfinished run of the same arguments stays, a run of
-    others is moved to another name."""
+    """Lock `folder` for the run with these arguments. An unfinished run with the same arguments is kept; a
+    run with other arguments is moved to another folder."""
     file = folder / "arguments.json"
     with contextlib.ExitStack() as lock:
         with refuse_unusable(folder):
@@ -123,7 +127,8 @@ def lock_run(folder: Path, arguments: dict) -> Iterator[None]:
 
 
 def check_space(folder: Path, parameters: int) -> None:
-    """Three checkpoints (two kept, one being written) of weights and AdamW's two moments, and the model."""
+    """Raises unless the disk has space for three checkpoints (two saved, one being written) of the weights
+    and AdamW's two moments, and for the model."""
     needed = parameters * 4 * (3 * 3 + 1)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -137,9 +142,9 @@ def sizes_in(checkpoint: Path) -> dict[str, int]:
 
 
 class MarkWhole(TrainerCallback):
-    """Marks a checkpoint as whole once every process has written its part of it.
+    """Marks a checkpoint as complete when every process has written its files.
 
-    All processes wait for each other at the end of a save, so none ends while another still writes.
+    All processes wait for each other at the end of a save, so none exits while another one writes.
     """
 
     def on_save(self, args, state, control, **kwargs):

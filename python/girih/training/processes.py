@@ -12,17 +12,19 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-SAME_PRESS = 1.0  # seconds; launchers and terminals may both deliver one Ctrl-C
-PATIENCE = 15.0  # seconds that processes get to end after the first has failed
+SAME_PRESS = 1.0  # seconds; the launcher and the terminal may both deliver one Ctrl-C
+PATIENCE = 15.0  # seconds until the other processes are killed after one has failed
 
 
 def together() -> PartialState:
-    """The processes that train together. On a CPU accelerate joins them only with `cpu=True`."""
+    """accelerate's state of the processes that train together. On a CPU it connects them only with
+    `cpu=True`."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def use_one_device() -> None:
-    """Shows one GPU to a run without a launcher, or its batch would grow. Call it before CUDA starts."""
+    """Hides all GPUs but one from a run without a launcher: Trainer would multiply the batch by their number.
+    Call it before CUDA is initialized."""
     if "RANK" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
@@ -33,16 +35,17 @@ def is_speaker() -> bool:
 
 
 def exit_at_once(code: int):
-    """Exits without the interpreter's finalization, in which gloo's threads may still hold Python tensors and
-    abort the process."""
+    """Exits without finalizing the interpreter: gloo's threads may still hold Python tensors, and
+    finalization would abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def exit_together(code: int) -> int:
-    """End with `code` once all processes that train together are here: a launcher ends the others as soon as
-    one has failed, perhaps before the main one has spoken. Alone, only returns the code."""
+    """Waits for all processes that train together, then exits with `code`. Without waiting, a launcher would
+    kill the main process, possibly before it has printed its message. A single process only returns the
+    code."""
     if dist.is_initialized():
         together().wait_for_everyone()
         dist.destroy_process_group()
@@ -51,7 +54,7 @@ def exit_together(code: int) -> int:
 
 
 def exit_alone(code: int) -> int:
-    """End with `code` where the others may be anywhere: waiting for them might last for ever. Alone, only
+    """Exits with `code` without waiting for other processes, which may never arrive. A single process only
     returns the code."""
     if dist.is_initialized():
         exit_at_once(code)
@@ -67,9 +70,9 @@ class Interrupted(Exception):
 
 
 class Interrupt(TrainerCallback):
-    """On SIGINT or SIGTERM the step in hand is finished and saved, then training stops.
+    """On SIGINT or SIGTERM: finishes the current training step, saves a checkpoint and stops the training.
 
-    A second SIGINT, or one outside of training, stops at once. Processes that train together stop after
+    A second SIGINT, or a signal outside of training, stops at once. Processes that train together stop after
     the same step.
     """
 
@@ -107,15 +110,16 @@ class Interrupt(TrainerCallback):
 
 
 def gpus_for(batch: int) -> int:
-    """The most GPUs of this machine that share a batch evenly: a recipe's batch is what is trained."""
+    """The largest number of GPUs of this machine that divides the batch."""
     return max((n for n in range(1, torch.cuda.device_count() + 1) if batch % n == 0), default=0)
 
 
 def run_on(processes: int, module: str, arguments: list[str]) -> int:
-    """`python -m module` in `processes` that train together; the exit code of the first that fails, or 0.
+    """Runs `python -m module` in several processes that train together. Returns the exit code of the first
+    process that fails, or 0.
 
-    torchrun would do, but answers every exit code with its own traceback and kills what is not saved
-    within 30 seconds of a Ctrl-C.
+    torchrun is not used: it prints a traceback for every exit code, and kills the processes 30 seconds after
+    a Ctrl-C, possibly before they have saved.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -125,7 +129,7 @@ def run_on(processes: int, module: str, arguments: list[str]) -> int:
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # they meet in the store of this process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the processes connect through this process's store
     }
     workers: list[subprocess.Popen] = []
 
@@ -133,8 +137,8 @@ def run_on(processes: int, module: str, arguments: list[str]) -> int:
         for worker in workers:
             worker.send_signal(number)
 
-    # The workers inherit the blocked signals and take them when they can answer, not amid their imports.
-    # A session of their own keeps the terminal's Ctrl-C from reaching them twice.
+    # The workers inherit the blocked signals and unblock them when their handlers exist (`Interrupt`).
+    # start_new_session: the terminal's Ctrl-C would otherwise reach the workers twice.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     before = {number: signal.signal(number, forward_signal) for number in (*STOPPING, signal.SIGHUP)}
     try:
@@ -161,7 +165,7 @@ def _wait(workers: list[subprocess.Popen]) -> int:
             return code if code >= 0 else 128 - code
         if code:
             failed = failed or time.monotonic()
-            if time.monotonic() - failed > PATIENCE:  # they wait for one that is gone
+            if time.monotonic() - failed > PATIENCE:  # the others wait for a process that has exited
                 for worker in workers:
                     worker.kill()
         time.sleep(0.1)

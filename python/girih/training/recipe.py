@@ -1,4 +1,4 @@
-"""The sizes of model, and how each is trained: `recipes.json`, which girih-train reads too."""
+"""Sizes of models and how each is trained, from `recipes.json`, which girih-train reads too."""
 
 import json
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ import torch
 from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.training.command import Refusal
 
-STEP = 8  # what the width of an MLP is a multiple of
-# Fields of a configuration that its size or an argument of its own sets.
+STEP = 8  # the width of an MLP is a multiple of this
+# Fields of a configuration that the size or another argument of the command sets.
 SIZE_FIELDS = (
     "mixer",
     "vocab_size",
@@ -28,7 +28,8 @@ SIZE_FIELDS = (
 class Recipe:
     """A size of model and how to train it. Lengths in tokens, batch in sequences over all devices.
 
-    parameters: what the width of the MLPs is fitted to; None: the MLPs have the configuration's own width.
+    parameters: the width of the MLPs is chosen for this number of parameters; None: the configuration's
+    default width.
     """
 
     parameters: int | None
@@ -58,7 +59,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 def with_context(size: AnyRecipe, context: int | None) -> AnyRecipe:
-    """The recipe with sequences of another length, and the same number of tokens a step and held out.
+    """The recipe with sequences of another length and the same number of tokens in a step and held out.
 
     >>> with_context(SIZES["small"], 1024).batch * 1024 == SIZES["small"].batch * SIZES["small"].context
     True
@@ -73,7 +74,7 @@ def with_context(size: AnyRecipe, context: int | None) -> AnyRecipe:
 
 
 def read_options(options: str) -> dict:
-    """ "chunk=1 phi=identity" as fields of a configuration, but for those of the size."""
+    """Parses "chunk=1 phi=identity" to fields of a configuration. Raises for fields that the size sets."""
     try:
         fields = json.loads(torch.ops.girih.read_options(options))
     except ValueError as error:
@@ -87,13 +88,13 @@ def read_options(options: str) -> dict:
 def config_of_size(
     mixer: str, size: Recipe, vocab_size: int = 256, chunks: list[int] | None = None, options: str = ""
 ) -> GirihConfig:
-    """A model of `size.parameters` parameters, within 2 percent: the width of its MLPs is fitted. Where no
-    mixer's blocks have an MLP the number of layers is, which comes within half a layer. Without a number of
-    parameters nothing is fitted.
+    """The configuration of a model with `size.parameters` parameters, within 2 percent.
 
-    mixer: a name, or several with commas that take turns over the layers. chunks: of an adaptive CAT, which
-    goes by 16 where it is one of them and else by the first unless a call says otherwise. options: other
-    fields of the configuration, "chunk=1 phi=identity".
+    The width of the MLPs is fitted to the number of parameters. If no block has an MLP, the number of layers
+    is fitted, within half a layer. If size.parameters is None, nothing is fitted.
+    mixer: a name, or several names separated by commas, which the layers use in turn. chunks: chunk lengths
+    of an adaptive CAT; its default chunk is 16 if that is one of them, else the first. options: other fields
+    of the configuration, such as "chunk=1 phi=identity".
     """
     names = mixer.split(",")
     fields = read_options(options)

@@ -14,7 +14,7 @@ from girih.training.trainer import BITS, ByteTrainer
 
 
 def draw_curve(history: list[dict], tokens_per_step: int, held_out: float, title: str, file: Path) -> None:
-    """Bits per byte over training tokens, and the held-out figure."""
+    """Draws bits per byte over training tokens, and the held-out bits per byte."""
     from matplotlib.figure import Figure
 
     logs = [log for log in history if "bits" in log]
@@ -48,7 +48,7 @@ def write_sample(model: GirihForCausalLM, prompt: bytes, length: int, seed: int)
 
 
 def bits_by_chunk(trainer: ByteTrainer) -> dict[int, float]:
-    """Bits per byte of the held-out text, of an adaptive CAT at each of its chunk lengths."""
+    """Bits per byte of the held-out text; for an adaptive CAT at each of its chunk lengths."""
     config = trainer.model.config
     default_chunk, bits = config.chunk, {}
     for chunk in config.chunks or [default_chunk]:
@@ -59,7 +59,8 @@ def bits_by_chunk(trainer: ByteTrainer) -> dict[int, float]:
 
 
 def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, prompt: bytes) -> dict:
-    """Measure, save the model, write a sample, draw the curve; write the result last, as all is complete."""
+    """Measure, save the model, write a sample, draw the curve. The result is written last and marks the run
+    as finished."""
     config, chunk_bits = trainer.model.config, bits_by_chunk(trainer)
     bits = chunk_bits[config.chunk]
     logs = [log for log in trainer.state.log_history if "tokens_per_second" in log]

@@ -17,12 +17,12 @@ from girih.training.command import Refusal
 from girih.training.processes import together
 from girih.training.recipe import Recipe
 
-BITS = 1 / math.log(2)  # in a nat
-AT_ONCE = 2**15  # tokens that a device has in memory; girih-train's default too
+BITS = 1 / math.log(2)  # bits per nat
+AT_ONCE = 2**15  # tokens that a device processes at once; also the default of girih-train
 
 
 class ByteTrainer(Trainer):
-    """`Trainer` that lets layers say which parameters decay, and logs bits and speed."""
+    """`Trainer` that applies weight decay to `decay_parameter_names`, and logs bits and speed."""
 
     tokens_per_step = 0
     last_log = (0, 0.0)  # step, time
@@ -41,7 +41,7 @@ class ByteTrainer(Trainer):
 
 
 class Clock(TrainerCallback):
-    """Starts the trainer's stopwatch where training starts, in a run that is resumed too."""
+    """Sets `last_log` when training starts, also in a resumed run."""
 
     def __init__(self, trainer: ByteTrainer):
         self.trainer = trainer
@@ -51,7 +51,8 @@ class Clock(TrainerCallback):
 
 
 class Progress(ProgressCallback):
-    """A bar on a terminal, and a line a log on stdout. unit: what the loss, in bits, is per."""
+    """A progress bar on a terminal, and a line on stdout for each log. unit: the unit of the loss, such as
+    "bits per byte"."""
 
     def __init__(self, unit: str):
         super().__init__()
@@ -77,7 +78,8 @@ class Progress(ProgressCallback):
 
 
 def process_batch(batch: int) -> int:
-    """A process's sequences of a batch. Refuses a batch that the processes cannot share evenly."""
+    """The number of a batch's sequences in each process. Raises if the processes cannot share the batch
+    evenly."""
     processes = together().num_processes
     if batch % processes:
         raise Refusal(f"batch {batch}: {processes} processes cannot share its sequences evenly")
@@ -104,12 +106,13 @@ def fit(
     trainer: type[ByteTrainer] = ByteTrainer,
     **options,
 ) -> ByteTrainer:
-    """A trainer of `model` by `size`'s recipe: AdamW, warm-up over a twentieth of the steps, cosine to zero.
+    """A trainer of `model` with the recipe `size`: AdamW, warm-up over a twentieth of the steps, cosine to
+    zero.
 
     On a GPU matrix products run in bf16 (autocast). A batch of more than `at_once` tokens on a device is read
-    in parts. options: more of `TrainingArguments`.
+    in parts. options: further `TrainingArguments`.
 
-    Raises Refusal where the processes that train together cannot share the batch evenly.
+    Raises Refusal if the processes that train together cannot share the batch evenly.
     """
     batch = process_batch(size.batch)
     passes = count_passes(batch, size.context, at_once)
@@ -129,14 +132,14 @@ def fit(
         weight_decay=0.1,
         bf16=torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        dataloader_num_workers=2 if torch.cuda.is_available() else 0,  # there steps are short
+        dataloader_num_workers=2 if torch.cuda.is_available() else 0,  # on a CPU, steps are short
         logging_nan_inf_filter=False,
         report_to="none",
         ddp_find_unused_parameters=False,
         logging_steps=-(-size.steps // 40),
         prediction_loss_only=True,
         log_level_replica="error",
-        disable_tqdm=False,  # or the trainer prints every log once more
+        disable_tqdm=False,  # with True the trainer prints every log again
         seed=seed,
         **options,
     )

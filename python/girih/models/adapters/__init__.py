@@ -1,5 +1,5 @@
-"""Layers and models of girih as transformers calls them.
+"""Adapters from the calling conventions of transformers to those of girih.
 
-attention_call    the call of transformers' attention modules, as the call of a layer
+attention_call    calls a layer with the arguments of transformers' attention modules
 cache_argument    the name of the cache in calls and outputs
 """

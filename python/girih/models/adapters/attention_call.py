@@ -1,8 +1,8 @@
-"""The call that attention modules of transformers get, as the call of a layer.
+"""Calls a layer with the arguments of transformers' attention modules.
 
-transformers calls attention as `attention(hidden_states, position_embeddings=, attention_mask=,
-position_ids=, cache=, use_cache=, ...)` and takes `(y, attention weights)`. A layer reads from it
-which tokens are masked, where packed sequences start and what the cache holds of its own.
+transformers calls `attention(hidden_states, position_embeddings=, attention_mask=, position_ids=, cache=,
+use_cache=, ...)` and expects `(y, attention weights)`. This module converts the arguments to those of a
+layer: the mask of valid tokens, the bounds of packed sequences, and the layer's state in the cache.
 """
 
 from typing import Any, NamedTuple
@@ -11,37 +11,43 @@ import torch
 from torch import Tensor
 
 from girih.models.cache import StateLayer
-from girih.nn.functional.masking import own_mask
-from girih.nn.functional.packing import bounds
+from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.packing import resolve_cu_seqlens
 from girih.nn.layers.sequence_layer import CACHES
+
+# The arguments of a call that mark packed sequences.
+TOKEN_ARGUMENTS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")
 
 
 class Tokens(NamedTuple):
-    """valid `[B, T]`, bool: which tokens are to be read (None: all). cu_seqlens: as in every layer."""
+    """valid: `[B, T]` bool, false at masked tokens; None: no token is masked. cu_seqlens: as in every
+    layer."""
 
     valid: Tensor | None
     cu_seqlens: Tensor | None
 
 
-def is_recorded() -> bool:
-    """Whether torch.compile or torch.jit.trace records this call for other values."""
+def is_traced() -> bool:
+    """Whether torch.compile or torch.jit.trace traces this call: the program may run with other values."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def where_masked(valid: Tensor | None) -> Tensor | None:
-    """None in place of a mask that masks nothing, for the faster path; what is recorded cannot look."""
-    if valid is None or is_recorded() or valid.device.type == "meta":
+def drop_trivial_mask(valid: Tensor | None) -> Tensor | None:
+    """None for a mask that masks no token, which selects faster code; else the mask. Reads the mask on the
+    host, so a traced call keeps its mask."""
+    if valid is None or is_traced() or valid.device.type == "meta":
         return valid
     return None if bool(valid.all()) else valid
 
 
 def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
-    """Which tokens of x `[B, T, ...]` a mask leaves, `[B, T]`, after `past` tokens.
+    """The mask of valid tokens `[B, T]` of x `[B, T, ...]`, after `past` tokens; None: no mask.
 
-    attention_mask: None, `[B, past + T]`, or what attention adds to or selects its scores by,
-    `[B, heads, T, keys]`: there a token is masked if it does not see itself, or if it sees the last token,
-    which does not see it: older models let rows of padding see all keys for sdpa. `[B, heads, N, N]` with
-    N > T covers all positions (OpenELM).
+    attention_mask: None, `[B, past + T]`, or a mask of scores, boolean or additive, `[B, heads, T, keys]` or
+    `[B, heads, N, N]` with N > T for all positions (OpenELM).
+    In a mask of scores a token is masked if it does not attend to itself. It is also masked if it attends to
+    the last token and the last token does not attend to it: older models let padding attend to all keys, so
+    that the softmax of sdpa is defined.
     """
     if attention_mask is None:
         return None
@@ -52,29 +58,29 @@ def valid_tokens(x: Tensor, attention_mask: Any, past: int) -> Tensor | None:
         )
     B, T = x.shape[:2]
     if attention_mask.dim() == 2:
-        return own_mask(attention_mask, T)
+        return select_current_mask(attention_mask, T)
     rows, keys = attention_mask.shape[2:] if attention_mask.dim() == 4 else (0, 0)
     is_square = rows == keys and rows > T and rows >= past + T
     if not is_square and (rows != T or keys < T):
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; expected [B, heads, {T}, keys]"
         )
-    # Keys of a growing cache end with x's; those of a static one go on behind them.
+    # The keys of a growing cache end with x's keys. A static cache has further, unused keys.
     first = past if is_square else min(past, keys - T)
     last = keys - 1 if is_square else first + T - 1  # of the mask's rows
     mask = attention_mask[:, 0]
     row = mask[:, past : past + T] if is_square else mask
-    own = is_seen(row.diagonal(first, 1, 2))
-    is_opened = is_seen(row[:, :, last]) & ~is_seen(mask[:, -1, first : first + T])
+    own = get_visibility(row.diagonal(first, 1, 2))
+    is_opened = get_visibility(row[:, :, last]) & ~get_visibility(mask[:, -1, first : first + T])
     return (own & ~is_opened).expand(B, -1)
 
 
-def is_seen(mask: Tensor) -> Tensor:
-    """Which scores a mask leaves: a bool, or a number that is added."""
+def get_visibility(mask: Tensor) -> Tensor:
+    """The boolean mask of scores, true where attention reads the key, from a boolean or an additive mask."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def tokens_of(
+def resolve_tokens(
     x: Tensor,
     attention_mask: Any,
     past: int,
@@ -85,16 +91,17 @@ def tokens_of(
     seq_idx: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tokens:
-    """What a call says of x `[B, T, ...]`. `girih_tokens` is this, by who has read the model's arguments.
+    """The `Tokens` of x `[B, T, ...]` from the arguments of a call.
 
-    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: `packing.bounds`.
+    girih_tokens: the result, if a hook of the model has found it for all layers (`conversion.tokens`).
+    cu_seqlens, cu_seq_lens_q, seq_idx, position_ids: as in `packing.resolve_cu_seqlens`.
     """
     if girih_tokens is not None:
         return girih_tokens
-    valid = where_masked(valid_tokens(x, attention_mask, past))
+    valid = drop_trivial_mask(valid_tokens(x, attention_mask, past))
     if position_ids is not None and (position_ids.dim() != 2 or past):
-        position_ids = None  # of an image's rows and columns; sequences are packed without a past
-    cu_seqlens = bounds(
+        position_ids = None  # positions in images, or after a past: neither marks packed sequences
+    cu_seqlens = resolve_cu_seqlens(
         x,
         valid,
         cu_seqlens=cu_seqlens,
@@ -105,11 +112,11 @@ def tokens_of(
     return Tokens(valid, cu_seqlens)
 
 
-def state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
-    """The place of a layer's state in transformers' cache, a `StateLayer`, made when it is first asked for.
+def get_state_layer(cache: Any, layer_idx: int | None, kind: type | None = None) -> Any:
+    """The `StateLayer` at index layer_idx of a cache of transformers.
 
-    It takes the place of the layer of keys that a cache has there, as caches are made from a model's
-    configuration, of which masks are made too. kind makes it from that layer.
+    transformers creates caches with a layer of keys for each layer of the model. The first call replaces the
+    layer of keys by `kind(layer of keys)`; kind: default: `StateLayer`.
     """
     if layer_idx is None:
         raise ValueError(
@@ -140,20 +147,22 @@ def attend(
     attention_mask: Any = None,
     **call: Any,
 ) -> tuple[Tensor, None]:
-    """`layer` called as attention is: hidden_states `[B, T, hidden_size]` -> (y of its shape, no weights)."""
-    token_arguments = {name: call[name] for name in OF_TOKENS if call.get(name) is not None}
+    """Calls `layer` with the arguments of an attention module. hidden_states and y `[B, T, hidden_size]`;
+    returns (y, None): there are no attention weights."""
+    token_arguments = {name: call[name] for name in TOKEN_ARGUMENTS if call.get(name) is not None}
     cache = cache_of(call)
     if cache is None:
-        tokens = tokens_of(hidden_states, attention_mask, 0, **token_arguments)
+        tokens = resolve_tokens(hidden_states, attention_mask, 0, **token_arguments)
         return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
-    place = state_layer(cache, layer_idx)
-    tokens = tokens_of(hidden_states, attention_mask, place.tokens, **token_arguments)
+    state_layer = get_state_layer(cache, layer_idx)
+    tokens = resolve_tokens(hidden_states, attention_mask, state_layer.tokens, **token_arguments)
     refuse_packed(tokens)
-    return place.run(lambda *of: layer(*of, True, None), hidden_states, tokens.valid), None
+    y = state_layer.run(lambda *inputs: layer(*inputs, True, None), hidden_states, tokens.valid)
+    return y, None
 
 
 def cache_of(call: dict[str, Any]) -> Any:
-    """The cache of a call, by whatever name; pages of keys are refused."""
+    """The cache argument of a call, by any of its names (`CACHES`). Raises for a paged cache."""
     cache = next((call[name] for name in CACHES if call.get(name) is not None), None)
     if cache is not None and not hasattr(getattr(cache, "self_attention_cache", cache), "layers"):
         raise ValueError(
@@ -166,6 +175,3 @@ def cache_of(call: dict[str, Any]) -> Any:
 def refuse_packed(tokens: Tokens) -> None:
     if tokens.cu_seqlens is not None:
         raise ValueError("no cache is kept of packed sequences; call the model with use_cache=False")
-
-
-OF_TOKENS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")

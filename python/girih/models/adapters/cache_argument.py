@@ -13,7 +13,7 @@ CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWit
 
 
 def resolve_cache(cache: Any, past_key_values: Any) -> Any:
-    """The cache of a call that may pass it by either name."""
+    """The cache argument of a call, by either name."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache, past_key_values: two names of one argument; give cache alone")
     return past_key_values if cache is None else cache

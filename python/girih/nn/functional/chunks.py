@@ -1,4 +1,4 @@
-"""Layouts that place tokens in whole chunks: for packed sequences, and for sequences continued over calls."""
+"""Layouts of tokens in whole chunks: for packed sequences, and for sequences that continue over calls."""
 
 from typing import NamedTuple
 
@@ -78,8 +78,8 @@ class SequenceLengths(NamedTuple):
     """Number of tokens of each of N sequences.
 
     tokens: `[N]` int64 on the device, for computations.
-    host_tokens: the same for the host, which chooses kernels and sizes: an int for equal lengths, else `[N]`
-        on the CPU.
+    host_tokens: the same numbers on the host, which chooses kernels and sizes: an int for equal lengths, else
+        `[N]` on the CPU.
     """
 
     tokens: Tensor
@@ -102,8 +102,8 @@ class SequenceLengths(NamedTuple):
         return min(least, N) if count else 0
 
     def step_kind(self, chunk: int) -> tuple[int, bool]:
-        """The kind of the last step: `count_compressions`, and whether the step tests which chunks are
-        complete."""
+        """The kind of the last decoding step (`state.stepped`): `count_compressions`, and whether the step
+        tests which chunks are complete."""
         return self.count_compressions(chunk), isinstance(self.host_tokens, Tensor)
 
     def find_compressions(self, chunk: int) -> Compressions | None:

@@ -1,4 +1,4 @@
-"""Norms, SwiGLU and unit vectors: on a GPU by one kernel each, elsewhere by PyTorch."""
+"""Norms, silu(x) y and unit vectors: on a GPU by one kernel each, elsewhere by PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def are_plain_tensors(*tensors: Tensor) -> bool:
+    """Whether all are Tensor or Parameter, not a subclass and not nested."""
     return all(type(x) in (Tensor, nn.Parameter) and not x.is_nested for x in tensors)
 
 
@@ -36,8 +37,8 @@ def is_transformed() -> bool:
 
 
 def is_compiled(*tensors: Tensor) -> bool:
-    """Whether torch.compile traces plain tensors; it decomposes operators without a kernel."""
-    return torch.compiler.is_compiling() and not is_transformed() and is_plain(*tensors)
+    """Whether torch.compile traces plain tensors. The compiler decomposes the fused operators."""
+    return torch.compiler.is_compiling() and not is_transformed() and are_plain_tensors(*tensors)
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -47,7 +48,7 @@ def is_eager(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not is_transformed()
-        and is_plain(*tensors)
+        and are_plain_tensors(*tensors)
     )
 
 
@@ -64,7 +65,7 @@ def has_fused_kernel(*tensors: Tensor, needs_contiguous: bool = True) -> bool:
     )
 
 
-def is_product(linear: nn.Module) -> bool:
+def is_plain_linear(linear: nn.Module) -> bool:
     """Whether the module is x W^T only: a Linear without bias, adapters and hooks."""
     return type(linear) is nn.Linear and linear.bias is None and internals.is_called_plainly(linear)
 
@@ -98,8 +99,8 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
     if not isinstance(x, Tensor):  # a proxy of torch.fx
         x = x if branch is None else x + branch
         return x, norm(x)
-    products = autocast_dtype(x)
-    row_dtype = products or x.dtype
+    product_dtype = autocast_dtype(x)
+    row_dtype = product_dtype or x.dtype
     kernel = is_fused_norm(norm, x, row_dtype)
     if branch is not None and not (
         kernel and has_fused_kernel(branch) and branch.dtype == row_dtype and branch.shape == x.shape
@@ -115,7 +116,7 @@ def residual_norm(norm: nn.Module, x: Tensor, branch: Tensor | None = None) -> t
         and internals.is_called_plainly(norm)
         and y.dtype in KERNEL_DTYPES
     )
-    return x, y.to(products) if products and rounds_norm else y
+    return x, y.to(product_dtype) if product_dtype and rounds_norm else y
 
 
 def silu_norm(norm: nn.Module, x: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ def has_silu_product_kernel(gate: Tensor, up: Tensor) -> bool:
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`. The operator saves only its arguments; under torch.compile the compiler decides."""
+    """`silu(gate) * up`. The operator saves only its arguments for the backward; torch.compile chooses what
+    to save."""
     if is_eager(gate, up) and gate.shape == up.shape and gate.dtype == up.dtype:
         return torch.ops.girih.silu_product(gate, up)
     return F.silu(gate) * up

@@ -17,13 +17,13 @@ def apply_gate(
 ) -> Tensor:
     """The activation of a linear product r `[..., features]`, in fp32 or fp64 except for none:
 
-        none        r, in the dtype of r
+        none        r, in the dtype of r; bias must be None
         linear      r + bias
         sigmoid     scale sigmoid(r + bias)
         logsigmoid  scale log(sigmoid(r + bias))
         decay       -exp(rate) softplus(r + bias)
 
-    bias, rate: `[features]`, fp32 or fp64.
+    bias: `[features]`, fp32 or fp64. rate: `[features]`, fp32 or fp64; the log rate, A_log of Mamba-2.
     """
     if gate == "none" or (gate == "linear" and bias is None):
         return r if gate == "none" else promote_to_fp32(r)

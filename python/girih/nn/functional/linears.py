@@ -1,15 +1,18 @@
-"""Several linear layers of the same x as one operator, in training on a GPU or under torch.compile, which
-decomposes it: fewer launches, one sum of the gradients of x, gradients of weights rounded once."""
+"""Several linear layers of the same x as one operator, in training on a GPU and under torch.compile.
+
+The operator needs fewer launches, sums the gradients of x once and rounds the gradients of weights once. The
+compiler decomposes it.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fused import autocast_dtype, has_fused_kernel, is_compiled, is_product
+from girih.nn.functional.fused import autocast_dtype, has_fused_kernel, is_compiled, is_plain_linear
 
 
 def has_linears_kernel(x: Tensor, weights: list[Tensor | None]) -> bool:
-    """Whether the operator supports x and the weights: x has the dtype of the products; None: not a plain
-    weight."""
+    """Whether the operator supports x and the weights. None: the weight of a module that is not a plain
+    linear layer. x must have the dtype in which the products are computed."""
     return (
         isinstance(x, Tensor)  # not a proxy of torch.fx
         and torch.is_grad_enabled()
@@ -23,7 +26,7 @@ def has_linears_kernel(x: Tensor, weights: list[Tensor | None]) -> bool:
 
 def apply_linears(x: Tensor, linears: list[nn.Module]) -> list[Tensor]:
     """The outputs of all these linear layers for x."""
-    weights = [linear.weight if is_product(linear) else None for linear in linears]
+    weights = [linear.weight if is_plain_linear(linear) else None for linear in linears]
     if has_linears_kernel(x, weights):
         return torch.ops.girih.linears(x, weights)
     return [linear(x) for linear in linears]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from girih._torch_internals import is_watched
+from girih._torch_internals import has_dispatch_mode
 from girih.nn.functional.fused import PACK, autocast_device, has_fused_kernel
 
 MAX_LOGITS = 2**26  # logits of a part: 256 MiB in fp32, and as much for their gradient without a kernel
@@ -29,7 +29,7 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """sums + a b, in the dtype of sums, fp32 or fp64. On a GPU, and for fp16, whose range the product may
     exceed, the product is not rounded."""
     # Some dispatch modes, as PyTorch's FLOP counter, do not support these arguments of addmm.
-    if has_fused_kernel(a, b, needs_contiguous=False) and a.dtype != sums.dtype and not is_watched():
+    if has_fused_kernel(a, b, needs_contiguous=False) and a.dtype != sums.dtype and not has_dispatch_mode():
         return torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
     return sums + (
         a.to(sums.dtype) @ b.to(sums.dtype) if a.dtype == torch.float16 else (a @ b).to(sums.dtype)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 
-def own_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
-    """The last `tokens` columns of a mask over past and present tokens, `[B, tokens]`."""
+def select_current_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The mask of the current `tokens` tokens `[B, tokens]`, from a mask `[B, past + tokens]`."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:

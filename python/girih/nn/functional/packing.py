@@ -1,4 +1,4 @@
-"""Bounds of sequences packed into one row, from the formats that collators use."""
+"""Bounds of sequences packed into one row, from the arguments that collators produce."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
         )
 
 
-def bounds(
+def resolve_cu_seqlens(
     x: Tensor,
     attention_mask: Tensor | None,
     *,
@@ -55,12 +55,12 @@ def bounds(
                 "packed sequences have no padding"
             )
         starts = changed[0].nonzero().flatten() + 1
-        cu_seqlens = bounds_from_starts(starts, T).to(x.device)
+        cu_seqlens = cu_seqlens_from_starts(starts, T).to(x.device)
     check_packing(x, cu_seqlens)
     return cu_seqlens
 
 
-def bounds_from_starts(starts: Tensor, tokens: int) -> Tensor:
+def cu_seqlens_from_starts(starts: Tensor, tokens: int) -> Tensor:
     """`cu_seqlens [N + 1]` int32 from the first tokens of all sequences except the first, `[N - 1]`."""
     return torch.cat((starts.new_zeros(1), starts, starts.new_full((1,), tokens))).int()
 
@@ -81,7 +81,7 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     """Position of each token in its sequence, `[B, T]`, and length of each sequence after x, `[N]`.
 
     x `[B, T, ...]`. before: lengths of the sequences before x, `[N]` int64; None: 0. cu_seqlens: `[N + 1]`,
-    bounds of rows `[B, 2]`, or None.
+    or `[B, 2]` with the first and last + 1 valid token of each row, or None.
     """
     T = x.shape[1]
     token = torch.arange(T, device=x.device)
@@ -101,12 +101,12 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     return (shift[sequence] + token)[None], after
 
 
-def seq_idx_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+def make_seq_idx(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """seq_idx `[1, T]` int32 of packed sequences."""
     return sequence_of_token(cu_seqlens, tokens)[None].int()
 
 
-def restarting(cu_seqlens: Tensor, tokens: int) -> Tensor:
+def make_position_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """position_ids `[1, T]` of packed sequences."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     return (token - cu_seqlens[sequence_of_token(cu_seqlens, tokens)])[None].long()

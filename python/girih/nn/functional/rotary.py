@@ -28,7 +28,7 @@ def rotary_cos_sin(
 def rotary_factors(
     position: Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """factors, two of `[..., D]`: rotary(x, position) = x * factors[0] + x.roll(D / 2) * factors[1]."""
+    """Two factors `[..., D]`: rotary(x, position) = x * factors[0] + x.roll(D / 2) * factors[1]."""
     cos, sin = rotary_cos_sin(position, head_dim, theta, dtype)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -36,7 +36,8 @@ def rotary_factors(
 def rotate_row(
     qkv: Tensor, heads: tuple[int, int, int], factors: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv `[N, 1, sum of heads, D]` -> q and k rotated by `rotary_factors` that broadcast, and v."""
+    """qkv `[N, 1, sum of heads, D]` -> q and k rotated by `rotary_factors`, which broadcast with q and k, and
+    v."""
     cos, sin = factors
     qk, v = qkv.split((heads[0] + heads[1], heads[2]), 2)
     q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).split(heads[:2], 2)

@@ -1,4 +1,4 @@
-"""States of layers: checks, the call of an operator with a state, and functions of nested states."""
+"""States of layers: checks, calls of an operator with a state, and functions of nested states."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -11,19 +11,21 @@ from girih import ops
 
 
 class LayerState(NamedTuple):
-    """A mixer's state after its last token: states of the short convolution and of the memory, or None."""
+    """The state of a mixer. conv: the state of its short convolution, or a pair for q and k; None: no
+    convolution.
+    memory: the operator's state, such as `girih.ops.GSAState`."""
 
     conv: Any
     memory: Any
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """The expected shape `[N, ...]` and dtype of a tensor in a state; dtype None: any floating dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
-    def fits(self, part: Tensor) -> bool:
+    def matches(self, part: Tensor) -> bool:
         has_dtype = part.is_floating_point() if self.dtype is None else part.dtype == self.dtype
         return has_dtype and part.shape == self.shape
 
@@ -35,23 +37,24 @@ def check_batch(part: Tensor, sequences: int) -> None:
 
 
 def check_state(state: Any, like: Any, name: str = "state") -> None:
-    """Raises unless a state matches `like`: the same nested tuples, with a `Like` for each tensor.
+    """Raises unless a state matches `like`: the same nested tuples, with a `TensorSpec` for each tensor.
 
-    A layer with several operators calls this before the first of them writes its state.
+    A layer with several operators checks all of its state before the first operator writes in place.
     """
-    if isinstance(like, Like) and isinstance(state, Tensor):
+    if isinstance(like, TensorSpec) and isinstance(state, Tensor):
         check_batch(state, like.shape[0])
-        if not like.fits(state):
+        if not like.matches(state):
             expected = "a floating dtype" if like.dtype is None else like.dtype
             raise ValueError(
                 f"{name} is {state.dtype} of shape {list(state.shape)}; expected {expected} and shape "
-                f"{list(like.shape)}, as this layer returns it"
+                f"{list(like.shape)}; pass the state that this layer returned"
             )
     elif type(state) is not type(like) or (isinstance(like, tuple) and len(state) != len(like)):
-        expected = "Tensor" if isinstance(like, Like) else type(like).__name__
+        expected = "Tensor" if isinstance(like, TensorSpec) else type(like).__name__
         size = f" of {len(like)} parts" if type(state) is type(like) else ""
         raise ValueError(
-            f"{name} is a {type(state).__name__}; expected a {expected}{size}, as this layer returns it"
+            f"{name} is a {type(state).__name__}; expected a {expected}{size}; pass the state "
+            "that this layer returned"
         )
     elif isinstance(like, tuple):
         names = getattr(like, "_fields", range(len(like)))
@@ -67,10 +70,11 @@ def advance(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Calls `girih.ops.<name>`, or its step, which writes `state` in place, for one token without gradient.
+    """Calls the operator `girih.ops.<name>` and returns its output and the state after the last token.
 
-    in_place: whether `state` may be overwritten, because the caller uses the returned state instead. False
-    for a first memory and without use_cache. Returns the output and the state after the last token.
+    in_place: whether the caller no longer needs `state` itself. It is False without use_cache, and for an
+    initial memory, which is a parameter. If it is True and the call `is_step`, this function calls
+    `girih.ops.<name>_step`, which writes `state` in place.
     """
     if in_place and is_step(data[0], cu_seqlens):
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
@@ -78,7 +82,7 @@ def advance(
 
 
 def is_step(x: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether the call has one token of each sequence and no gradient."""
+    """Whether the call is a decoding step: one token of each sequence, without gradient."""
     return cu_seqlens is None and x.shape[1] == 1 and not torch.is_grad_enabled()
 
 
@@ -108,26 +112,29 @@ def first_tensor(state: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-def is_unobserved(x: Tensor) -> bool:
-    """Whether operators on x run immediately and unobserved: no compiler, tracer, gradient, dispatch mode,
-    transform or CUDA graph capture is active."""
+def is_eager_inference(x: Tensor) -> bool:
+    """Whether operators on x run eagerly and nothing records them: no compiler, tracer, gradient, dispatch
+    mode, transform or CUDA graph capture is active."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or type(x) is not Tensor
         or torch.jit.is_tracing()
-        or internals.is_watched()
+        or internals.has_dispatch_mode()
         or internals.has_transform()
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
 def stepped(state: Any) -> tuple[Hashable, Any] | None:
-    """The kind and the resulting state of an in-place step of one token, without computing the step.
+    """Predicts an in-place decoding step of one token, without computing it: (kind, state after the step).
 
-    kind: equal for steps that launch the same kernels. The resulting state has the tensors of `state`, which
-    the device writes, and updated numbers; without numbers it is the same object. A named tuple with numbers
-    has a method of this name. None: unknown, or the step allocates tensors, as when a cache grows.
+    A CUDA graph replays only device work, so the host updates its part of the state with this function. kind:
+    equal for steps that launch the same kernels. The state after the step has the same tensors, which the
+    device writes, and updated host numbers; without host numbers it is the same object. A named tuple with
+    host numbers implements the method `stepped`.
+    None: the step cannot be captured: the state has no such method, or the step allocates tensors, for
+    example because a cache grows.
     """
     if state is None or isinstance(state, Tensor):
         return (), state

@@ -1,5 +1,9 @@
-"""Linear products of up to 16 rows with the norm before and the gate after, in one kernel: all that a
-decoding step computes beside the steps of the mixers."""
+"""Linear layers of a decoding step, which has few rows (at most 16).
+
+One kernel (skinny GEMM, torch.ops.girih.few_rows) computes several products of one input, with the prologue
+before them (a norm or an activation) and the gates after them. Beside the operators of the mixers, a decoding
+step computes nothing else.
+"""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -13,15 +17,16 @@ from girih.nn.functional import fused
 from girih.nn.functional.fused import silu_product
 from girih.nn.functional.gates import apply_gate
 
-# True while a step is captured: the model's blocks have no hooks or adapters, so a step reads their weights
-# only.
-use_weights_only: ContextVar[bool] = ContextVar("by_weights_alone", default=False)
+# True while a decoding step is captured. Then the blocks have no hooks and no adapters, and `Block.step`
+# computes from the weights without calling modules.
+use_weights_only: ContextVar[bool] = ContextVar("use_weights_only", default=False)
 
 MAX_ROWS, MAX_MATRICES, MAX_WIDTH, MAX_ELEMENTS = 16, 8, 8192, 96 * 1024  # limits of the kernel
 
 
 class Product(NamedTuple):
-    """gate(x W^T), W `[features, width]`: the arguments of `gates.apply_gate`; bias and rate are fp32."""
+    """gate(x W^T), W `[features, width]`, with the arguments of `gates.apply_gate`. bias, rate: fp32; rate is
+    the log rate (A_log). With gate "none" bias must be None."""
 
     weight: Tensor
     gate: str = "none"
@@ -31,10 +36,10 @@ class Product(NamedTuple):
 
 
 class RowInput(NamedTuple):
-    """A function of x that is applied before linear products.
+    """The prologue: a function of x that is applied before linear products.
 
-    plain: x.  rms_norm: RMS norm of x with weight `other`.  silu_rms_norm: RMS norm of silu(x) with weight
-        `other`.
+    plain: x (no prologue).  rms_norm: RMS norm of x with weight `other`.  silu_rms_norm: RMS norm of silu(x)
+        with weight `other`.
     silu_product: silu(x) * other; `other` has the shape of x.
     """
 
@@ -47,36 +52,36 @@ PLAIN = RowInput()
 
 
 def products(
-    x: Tensor, specs: Sequence[Product], row_input: RowInput = PLAIN, residual: Tensor | None = None
+    x: Tensor, specs: Sequence[Product], prologue: RowInput = PLAIN, residual: Tensor | None = None
 ) -> list[Tensor]:
-    """Applies `row_input` to x `[..., width]`, then computes every product of the result.
+    """Applies `prologue` to x `[..., width]`, then computes every product of the result.
 
-    residual: added to the result of a single product without gate. If `has_skinny_gemm`, one launch, which
-    rounds only the final results; else the functions that layers use.
+    residual: added to the result of a single product without gate. If `has_skinny_gemm`, this is one launch,
+    which rounds only the final results; else the functions that layers use.
     """
-    if has_skinny_gemm(x, specs, row_input, residual):
+    if has_skinny_gemm(x, specs, prologue, residual):
         weights, gates, biases, rates, scales = (list(part) for part in zip(*specs, strict=True))
         return torch.ops.girih.few_rows(
-            x, weights, gates, biases, rates, scales, row_input.kind, row_input.other, row_input.eps, residual
+            x, weights, gates, biases, rates, scales, prologue.kind, prologue.other, prologue.eps, residual
         )
-    if row_input.kind == "rms_norm":
-        x = fused.rms_norm(x, row_input.other, row_input.eps)
-    elif row_input.kind == "silu_rms_norm":
-        x = fused.silu_rms_norm(x, row_input.other, row_input.eps)
-    elif row_input.kind == "silu_product":
-        x = silu_product(x, row_input.other)
+    if prologue.kind == "rms_norm":
+        x = fused.rms_norm(x, prologue.other, prologue.eps)
+    elif prologue.kind == "silu_rms_norm":
+        x = fused.silu_rms_norm(x, prologue.other, prologue.eps)
+    elif prologue.kind == "silu_product":
+        x = silu_product(x, prologue.other)
     results = [apply_gate(F.linear(x, product.weight), *product[1:]) for product in specs]
     return results if residual is None else [residual + results[0]]
 
 
 def has_skinny_gemm(
-    x: Tensor, specs: Sequence[Product], row_input: RowInput = PLAIN, residual: Tensor | None = None
+    x: Tensor, specs: Sequence[Product], prologue: RowInput = PLAIN, residual: Tensor | None = None
 ) -> bool:
     """Whether the kernel supports the call: fp16 or bf16 on a GPU, 1 to 16 rows, no gradient, no autocast,
     contiguous tensors of one dtype."""
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
-    matrices = [x, *(p.weight for p in specs), *(m for m in (row_input.other, residual) if m is not None)]
+    matrices = [x, *(p.weight for p in specs), *(m for m in (prologue.other, residual) if m is not None)]
     vectors = [part for p in specs for part in (p.bias, p.rate) if part is not None]
     return (
         x.is_cuda

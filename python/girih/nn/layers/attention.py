@@ -10,30 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih._torch_internals import register_dataclass
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import Like, check_state, is_unobserved
+from girih.nn.functional.state import TensorSpec, check_state, is_eager_inference
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
 
 def choose_capacity(tokens: int) -> int:
-    """Slots of a cache for `tokens` tokens and later ones. A step reads all slots, so spare slots cost time;
-    a full cache is copied and its CUDA graph captured again. A multiple of 256, because cuDNN builds a plan
-    for each size, which takes tens of milliseconds."""
+    """Number of slots of a cache for `tokens` tokens and later ones.
+
+    A decoding step reads all slots, so spare slots cost time. A full cache is copied and its CUDA graph
+    captured again. The result is a multiple of 256, because cuDNN builds a plan for each size in tens of
+    milliseconds.
+    """
     return -(-(tokens + max(64, tokens // 8)) // 256) * 256
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Tables that a step reads, one entry for each slot of the key-value cache; shared by all sequences.
+    """Tables that a decoding step reads, one entry for each slot of the key-value cache; shared by all
+    sequences.
 
-    turn: `[slots, 2, head_dim]`; rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
-    see: `[2 slots - 1]`; see[slots - 1 - i + j] is added to the score of query i and key j: 0 or -inf.
+    turn: rotary factors `[slots, 2, head_dim]`: rotary(x, i) = x * turn[i, 0] + x.roll(D / 2) * turn[i, 1].
+    see: additive mask `[2 slots - 1]`, 0 or -inf: see[slots - 1 - i + j] is added to the score of query i and
+        key j.
     """
 
     turn: Tensor
@@ -48,7 +53,7 @@ def make_slots(cached: Tensor, theta: float, window: int | None) -> Slots:
     """The tables for keys `[N, slots, heads, head_dim]`. Layers and caches on one stream share one object:
     `turn` is as large as the keys and values of one head of a sequence."""
     slots, head_dim = cached.shape[1], cached.shape[-1]
-    shared = is_unobserved(cached)
+    shared = is_eager_inference(cached)
     if shared:
         stream = torch.cuda.current_stream(cached.device) if cached.is_cuda else None
         key = slots, head_dim, theta, window, cached.dtype, cached.device, stream
@@ -80,9 +85,9 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class AttentionState(NamedTuple):
     """Rotated keys and values `[N, slots, heads, head_dim]`; the first `tokens` slots are used.
 
-    valid: `[N, slots]`, false at masked tokens; None: no token is masked.  place: `[N]`, `tokens` on the
-        device.
-    slots: the tables of a step; None if the state was returned with gradients enabled.
+    valid: `[N, slots]`, false at masked tokens; None: no token is masked.
+    place: `[N]`, the slot of the next token: `tokens` on the device.
+    slots: the tables of a decoding step; None if the state was returned with gradients enabled.
     """
 
     k: Tensor
@@ -120,12 +125,13 @@ def append_tokens(cached: Tensor | None, tokens: int, x: Tensor, slots: int) -> 
 
 
 class Attention(SequenceLayer):
-    """Softmax attention, causal or bidirectional, with `num_heads` queries on `num_kv_heads` keys and values.
+    """Softmax attention, causal or bidirectional; num_heads query heads read num_kv_heads heads of keys and
+    values.
 
         o_t = softmax(q_t K^T / sqrt(D)) V,  y = W_o o
 
     x, y `[B, T, hidden_size]`. The state is the key-value cache. With use_cache and without gradients it has
-    spare slots, and a step writes its token there in place.
+    spare slots, and a decoding step writes its token to one of them in place.
 
     window: tokens that a query attends to, itself included (sliding-window attention); only with causal. The
         state has the keys of all tokens.
@@ -148,7 +154,7 @@ class Attention(SequenceLayer):
         window: int | None = None,
     ):
         super().__init__()
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "attention",
             hidden_size,
             num_heads,
@@ -170,14 +176,14 @@ class Attention(SequenceLayer):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
         shape = (x.shape[0], slots, self.heads[1], self.head_dim)
-        check_state(state.k, Like(shape), "state.k")
-        check_state(state.v, Like(shape, state.k.dtype), "state.v")
+        check_state(state.k, TensorSpec(shape), "state.k")
+        check_state(state.v, TensorSpec(shape, state.k.dtype), "state.v")
         if not 0 <= state.tokens <= slots:
             raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:
-            check_state(state.valid, Like((x.shape[0], slots), torch.bool), "state.valid")
+            check_state(state.valid, TensorSpec((x.shape[0], slots), torch.bool), "state.valid")
         if state.place is not None:
-            check_state(state.place, Like((x.shape[0],), torch.int64), "state.place")
+            check_state(state.place, TensorSpec((x.shape[0],), torch.int64), "state.place")
 
     def make_mask(
         self, past: int, T: int, valid: Tensor | None, cu_seqlens: Tensor | None, device
@@ -272,9 +278,9 @@ class Attention(SequenceLayer):
         return o, AttentionState(*cached, valid, past + T, place, slots)
 
     def step(self, qkv: Tensor, state: AttentionState, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
-        """One token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: its mask, `[N, 1]`. Writes the
-        state's tensors in place. Device work does not depend on the host's token count, so that a CUDA graph
-        can replay it."""
+        """`core` for one token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: `[N, 1]`. Writes the
+        state's tensors in place. The device work does not depend on the host's token count, so that a CUDA
+        graph can replay it."""
         if state.slots is None or state.tokens == state.k.shape[1]:
             state = state.grow_cache(choose_capacity(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]

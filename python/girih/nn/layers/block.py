@@ -51,8 +51,11 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """`forward` of x + branch without the last sum, which the next norm computes. Returns x + branch, the
-        two terms of the result, and the state."""
+        """`forward` of x + branch without its last sum: the norm of the next block adds the two terms.
+
+        branch: the second term of the previous block; None: 0. Returns (x + branch, first term, second term,
+        state); the output of the block is the sum of the terms.
+        """
         total, normed = residual_norm(self.mixer_norm, x, branch)
         y, state = self.mixer(normed, attention_mask, state, use_cache, cu_seqlens)
         if self.mlp is None:
@@ -68,8 +71,9 @@ class Block(nn.Module):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """`forward` of few tokens by `products`, which read the weights and call no module: hooks do not run.
-        Norms, activations and sums are fused with products. Calls `forward` if a module was replaced."""
+        """`forward` for few rows, computed from the weights by `products`: no module is called, so hooks do
+        not run. Norms, activations and sums are fused with the products. Calls `forward` if a module is not
+        known (`has_known_modules`)."""
         if not self.has_known_modules():
             return self(x, attention_mask, state, use_cache, cu_seqlens)
         mixer, mlp = self.mixer, self.mlp
@@ -78,13 +82,13 @@ class Block(nn.Module):
             y, state = mixer(self.mixer_norm(x), attention_mask, state, use_cache, cu_seqlens)
             x = x + y
         else:
-            projected = products(x, specs, norm_of(self.mixer_norm))
+            projected = products(x, specs, norm_prologue(self.mixer_norm))
             y, state = mixer.core(projected, state, use_cache, cu_seqlens)
             (x,) = products(y, [Product(mixer.o_proj.weight)], mixer.output_prologue(), residual=x)
         if mlp is None:
             return x, state
         gate, up = products(
-            x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_of(self.mlp_norm)
+            x, [Product(mlp.gate_proj.weight), Product(mlp.up_proj.weight)], norm_prologue(self.mlp_norm)
         )
         (x,) = products(gate, [Product(mlp.down_proj.weight)], RowInput("silu_product", up), residual=x)
         return x, state
@@ -99,5 +103,5 @@ class Block(nn.Module):
         )
 
 
-def norm_of(norm: RMSNorm) -> RowInput:
+def norm_prologue(norm: RMSNorm) -> RowInput:
     return RowInput("rms_norm", norm.weight, norm.eps)

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih import ops
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
-ROOM = 16  # headers by which a cache grows; growth copies the cache, and a step reads all slots
+ROOM = 16  # a cache grows by this many headers: growth copies the cache, and a step reads all slots
 
 
 class KeyValues(NamedTuple):
@@ -34,9 +34,10 @@ class ChunkRows(NamedTuple):
     end: `[N]`, position after the last row that the cache stores.
     headers: largest number of headers of a sequence after the call.
     past: keys and values of all rows before `first`; None at the start.
-    slot, see, turn: for a call of a single row, computed once for all layers. slot `[N]`: slot of the row's
-        key. see `[N, 1, 1, slots]`: added to the row's scores, -inf at slots that the row does not read.
-        turn: two `[N, 1, 1, D]`, the `rotary_factors` of the row's position.
+    slot, see, turn: for a call of a single row, computed once for all layers. slot: `[N]`, slot of the row's
+        key. see: additive mask of the row's scores, `[N, 1, 1, slots]`, -inf at slots that the row does not
+        read.
+        turn: the `rotary_factors` of the row's position, two `[N, 1, 1, D]`.
 
     Without `first` each sequence begins with this call and there is no cache.
     """
@@ -52,7 +53,7 @@ class ChunkRows(NamedTuple):
 
 
 def with_room(cache: Tensor, chunk: int, headers: int) -> Tensor:
-    """cache `[N, slots, ...]` if it has slots for `headers` headers, else a zero-padded copy that has."""
+    """cache `[N, slots, ...]` if it has slots for `headers` headers, else a copy padded with zeros."""
     more = chunk - 1 + headers - cache.shape[1]
     return F.pad(cache, (0, 0, 0, 0, 0, -(-more // ROOM) * ROOM)) if more > 0 else cache
 
@@ -64,7 +65,7 @@ class ChunkAttention(SequenceLayer):
     positions are 0..chunk-1 in every chunk; with `running_positions` chunk k starts at position k, as if each
     earlier chunk were one token. x, y `[B, rows, hidden_size]`; `cu_seqlens` counts rows, and its bounds are
     multiples of chunk. There is no mask. The state is a `ChunkRows`, whose chunk may differ from the layer's.
-    With use_cache the call returns `KeyValues`; a single row is written to the given ones in place.
+    With use_cache the call returns `KeyValues`. A single row is written to the state's `past` in place.
 
     >>> ChunkAttention(64, num_heads=2, chunk=4)(torch.randn(3, 12, 64))[0].shape
     torch.Size([3, 12, 64])
@@ -82,7 +83,7 @@ class ChunkAttention(SequenceLayer):
         running_positions: bool = False,
     ):
         super().__init__()
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "attention",
             hidden_size,
             num_heads,
@@ -161,7 +162,8 @@ class ChunkAttention(SequenceLayer):
         return position + row // chunk - (0 if first is None else first)
 
     def prepare_row(self, chunk: int, place: Tensor, past: KeyValues) -> ChunkRows:
-        """The `ChunkRows` of one row of each sequence, at `place [N]`, which reads and writes `past`."""
+        """The `ChunkRows` of one row of each sequence, which reads and writes `past`. place: `[N]`, position
+        of the row in its sequence."""
         k, j = place // chunk, place % chunk
         at = torch.arange(past.k.shape[1], device=place.device)
         header = at - (chunk - 1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.state import check_batch, map_state
@@ -20,8 +20,8 @@ COMPRESS = (Projection("compress"),)
 
 
 class CompressAttendState(NamedTuple):
-    """`x [N, C, hidden_size]`: inputs of the current chunk. `header [N, hidden_size]`: its header. kv: keys
-    and values of its tokens and of all headers. seq_lengths: lengths of the sequences."""
+    """x: `[N, C, hidden_size]`, inputs of the current chunk.  header: `[N, hidden_size]`, its header.  kv:
+    keys and values of its tokens and of all headers.  seq_lengths: lengths of the sequences."""
 
     x: Tensor
     header: Tensor
@@ -29,7 +29,7 @@ class CompressAttendState(NamedTuple):
     seq_lengths: SequenceLengths
 
     def stepped(self) -> tuple[tuple, "CompressAttendState"] | None:
-        """The kind of a step is the number of chunks that it compresses."""
+        """The kind of a step is the number of chunks that it compresses (`functional.state.stepped`)."""
         C = self.x.shape[1]
         seq_lengths = self.seq_lengths._replace(host_tokens=self.seq_lengths.host_tokens + 1)
         if self.kv.k.shape[1] <= C + max_tokens(seq_lengths.host_tokens) // C:
@@ -69,7 +69,7 @@ class CompressAttend(SequenceLayer):
         running_positions: bool = False,
     ):
         super().__init__()
-        heads_of(
+        resolve_heads(
             "cat",
             hidden_size,
             num_heads,

@@ -1,4 +1,4 @@
-"""The decay gate of Mamba-2 and Gated DeltaNet, and the initial bias of step sizes."""
+"""The decay gate of Mamba-2 and Gated DeltaNet, and the initial bias of the step sizes gamma."""
 
 import math
 
@@ -12,23 +12,24 @@ from girih.nn.layers.layer import Layer, projection
 
 
 def initial_step_size_bias(chunk: int) -> float:
-    """The initial bias b of step sizes: sigmoid(b) = 1 / (4 max(chunk, 16)).
+    """The initial bias b of the step size gamma = sigmoid(x W + b): sigmoid(b) = 1 / (4 max(chunk, 16)).
 
-    All gradients of a chunk are computed at the chunk's first state, so the sum of the chunk's steps must not
-    overshoot. With b = 0 the gradients of Trellis explode, and Lattice was 0.2 bits a byte worse after 120
-    steps. At chunk 1 the gradient norms of Trellis reach 1e11 with initial steps of 1/4, and at most 880 with
-    steps of 1/64.
+    All updates of a chunk use the memory at the start of the chunk, so the sum of the chunk's step sizes must
+    not overshoot. With b = 0 the gradients of Trellis explode, and Lattice was 0.2 bits per byte worse after
+    120 training steps. At chunk 1 the gradient norms of Trellis reach 1e11 with initial step sizes of 1/4,
+    and at most 880 with 1/64.
     """
     return -math.log(4.0 * max(chunk, 16) - 1.0)
 
 
 class DecayGate(Layer):
-    """One decay e^g for each head, and the step dt that determines it (Mamba-2, Gated DeltaNet).
+    """One decay e^g for each head, and the time step dt that determines it (Mamba-2, Gated DeltaNet).
 
         dt = softplus(x W + dt_bias),   g = -exp(A_log) dt
 
-    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 also under autocast. Initial rates exp(A_log)
-    are log-uniform in [1, 16], initial steps softplus(dt_bias) in `[largest_step / 100, largest_step]`.
+    x `[B, T, hidden_size]` -> g, dt `[B, T, num_heads]`, fp32 also under autocast. The initial rates
+    exp(A_log) are log-uniform in [1, 16], and the initial dt without x, softplus(dt_bias), is log-uniform in
+    `[largest_step / 100, largest_step]`.
 
     >>> g, dt = DecayGate(16, num_heads=4)(torch.randn(2, 5, 16))
     >>> g.shape, bool((g < 0).all())
@@ -47,11 +48,11 @@ class DecayGate(Layer):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.A_log, 0.0, math.log(16.0))
-        most = math.log(self.largest_step)  # softplus(b) is close to exp(b) for small b
-        nn.init.uniform_(self.dt_bias, most - math.log(100.0), most)
+        max_log_dt = math.log(self.largest_step)  # softplus(b) is close to exp(b) for b << 0
+        nn.init.uniform_(self.dt_bias, max_log_dt - math.log(100.0), max_log_dt)
 
     def product(self) -> Product:
-        """The product that computes g."""
+        """The product that computes g; its rate is A_log."""
         return Product(self.proj.weight, "decay", self.dt_bias, self.A_log)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.packing import token_positions
 from girih.nn.functional.rotary import rotary
 from girih.nn.functional.state import LayerState, is_step
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.layer import GateLinear
-from girih.nn.layers.mixers import Mixer, layer_of, register, register_layer
+from girih.nn.layers.mixers import Mixer, make_builder, register, register_layer
 from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection, project, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
@@ -37,9 +37,9 @@ class GatedLinearAttention(RecurrentLayer):
 
     gate="none":   g = 0; q and k pass through elu + 1 (linear attention; the norm replaces the denominator).
     gate="fixed":  g = log(1 - 2^(-5-h)) in head h (RetNet).
-    gate="scalar": Mamba-2's decay for each head, v scaled by its step dt, and o + v * skip.
+    gate="scalar": Mamba-2's decay for each head, v scaled by its time step dt, and o + v * skip.
     gate="vector": one decay for each key channel, g = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer
-    (GLA). x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. Keys have
+    (GLA). x, y `[B, T, hidden_size]`; num_heads query heads read num_kv_heads memories. Keys have
     `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers. With `rotary` q and k
     are rotated by their position in the sequence (`girih.nn.rotary`, with `rope_theta`), as in RetNet.
 
@@ -73,7 +73,7 @@ class GatedLinearAttention(RecurrentLayer):
             raise ValueError(f"gate is {gate!r}; expected one of {', '.join(GATES)}")
         if not rotary and rope_theta != ROPE_THETA:
             raise ValueError(f"rope_theta is {rope_theta}; expected none: it is for rotary")
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "retnet" if rotary else "gla",
             hidden_size,
             num_heads,
@@ -113,7 +113,7 @@ class GatedLinearAttention(RecurrentLayer):
             nn.init.zeros_(self.decay[1].bias)
 
     def log_decay(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The log decay g and, for gate="scalar", the step dt."""
+        """The log decay g and, for gate="scalar", the time step dt."""
         if self.gate == "none":
             return None, None
         if self.gate == "fixed":
@@ -134,7 +134,8 @@ class GatedLinearAttention(RecurrentLayer):
     ) -> tuple[Tensor, Any]:
         if state is not None and len(state) != 2 + self.rotary:
             raise ValueError(
-                f"state has {len(state)} parts; expected {2 + self.rotary}, as this layer returns it"
+                f"state has {len(state)} parts; expected {2 + self.rotary}; pass the state that this layer "
+                "returned"
             )
         conv, memory, *length = state or (None, None)
         qkv, gate = project(self, (Projection("qkv_proj"), Projection("g_proj")), x)
@@ -165,9 +166,9 @@ register_layer("linear_attention", GatedLinearAttention, *_FIELDS, gate="none")
 
 
 def _retnet(config: Any) -> nn.Module:
-    # Without rotary positions the field rope_theta belongs to other layers of the model.
+    # Without rotary positions retnet does not read rope_theta, which other layers of the model may set.
     rotary_fields = ("rotary", "rope_theta") if config.rotary else ()
-    return layer_of(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
+    return make_builder(GatedLinearAttention, *rotary_fields, *_FIELDS, gate="fixed", expand_v=2.0)(config)
 
 
 register(
@@ -177,6 +178,6 @@ register(
     "rope_theta",
     *_FIELDS,
     compared=False,
-    on_attention=Mixer(layer_of(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
+    on_attention=Mixer(make_builder(GatedLinearAttention, *_FIELDS, gate="fixed"), _FIELDS),
 )
 register_layer("gla", GatedLinearAttention, *_FIELDS, gate="vector", expand_k=0.5)  # d_k = d / 2, d_v = d

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
@@ -26,11 +26,12 @@ class GatedSlotAttention(RecurrentLayer):
         Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  o = Hv^T softmax(Hk^T q)
         y = W_o RMSNorm(silu(o)),    q, k, v = silu(x W)
 
-    `gated=False` is ABC: `x W_f` are the logits s of a running softmax over the tokens, one for every slot.
-    `data_dependent_decay=False`: learned `decay_logits [num_kv_heads, num_slots]` replace `x W_f`, equal for
-    all tokens (the paper's ablation). The initial time constants -1 / g of the slots are then 4 to 4096
-    tokens, evenly spaced in the logarithm; with equal time constants all slots would hold equal values.
-    x, y `[B, T, hidden_size]`; `num_kv_heads` memories serve `num_heads` queries. `conv_size`: width of a
+    `gated=False` is ABC: `x W_f` are logits. The write weight s of a token in a slot is the softmax of the
+    slot's logits over all tokens so far.
+    `data_dependent_decay=False`: learned `decay_logits [num_kv_heads, num_slots]` replace `x W_f` and are the
+    same for all tokens (the paper's ablation). The initial time constants -1 / g of the slots are then
+    log-spaced from 4 to 4096 tokens, because slots with equal time constants would always hold equal values.
+    x, y `[B, T, hidden_size]`; num_heads query heads read num_kv_heads memories. `conv_size`: width of a
     short convolution before the SiLU of q, k and v; the paper has none.
 
     >>> layer = GatedSlotAttention(64, num_heads=2, num_slots=16)
@@ -57,7 +58,7 @@ class GatedSlotAttention(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        kv_heads, head_dim = heads_of(
+        kv_heads, head_dim = resolve_heads(
             "gsa",
             hidden_size,
             num_heads,
@@ -92,8 +93,8 @@ class GatedSlotAttention(RecurrentLayer):
         if self.f_proj is None:
             logits = self.decay_logits
             tokens = torch.logspace(2, 12, self.num_slots, base=2, dtype=logits.dtype, device=logits.device)
-            g = -self.gate_logit_normalizer / tokens  # logsigmoid(decay_logits)
-            logits.copy_(g - torch.log(-torch.expm1(g)))
+            y = -self.gate_logit_normalizer / tokens  # logsigmoid(decay_logits) = g gate_logit_normalizer
+            logits.copy_(y - torch.log(-torch.expm1(y)))  # the inverse of logsigmoid: y - log(1 - e^y)
 
     def projections(self) -> tuple[Projection, ...]:
         qkv = Projection("qkv_proj")
@@ -113,16 +114,16 @@ class GatedSlotAttention(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
-        qkv, *f = projected
+        qkv, *slot_projections = projected
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
         if self.f_proj is None:
             decay = F.logsigmoid(promote_to_fp32(self.decay_logits)) / self.gate_logit_normalizer
-            f = decay.expand(*qkv.shape[:2], -1, -1)
-        else:
-            f = f[0].unflatten(-1, (-1, self.num_slots))
-        s, g = (None, f) if self.gated else (f, None)
+            per_slot = decay.expand(*qkv.shape[:2], -1, -1)
+        else:  # the projection has applied logsigmoid, if gated
+            per_slot = slot_projections[0].unflatten(-1, (-1, self.num_slots))
+        s, g = (None, per_slot) if self.gated else (per_slot, None)
         o, memory = self.scan(
             "gsa",
             q,

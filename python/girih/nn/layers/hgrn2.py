@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import head_widths, heads_of
+from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
@@ -24,9 +24,9 @@ class HGRN2(RecurrentLayer):
         f = lower_bound + (1 - lower_bound) sigmoid(x W_f),   q = silu(x W_q),   v = x W_v
         S <- Diag(f) S + (1 - f) v^T,   o = S^T q,   y = W_o RMSNorm(o)
 
-    Keys have `expand_k * head_dim` channels, the paper's state expansion, values `expand_v * head_dim`. In a
-    model layer i of L has the `lower_bound` i / L, the initial value of the paper's learned bounds. x, y
-    `[B, T, hidden_size]`.
+    Keys have `expand_k * head_dim` channels (the paper's state expansion), values `expand_v * head_dim`. A
+    model sets the `lower_bound` of layer i of L to i / L, the initial value of the paper's learned bounds. x,
+    y `[B, T, hidden_size]`.
 
     >>> layer = HGRN2(64, num_heads=2)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -46,7 +46,7 @@ class HGRN2(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "hgrn2",
             hidden_size,
             num_heads,

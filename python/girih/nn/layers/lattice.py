@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
@@ -25,12 +25,12 @@ class Lattice(RecurrentLayer):
         y = W_o (o * gelu(x W_g))
 
     `objective` defines (h, c): decode, encode or similarity. q and k have `num_slots` channels in each head,
-    share one projection and have a short convolution each. v has `head_dim` channels; with encode, whose
-    steps grow with `|v|^2`, v is a unit vector. `gamma = sigmoid(x W + b)`. The first memory is a parameter
-    whose columns are scaled to unit length; it is initialized orthonormal if num_slots <= head_dim. `chunk`
-    is part of the model. x, y `[B, T, hidden_size]`.
+    share one projection and have a short convolution each. v has `head_dim` channels. With encode v is a unit
+    vector, because the updates grow with `|v|^2`. `gamma = sigmoid(x W + b)`. The initial memory is a
+    parameter whose columns are scaled to unit length; it is initialized orthonormal if num_slots <= head_dim.
+    Changing `chunk` changes the output. x, y `[B, T, hidden_size]`.
 
-    normalize: False: slots are not normalized (eq. 10 alone), nor is the first memory; only at chunk 1.
+    normalize: False: neither slots nor the initial memory are normalized (eq. 10 alone); only at chunk 1.
     shrinkage: lambda of the l1 shrinkage of slots (eq. 16-17); only at chunk 1.
     post_norm: y = W_o (RMSNorm(o) * gelu(x W_g)).
 
@@ -59,7 +59,7 @@ class Lattice(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "lattice",
             hidden_size,
             num_heads,
@@ -95,8 +95,8 @@ class Lattice(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
     def projections(self) -> tuple[Projection, ...]:
-        plain = (Projection(name) for name in ("qk_proj", "v_proj", "g_proj"))
-        return *plain, Projection("gamma_proj", "sigmoid"), *decay_projections(self)
+        qk, v, gate = (Projection(name) for name in ("qk_proj", "v_proj", "g_proj"))
+        return qk, v, gate, Projection("gamma_proj", "sigmoid"), *decay_projections(self)
 
     def core(
         self,

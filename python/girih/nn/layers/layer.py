@@ -11,7 +11,8 @@ from girih.nn.functional.gates import promote_to_fp32
 
 
 def projection(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """The output of a layer's projection for x. Raises unless it has all features, as heads are fixed."""
+    """The output of a layer's projection for x. Raises unless it has all features: the number of heads is
+    fixed."""
     y = getattr(layer, name)(x)
     check_features(layer, name, y)
     return y
@@ -29,11 +30,11 @@ def check_features(layer: nn.Module, name: str, y: Tensor) -> None:
 class Layer(nn.Module):
     """A module that lists its parameters with special treatment by name.
 
-    undecayed: parameters without weight decay: memories, gate biases, time scales, norms. Zero is not a
-        neutral value for these. `decay_parameter_names` reads the names. Names, because a copy of a parameter
-        loses attributes.
-    fp32: parameters that are created in fp32 and stay in fp32 when the layer is converted to bf16 or fp16:
-        time scales and memories. The error of rounding them grows with the length of the sequence.
+    undecayed: names of parameters without weight decay: memories, gate biases, time scales, norms. Zero is
+        not a neutral value for these. `decay_parameter_names` reads the list. It has names, because a copy of
+        a parameter loses attributes.
+    fp32: names of parameters that are created in fp32 and stay in fp32 when the layer is converted to bf16 or
+        fp16: time scales and memories. Their rounding error would grow with the length of the sequence.
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ()
@@ -54,9 +55,9 @@ class Layer(nn.Module):
         return super()._apply(cast, recurse)
 
     def extra_repr(self) -> str:
-        """The layer's options: its attributes of plain types."""
-        plain = (bool, int, float, str, tuple)
-        options = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
+        """The layer's options: its attributes of these types."""
+        types = (bool, int, float, str, tuple)
+        options = {k: v for k, v in vars(self).items() if isinstance(v, types) and k[0] != "_"}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if k != "training")
 
 

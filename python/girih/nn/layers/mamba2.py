@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import residual_norm, silu_product
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState
 from girih.nn.functional.step import RowInput
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
-from girih.nn.layers.mixers import Mixer, layer_of, register
+from girih.nn.layers.mixers import Mixer, make_builder, register
 from girih.nn.layers.norm import RMSNorm
 from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
@@ -52,7 +52,7 @@ class Mamba2(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, self.head_dim = heads_of(
+        _, self.head_dim = resolve_heads(
             "mamba2",
             hidden_size,
             num_heads,
@@ -76,7 +76,7 @@ class Mamba2(RecurrentLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rates exp(A_log) are uniform in [1, 16], steps softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        """Rates exp(A_log) are uniform in [1, 16], softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(1.0, 16.0).log_()
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -122,14 +122,14 @@ class Mamba2(RecurrentLayer):
 
 
 _FIELDS = ("head_dim", "expand_v", "state_size", "conv_size", "norm_eps")
-# On attention's projections k, q and v are B, C and x of each head; decay, step and skip are added.
+# On attention's projections k, q and v are B, C and x of each head; decay, dt and skip are added.
 _ON_ATTENTION = ("num_kv_heads", "head_dim", "conv_size", "norm_eps")
 register(
     "mamba2",
-    layer_of(Mamba2, *_FIELDS),
+    make_builder(Mamba2, *_FIELDS),
     *_FIELDS,
     has_mlp=False,
     on_attention=Mixer(
-        layer_of(GatedLinearAttention, *_ON_ATTENTION, gate="scalar", conv_size=4), _ON_ATTENTION
+        make_builder(GatedLinearAttention, *_ON_ATTENTION, gate="scalar", conv_size=4), _ON_ATTENTION
     ),
 )

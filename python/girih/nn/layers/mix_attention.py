@@ -84,7 +84,7 @@ class MemoryAsGate(Layer):
             nn.init.constant_(self.weight, self.initial_weight)
 
     def set_weight(self, weight: float) -> None:
-        """Moves m, without waiting for the device."""
+        """Sets m, without waiting for the device."""
         if self.learned:
             raise ValueError("weight is learned by this mixture; a schedule cannot set it")
         if not is_weight(weight):
@@ -106,9 +106,9 @@ class MemoryAsGate(Layer):
 
 
 class MixAttention(SequenceLayer, MemoryAsGate):
-    """`y = (1 - m) base(x) + m mixer(x)`, as `MemoryAsGate` mixes them.
+    """`y = (1 - m) base(x) + m mixer(x)`, or the mixture with `cross` (`MemoryAsGate`).
 
-    Both mixers take x `[B, T, hidden_size]` and the arguments of every layer.
+    base, mixer: layers. x, y `[B, T, hidden_size]`.
 
     >>> from girih.nn import Attention, DeltaProduct
     >>> layer = MixAttention(Attention(64, num_heads=2), DeltaProduct(64, num_heads=2), weight=0.25)

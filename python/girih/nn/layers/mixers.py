@@ -7,12 +7,13 @@ from torch import nn
 
 
 class Mixer(NamedTuple):
-    """build: configuration -> layer. fields: fields that it reads, apart from hidden_size and num_heads.
+    """build: constructs the layer from a configuration. fields: the fields that `build` reads, except
+    hidden_size and num_heads, which every mixer reads.
 
-    compared: whether `girih.compare` trains it when no mixers are named.
-    has_mlp: whether its blocks have a feed-forward layer.
-    on_attention: the mixer that `girih.replace_attention` builds on attention's projections, if they do not
-        fit this one.
+    compared: whether `girih.compare` trains this mixer by default.
+    has_mlp: whether blocks with this mixer have a feed-forward layer.
+    on_attention: the variant that `girih.replace_attention` builds, for a mixer that cannot use the
+        projections of an attention; None: this mixer.
     """
 
     build: Callable[[Any], nn.Module]
@@ -26,7 +27,8 @@ MIXERS: dict[str, Mixer] = {}
 
 
 def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more: Any) -> None:
-    """Registers a mixer; `girih::nn` registers the same names and fields, and the bounds of the fields.
+    """Registers a mixer. The C++ registry (csrc/nn/mixers.h) has the same names and fields, and the ranges of
+    the fields.
 
     more: fields of `Mixer`.
     """
@@ -35,9 +37,12 @@ def register(name: str, build: Callable[[Any], nn.Module], *fields: str, **more:
         MIXERS[known] = MIXERS.pop(known)
 
 
-def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
-    """A builder that passes the fields of a configuration to the layer's keywords of the same names. A field
-    that is None leaves the value of `fixed` or the layer's default."""
+def make_builder(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[Any], nn.Module]:
+    """Returns `Mixer.build` for a layer: passes each field of the configuration as the keyword of the same
+    name.
+
+    A field that is None is not passed: the value of `fixed`, or else the layer's default, holds.
+    """
 
     def build(config: Any) -> nn.Module:
         values = {field: value for field in fields if (value := getattr(config, field)) is not None}
@@ -49,5 +54,5 @@ def layer_of(layer: type[nn.Module], *fields: str, **fixed: Any) -> Callable[[An
 def register_layer(
     name: str, layer: type[nn.Module], *fields: str, compared: bool = True, **fixed: Any
 ) -> None:
-    """Registers a mixer with the builder `layer_of`; `fixed`: keyword arguments of this mixer."""
-    register(name, layer_of(layer, *fields, **fixed), *fields, compared=compared)
+    """Registers a mixer with the builder `make_builder`; `fixed`: keyword arguments of this mixer."""
+    register(name, make_builder(layer, *fields, **fixed), *fields, compared=compared)

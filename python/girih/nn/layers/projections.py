@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from girih._torch_internals import is_called_plainly
-from girih.nn.functional.fused import is_product
+from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.gates import apply_gate
 from girih.nn.functional.linears import has_linears_kernel
 from girih.nn.functional.step import Product
@@ -17,7 +17,8 @@ from girih.nn.layers.layer import GateLinear, check_features
 
 class Projection(NamedTuple):
     """A linear projection of a layer's input: the layer's attribute `name`, and the gate of its result
-    (`gates.apply_gate`). The gate "decay" is that of a DecayGate, which has its own bias and rate."""
+    (`gates.apply_gate`). With gate "decay" the attribute is a DecayGate, which has the bias and the log
+    rate."""
 
     name: str
     gate: str = "none"
@@ -55,7 +56,7 @@ def decay_projections(layer: nn.Module) -> tuple[Projection, ...]:
 
 
 def products_of(layer: nn.Module, specs: Sequence[Projection]) -> tuple[Product, ...]:
-    """`project` by the weights alone, as a decoding step computes it."""
+    """`project` as products of the weights, which a decoding step computes without calling modules."""
     modules = [getattr(layer, spec.name) for spec in specs]
     return tuple(
         module.product()
@@ -81,4 +82,4 @@ def plain_weight(module: nn.Module) -> Tensor | None:
         return module.weight
     if type(module) is DecayGate and is_called_plainly(module):
         module = module.proj
-    return module.weight if is_product(module) else None
+    return module.weight if is_plain_linear(module) else None

@@ -1,4 +1,4 @@
-"""Layers with a state: a recurrent layer reads only the valid tokens of each row."""
+"""The base class of layers that read tokens in order."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from girih.nn.layers.sequence_layer import SequenceLayer
 class RecurrentLayer(SequenceLayer):
     """A layer that reads tokens in order and has a state; `mix` does not handle masks.
 
-    The valid tokens of each row are moved to the front, and operators get the bounds of the rows. Masked
-    tokens are outside of the bounds: they do not change states, positions in a chunk or windows of
-    convolutions. Outputs at masked tokens are unspecified.
+    With a mask, `forward` moves the valid tokens of each row to the front and passes the bounds of the rows
+    as cu_seqlens. Masked tokens are outside of the bounds: they do not change states, positions in a chunk or
+    windows of convolutions. Outputs at masked tokens are unspecified.
     """
 
     def forward(
@@ -37,16 +37,17 @@ class RecurrentLayer(SequenceLayer):
         return y.take_along_dim(inverse_order[..., None], 1), state
 
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        """`forward` without a mask; cu_seqlens may be `[B, 2]`, the bounds of rows."""
+        """`forward` without a mask; cu_seqlens may be `[B, 2]` with the first and last + 1 valid token of
+        each row."""
         o, state = self.core(project(self, self.projections(), x), state, use_cache, cu_seqlens)
         return self.output(o), state
 
     def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:
-        """Calls the layer's operator (`state.advance`); layers of an encoder override it to scan in both
-        directions."""
+        """Calls the layer's operator (`state.advance`). `conversion.both_ways` overrides it for encoders, to
+        scan in both directions. Trellis and Lattice have no such form and call `advance` directly."""
         return advance(name, *data, **call)
 
     def output(self, o: Tensor) -> Tensor:
-        """y of core's o, computed by the layer's modules; `output_prologue` and `o_proj` describe the same by
-        weights."""
+        """Maps core's output o to y, by calling the layer's modules. `output_prologue` and `o_proj` describe
+        the same function for a decoding step that calls no modules."""
         return apply_linears(o, [self.o_proj])[0]

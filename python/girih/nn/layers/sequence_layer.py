@@ -13,7 +13,7 @@ from girih.nn.layers.projections import Projection, products_of
 # GPT-BigCode; models with remote code for older versions, such as OpenELM.
 CACHES = ("cache", "past_key_values", "layer_past", "past_key_value")
 # A call with any of these arguments is a call by transformers, not a layer's own call.
-OF_ATTENTION = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
+ATTENTION_ARGUMENTS = frozenset((*CACHES, "hidden_states", "position_embeddings", "position_ids"))
 
 
 class SequenceLayer(Layer):
@@ -31,10 +31,10 @@ class SequenceLayer(Layer):
     attention_call: ClassVar[Callable[..., tuple[Tensor, None]]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        if OF_ATTENTION.isdisjoint(kwargs):
+        if ATTENTION_ARGUMENTS.isdisjoint(kwargs):
             return super().__call__(*args, **kwargs)
         if len(args) > 1:
-            names = ", ".join(sorted(kwargs.keys() & OF_ATTENTION))
+            names = ", ".join(sorted(kwargs.keys() & ATTENTION_ARGUMENTS))
             raise ValueError(
                 f"{type(self).__name__}: {names} beside {len(args)} positional arguments; expected "
                 "hidden_states as the only one"
@@ -45,19 +45,21 @@ class SequenceLayer(Layer):
         return self.attention_call(super().__call__, x, self.layer_idx, **kwargs)
 
     def projections(self) -> tuple[Projection, ...] | None:
-        """The projections of x, for a layer that is `o_proj(core(projections of x))`. None: another layer."""
+        """The projections of x, if the layer is `o_proj(output_prologue(core(projections of x)))`; else
+        None."""
         return None
 
     def products(self) -> tuple[Product, ...] | None:
-        """`projections` by their weights: a decoding step computes them in one launch. None: a step calls the
-        layer."""
+        """`projections` as products of the weights. Only a decoding step under CUDA-graph capture
+        (`Block.step`) uses them: it computes all products in one launch.
+        None: `Block.step` calls the layer."""
         specs = self.projections()
         return None if specs is None else products_of(self, specs)
 
     def core(
         self, projected: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """The layer between the projections and `output_prologue`. Returns o and the state."""
+        """The part of the layer between the projections and `output_prologue`. Returns o and the state."""
         raise NotImplementedError
 
     def output_prologue(self) -> RowInput:

@@ -14,7 +14,8 @@ MAX_WIDTH = ops.describe()["short_conv"]["sizes"]["W"]["most"]
 
 
 def cast_conv_state(state: ops.ShortConvState | None, x: Tensor) -> ops.ShortConvState | None:
-    """state in the dtype in which x is convolved; calls with and without autocast differ in it."""
+    """The state in the dtype in which x is convolved, which differs between calls with and without
+    autocast."""
     dtype = autocast_dtype(x) or x.dtype
     if state is None or state.x.dtype == dtype or not state.x.is_floating_point():
         return state

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fused import has_fused_kernel, has_silu_product_kernel, is_product, silu_product
+from girih.nn.functional.fused import has_fused_kernel, has_silu_product_kernel, is_plain_linear, silu_product
 from girih.nn.functional.linears import apply_linears
 
 
@@ -24,7 +24,7 @@ class SwiGLU(nn.Module):
         (gate, up), down = apply_linears(x, [self.gate_proj, self.up_proj]), self.down_proj
         if (
             torch.is_grad_enabled()
-            and is_product(down)
+            and is_plain_linear(down)
             and has_silu_product_kernel(gate, up)
             and has_fused_kernel(down.weight)
         ):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState, advance
@@ -25,21 +25,23 @@ class Trellis(RecurrentLayer):
         o = A_v^T f(A_k q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
     A' is A at the start of the chunk. q and k have a projection and a short convolution each; keys and values
-    have one target a = x W_a; `gamma = sigmoid(x W + b)`. The first memories are learned. A step grows with
-    `|x|^2`: k and v are unit vectors, because otherwise the sum of a chunk's gradients may overshoot (phi
-    identity and silu diverge). `chunk` is part of the model.
+    have one target a = x W_a; `gamma = sigmoid(x W + b)`. The initial memories A_k and A_v are learned
+    (`key_memory`, `value_memory`). An update grows with `|x|^2`. Therefore k and v are unit vectors:
+    otherwise the sum of a chunk's updates may overshoot (phi identity and silu diverge). Changing `chunk`
+    changes the output.
 
     shared_qk: one projection for q and k, as in Lattice.
     normalize_kv: False: k and v are not normalized, as in the paper.
-    value_read: "phi": o = phi(A_v^T f(A_k q)), the literal meaning of the paper's sentence after eq. 14. Its
+    value_read: "phi": o = phi(A_v^T f(A_k q)), as the paper's sentence after eq. 14 says literally. Its
         results were worse in every comparison.
     post_norm: False: no RMSNorm.
 
-    A normalizing phi does not depend on the size s of A's entries, but its slope is 1 / s: a step has
-    curvature gamma / s^2. Decay e^-lambda reduces s, steps increase s, and at the equilibrium the curvature
-    is about sqrt(2 lambda D), independent of gamma and the initial s. At lambda = 0.01 a chunk overshoots:
-    gradients grow up to 10^4 times over 512 tokens, and a text model learns only the frequencies of bytes.
-    Therefore the memories start with s = 1, and the initial decay e^g is close to 1.
+    Initialization: let s be the size of A's entries. The value of a normalizing phi does not depend on s, and
+    its derivative is proportional to 1 / s, so an update has curvature gamma / s^2. The decay e^g = e^-lambda
+    reduces s and the updates increase s. At equilibrium the curvature is about sqrt(2 lambda D), independent
+    of gamma and of the initial s. At lambda = 0.01 the updates of a chunk overshoot: gradients grow up to
+    10^4 times over 512 tokens, and a text model learns only the frequencies of bytes. Therefore the initial s
+    is 1 and the initial e^g is close to 1 (dt <= 1e-4).
     x, y `[B, T, hidden_size]`.
 
     >>> layer = Trellis(64, num_heads=2, num_slots=16, chunk=8)
@@ -69,7 +71,7 @@ class Trellis(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "trellis",
             hidden_size,
             num_heads,
@@ -89,9 +91,9 @@ class Trellis(RecurrentLayer):
         self.num_heads, self.num_slots, self.chunk = num_heads, num_slots, chunk
         self.phi, self.f, self.gated = phi, f, gated
         self.normalize_kv, self.value_read = normalize_kv, value_read
-        self.reads = ("qk_proj",) if shared_qk else ("q_proj", "k_proj")
+        self.qk_names = ("qk_proj",) if shared_qk else ("q_proj", "k_proj")
         channels = num_heads * head_dim
-        for name in self.reads:
+        for name in self.qk_names:
             setattr(self, name, nn.Linear(hidden_size, channels, bias=False))
         self.q_conv = ShortConv(channels, conv_size)
         self.k_conv = ShortConv(channels, conv_size)
@@ -112,9 +114,9 @@ class Trellis(RecurrentLayer):
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
     def projections(self) -> tuple[Projection, ...]:
-        plain = (Projection(name) for name in ("v_proj", "a_proj", "g_proj"))
-        reads = (Projection(name) for name in self.reads)
-        return *plain, Projection("gamma_proj", "sigmoid"), *reads, *decay_projections(self)
+        v, a, gate = (Projection(name) for name in ("v_proj", "a_proj", "g_proj"))
+        qk = (Projection(name) for name in self.qk_names)
+        return v, a, gate, Projection("gamma_proj", "sigmoid"), *qk, *decay_projections(self)
 
     def core(
         self,
@@ -123,9 +125,9 @@ class Trellis(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
-        v, a, gate, gamma, q, *others = projected
-        k = others[0] if len(self.reads) == 2 else q
-        g = None if self.decay is None else others[-1]
+        v, a, gate, gamma, q, *optional = projected  # optional: k without shared_qk, then g if gated
+        k = optional[0] if len(self.qk_names) == 2 else q
+        g = None if self.decay is None else optional[-1]
         (q_state, k_state), memory = state or ((None, None), None)
         q, q_state = self.q_conv(q, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(k, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)

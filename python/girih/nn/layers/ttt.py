@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from girih.nn.functional.fields import heads_of
+from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.state import LayerState
@@ -24,9 +24,9 @@ class TTTLinear(RecurrentLayer):
         f(x) = x + w * LayerNorm(A x) + b,   A <- A - gamma d|f'(k) - v|^2 / 2 dA'
         o = f(q),   y = W_o (RMSNorm(o) * gelu(x W_g))
 
-    f' is f with A', the memory at the start of the chunk. A chunk is the paper's mini-batch; its length is
-    part of the model. q and k have a projection and a short convolution each and are unit vectors;
-    `gamma = sigmoid(x W + b_gamma)`; the first memory is learned. The paper has rotary positions within a
+    f' is f with A', the memory at the start of the chunk. A chunk is the paper's mini-batch; changing its
+    length changes the output. q and k have a projection and a short convolution each and are unit vectors;
+    `gamma = sigmoid(x W + b_gamma)`; the initial memory is learned. The paper has rotary positions within a
     mini-batch instead of unit vectors, and a layer norm instead of the RMSNorm. The convolutions and the gate
     are those of the paper's models with a gate.
     x, y `[B, T, hidden_size]`.
@@ -51,7 +51,7 @@ class TTTLinear(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        _, head_dim = heads_of(
+        _, head_dim = resolve_heads(
             "ttt",
             hidden_size,
             num_heads,
