@@ -477,7 +477,7 @@ def test_models_on_meta_and_fake_tensors_allocate_no_memory():
         assert GirihForCausalLM(config).num_parameters() > 2**40
     with FakeTensorMode():
         assert GirihForCausalLM(config).num_parameters() > 2**40
-    with init_empty_weights():  # init_empty_weights moves each parameter to the meta device
+    with init_empty_weights():  # moves each parameter to the meta device by itself
         config = config_of(**SIZES | {"hidden_size": 2**14, "num_hidden_layers": 64})
         assert GirihForCausalLM(config).num_parameters() > 2**37
 
