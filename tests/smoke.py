@@ -1,9 +1,9 @@
-"""A little of everything, in any environment that has girih: `make smoke`, or `python tests/smoke.py` beside
-an installed package. Needs torch, transformers, cmake, ninja and a C++ compiler; no pytest.
+"""A short check of all parts of girih, in any environment: `make smoke`, or `python tests/smoke.py` with an
+installed package. Needs torch, transformers, cmake, ninja and a C++ compiler, and no pytest.
 
-Every operator forward, backward and one token at a time; a training step of every mixer; torch.compile; the
-program girih-generate; a C++ program that finds girih by `find_package(girih)`. Prints one line a check and a
-last line with the versions; the exit code is 1 if a check fails.
+The checks cover every operator (forward, backward, one token at a time), a training step of every mixer,
+torch.compile, the program girih-generate, and a C++ program that uses `find_package(girih)`. The script
+prints one line a check and a last line with the versions. The exit code is 1 if a check fails.
 """
 
 import os
@@ -31,7 +31,7 @@ from comparison import assert_within
 PACKAGE = Path(girih.__file__).parent
 IN_CHECKOUT = PACKAGE == ROOT / "python" / "girih"
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PROMPT = "giri\u1e2b"  # its last letter has three bytes
+PROMPT = "giri\u1e2b"  # the last letter has three bytes
 
 
 def run(*command: object) -> str:
@@ -45,7 +45,7 @@ def run(*command: object) -> str:
 
 
 def check_operators() -> str:
-    """Outputs, states and gradients of the operators against their recurrences in float64."""
+    """Outputs, states and gradients of the operators equal those of their recurrences in float64."""
     for case in ONE_EACH:
         for device in DEVICES:
             dtype, tolerance = (torch.float64, 1e-9) if device == "cpu" else (torch.float32, 1e-3)
@@ -58,7 +58,7 @@ def check_operators() -> str:
 
 
 def check_steps() -> str:
-    """One token by X_step is one token by X."""
+    """X_step of one token equals X of one token."""
     found = [case for case in ONE_EACH if case.has_state]
     for case in found:
         inputs = case.draw(1, dtype=torch.float32)
@@ -77,7 +77,7 @@ def small_model(mixer: str) -> GirihForCausalLM:
 
 
 def check_training() -> str:
-    """The loss of the same text falls."""
+    """The loss of a text falls in a training step."""
     for mixer in MIXERS:
         for device in DEVICES:
             model = small_model(mixer).to(device)
@@ -105,25 +105,25 @@ def check_compile() -> str:
 
 
 def generate_in_python(folder: Path) -> str:
-    """What the model writes by Python, up to 100 bytes."""
+    """The text of the model in Python, up to 100 new bytes."""
     model = GirihForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([list(PROMPT.encode())])
     mask = torch.ones_like(ids)
-    written = model.generate(ids, attention_mask=mask, max_new_tokens=100, do_sample=False)
-    return bytes(written[0].tolist()).decode(errors="replace") + "\n"
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=100, do_sample=False)
+    return bytes(text[0].tolist()).decode(errors="replace") + "\n"
 
 
 def check_program(folder: Path) -> str:
-    """girih-generate writes what Python writes."""
+    """girih-generate prints the text of Python."""
     own = Path(sys.executable).parent
     program = (ROOT / "build" / _library.loaded.name / "bin" if IN_CHECKOUT else own) / "girih-generate"
-    written = run(program, folder, PROMPT, "--max-new-tokens", 100)
-    assert written == generate_in_python(folder), written
+    text = run(program, folder, PROMPT, "--max-new-tokens", 100)
+    assert text == generate_in_python(folder), text
     return str(program)
 
 
 def check_cpp(folder: Path) -> str:
-    """A program of another project, which finds girih where it is installed, writes what Python writes."""
+    """A program of another project finds the installed girih, and prints the text of Python."""
     prefix = PACKAGE
     if IN_CHECKOUT:
         prefix = folder / "prefix"
@@ -133,13 +133,13 @@ def check_cpp(folder: Path) -> str:
     options = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0", "-G", "Ninja"]
     run("cmake", "-S", source, "-B", folder / "program", *options)
     run("cmake", "--build", folder / "program")
-    written = run(folder / "program" / "complete", folder, PROMPT)
-    assert written == generate_in_python(folder), written
+    text = run(folder / "program" / "complete", folder, PROMPT)
+    assert text == generate_in_python(folder), text
     return f"find_package(girih) in {prefix if not IN_CHECKOUT else 'cmake --install'}"
 
 
 def main() -> int:
-    failed, begun = [], time.monotonic()
+    failed, start_time = [], time.monotonic()
 
     def check(name: str, function: Callable[..., str], *arguments: object) -> None:
         since = time.monotonic()
@@ -162,7 +162,7 @@ def main() -> int:
         check("C++", check_cpp, Path(folder))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     versions += f", Python {sys.version.split()[0]}, {'checkout' if IN_CHECKOUT else 'installed package'}"
-    print(f"{versions}: {f'FAILED {failed}' if failed else 'passed'}, {time.monotonic() - begun:.0f} s")
+    print(f"{versions}: {f'FAILED {failed}' if failed else 'passed'}, {time.monotonic() - start_time:.0f} s")
     return bool(failed)
 
 

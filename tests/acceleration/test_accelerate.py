@@ -1,4 +1,4 @@
-"""transformers' own linear models compute the same with girih's functions in place of theirs."""
+"""Linear models of transformers compute the same results with girih's functions."""
 
 import copy
 import functools
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from girih.acceleration import accelerate
-from girih.acceleration import packed as packed_rows
+from girih.acceleration import pack_sequences as packed_rows
 from girih.acceleration.accelerate import SERVED
 from packaging import version
 from transformers import (
@@ -114,13 +114,14 @@ FAMILIES = {
     },
 }
 MAMBA2_FAMILIES = ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
-TOKENS = 150  # several chunks of either side
+TOKENS = 150  # several chunks, both of girih and of transformers
 
 
-def model_of(family, seed=0, **own):
-    """A small random model whose linear layers matter: what they start from leaves a scan little to do."""
+def model_of(family, seed=0, **options):
+    """A small model with random weights. With the initial weights of transformers, a scan has
+    little effect."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | own))
+    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | options))
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -140,12 +141,12 @@ def tokens(batch=2, length=TOKENS, seed=0):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def off(found, want):
+def relative_error(found, want):
     """|found - want| / |want|"""
     return float((found.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
 
 
-def trained(model, **inputs):
+def compute_gradients(model, **inputs):
     """Logits, loss and every gradient."""
     model.zero_grad()
     output = model(**inputs, labels=inputs["input_ids"], use_cache=False)
@@ -158,23 +159,28 @@ def trained(model, **inputs):
 
 
 def test_logits_loss_and_gradients(model):
-    """All as theirs to 1e-5; a single gradient, at times four numbers that are sums of sums, is held to
-    float64's: 2e-5, or twice as far off as theirs."""
-    exact = trained(copy.deepcopy(model).double(), input_ids=tokens())[2]
-    logits, loss, grads = trained(model, input_ids=tokens())
+    """Logits, loss and all gradients together match transformers to 1e-5. A single gradient may be a few
+    small numbers. Each is compared with float64: its error is at most 2e-5, or twice the error of
+    transformers."""
+    exact = compute_gradients(copy.deepcopy(model).double(), input_ids=tokens())[2]
+    logits, loss, grads = compute_gradients(model, input_ids=tokens())
     with accelerate(model):
-        ours, our_loss, our_grads = trained(model, input_ids=tokens())
+        our_logits, our_loss, our_grads = compute_gradients(model, input_ids=tokens())
     assert our_grads.keys() == grads.keys()
-    together, of_theirs = (torch.cat([g.flatten() for g in all.values()]) for all in (our_grads, grads))
-    assert off(ours, logits) < 1e-5 and off(our_loss, loss) < 1e-5 and off(together, of_theirs) < 1e-5
-    least = 1e-3 * max(g.norm() for g in exact.values())  # below it a gradient is rounding of others
+    our_flat, their_flat = (torch.cat([g.flatten() for g in all.values()]) for all in (our_grads, grads))
+    assert (
+        relative_error(our_logits, logits) < 1e-5
+        and relative_error(our_loss, loss) < 1e-5
+        and relative_error(our_flat, their_flat) < 1e-5
+    )
+    least = 1e-3 * max(g.norm() for g in exact.values())  # a smaller gradient is dominated by rounding
     for name, g in exact.items():
-        limit = max(2e-5, 2 * off(grads[name], g)) * g.norm().clamp_min(least)
+        limit = max(2e-5, 2 * relative_error(grads[name], g)) * g.norm().clamp_min(least)
         assert (our_grads[name] - g).norm() < limit, name
 
 
-def test_a_broken_function_is_seen(model, monkeypatch):
-    """The linear layers of these models matter: with other decays or another filter the logits differ."""
+def test_changed_functions_change_the_logits(model, monkeypatch):
+    """With changed functions the logits differ, so the linear layers matter in these models."""
     from girih import ops
 
     for name in ("delta_product", "gla", "short_conv"):
@@ -188,18 +194,18 @@ def test_a_broken_function_is_seen(model, monkeypatch):
     with torch.no_grad():
         logits = model(tokens()).logits
         with accelerate(model):
-            assert off(model(tokens()).logits, logits) > 1e-4
+            assert relative_error(model(tokens()).logits, logits) > 1e-4
 
 
 @torch.no_grad()
-def test_bf16_is_no_further_from_float64(model):
+def test_bf16_errors_are_not_larger(model):
     double, half = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
     ratios = []
     for seed in range(6):
         ids = tokens(seed=seed)
         exact, theirs = double(ids).logits, half(ids).logits
         with accelerate(half):
-            ratios.append(off(half(ids).logits, exact) / off(theirs, exact))
+            ratios.append(relative_error(half(ids).logits, exact) / relative_error(theirs, exact))
     assert sum(ratios) / len(ratios) < 1.1, ratios
 
 
@@ -210,9 +216,9 @@ def test_bf16_is_no_further_from_float64(model):
 def test_norms_have_the_models_epsilon(family):
     model = model_of(family, rms_norm_eps=0.3)
     want = model(tokens()).logits
-    assert off(model_of(family)(tokens()).logits, want) > 1e-2
+    assert relative_error(model_of(family)(tokens()).logits, want) > 1e-2
     with accelerate(model):
-        assert off(model(tokens()).logits, want) < 1e-5
+        assert relative_error(model(tokens()).logits, want) < 1e-5
 
 
 @torch.no_grad()
@@ -224,11 +230,11 @@ def test_padding(model, side):
     want = model(**inputs).logits
     with accelerate(model):
         found = model(**inputs).logits
-    assert off(found * mask[..., None], want * mask[..., None]) < 1e-5
+    assert relative_error(found * mask[..., None], want * mask[..., None]) < 1e-5
 
 
 def cache_of(model):
-    """An empty cache, by the name that the model's `forward` gives it."""
+    """An empty cache under the argument name of the model's `forward`."""
     name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
     return {name: DynamicCache(config=model.config)}
 
@@ -241,34 +247,34 @@ def test_a_prompt_in_pieces_and_token_by_token(model):
 
     want = pieces()
     with accelerate(model):
-        assert off(pieces(), want) < 1e-5
+        assert relative_error(pieces(), want) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", [[60, 40], [60, 37, 3], [40, 1, 1], [2, 1, 5]], ids=str)
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_linear"}))
 def test_gradients_flow_through_pieces_on_a_cache(family, lengths):
-    """They are those of the whole text, though the cache is written in place.
+    """The gradients equal those of the whole text, although the cache is written in place.
 
-    Kimi's scan stays transformers', through whose cache no gradient flows.
+    Kimi is excluded: its scan stays in transformers, and no gradient flows through the cache of transformers.
     """
     model = model_of(family).double()
     parts = tokens(length=sum(lengths)).split(lengths, 1)
 
     def gradients(parts):
         model.zero_grad()
-        cache, at, loss = cache_of(model), 0, 0
+        cache, start, loss = cache_of(model), 0, 0
         for part in parts:
-            positions = torch.arange(at, at := at + part.shape[1]).expand(2, -1)
+            positions = torch.arange(start, start := start + part.shape[1]).expand(2, -1)
             loss += model(part, position_ids=positions, use_cache=True, **cache).logits.square().sum()
         loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     with accelerate(model):
-        assert off(gradients(parts), gradients([torch.cat(parts, 1)])) < 1e-5
+        assert relative_error(gradients(parts), gradients([torch.cat(parts, 1)])) < 1e-5
 
 
 def tensors_of(cache):
-    """All that a cache of transformers keeps, by layer and name."""
+    """All tensors of a cache of transformers, by layer and name."""
     found = {}
     for i, layer in enumerate(cache.layers):
         for name, x in vars(layer).items():
@@ -278,20 +284,20 @@ def tensors_of(cache):
 
 
 def caches_step_by_step(model):
-    """Tensors of transformers' cache and of girih's, after a prompt, single tokens and several."""
+    """Tensors of the cache without girih and with girih, after a prompt, after single tokens and after
+    several."""
     name, parts = next(iter(cache_of(model))), tokens(length=14).split([9, 1, 1, 1, 2], 1)
-    (theirs,), (ours,) = cache_of(model).values(), cache_of(model).values()
+    (theirs,), (our_logits,) = cache_of(model).values(), cache_of(model).values()
     for part in parts:
         model(part, use_cache=True, **{name: theirs})
         with accelerate(model):
-            model(part, use_cache=True, **{name: ours})
-        yield tensors_of(theirs), tensors_of(ours)
+            model(part, use_cache=True, **{name: our_logits})
+        yield tensors_of(theirs), tensors_of(our_logits)
 
 
 @torch.no_grad()
 def test_caches_are_transformers_caches(model):
-    """A text that was begun with girih can be continued without it: every tensor of the cache is the same,
-    after a prompt, after single tokens and after several."""
+    """A text that starts with girih can continue without girih: every tensor of the cache is the same."""
     for want, found in caches_step_by_step(model):
         assert want.keys() == found.keys() and len(want) >= 2
         for key, x in want.items():
@@ -303,7 +309,7 @@ def test_caches_are_transformers_caches(model):
 
 
 @torch.no_grad()
-def test_caches_of_16_bits_keep_what_transformers_keeps_in_fp32(model):
+def test_bf16_caches_have_the_dtypes_of_transformers(model):
     for want, found in caches_step_by_step(copy.deepcopy(model).bfloat16()):
         assert {key: (x.shape, x.dtype) for key, x in found.items()} == {
             key: (x.shape, x.dtype) for key, x in want.items()
@@ -312,28 +318,28 @@ def test_caches_of_16_bits_keep_what_transformers_keeps_in_fp32(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
-@pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
-def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then):
+@pytest.mark.parametrize("later", [True, False], ids=["in autocast", "outside"])
+def test_cache_inside_and_outside_autocast(model, first, later):
     def pieces():
         cache, parts = cache_of(model), tokens(length=100).split([60, 35, 1, 1, 3], 1)
         logits = []
         for i, part in enumerate(parts):
-            with torch.autocast("cpu", torch.bfloat16, enabled=then if i else first):
+            with torch.autocast("cpu", torch.bfloat16, enabled=later if i else first):
                 logits.append(model(part, use_cache=True, **cache).logits.float())
         return torch.cat(logits, 1)
 
     want = model(tokens(length=100)).logits
     with accelerate(model):
-        assert off(pieces(), want) < 0.1
+        assert relative_error(pieces(), want) < 0.1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("limit", [(0.5, 0.9), (0.0, 0.3), (1.5, float("inf"))], ids=str)
 @pytest.mark.parametrize("family", MAMBA2_FAMILIES)
-def test_steps_keep_within_their_limits(family, limit):
-    """transformers limits the steps of several tokens, and not that of a single one."""
+def test_time_step_limits(family, limit):
+    """transformers limits the steps in a call of several tokens, and not in a call of one token."""
     model, ids = model_of(family), tokens(length=40)
-    free = model(ids).logits
+    unlimited = model(ids).logits
     limited = [layer for layer in model.modules() if hasattr(layer, "time_step_limit")]
     for layer in limited:
         layer.time_step_limit = limit
@@ -345,9 +351,9 @@ def test_steps_keep_within_their_limits(family, limit):
         )
 
     want, in_pieces = model(ids).logits, pieces()
-    assert limited and off(free, want) > 1e-3
+    assert limited and relative_error(unlimited, want) > 1e-3
     with accelerate(model):
-        assert off(model(ids).logits, want) < 1e-5 and off(pieces(), in_pieces) < 1e-5
+        assert relative_error(model(ids).logits, want) < 1e-5 and relative_error(pieces(), in_pieces) < 1e-5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -360,12 +366,12 @@ def test_without_a_gpu_there_is_a_warning():
     assert warned[0].filename == __file__
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_the_same_text(model, how):
+@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_generated_text_is_the_same(model, generation):
     ids = tokens(length=70)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **how}
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **generation}
     want = model.generate(ids, **options)
     with accelerate(model):
         assert model.generate(ids, **options).equal(want)
@@ -393,12 +399,12 @@ COLLATORS = {
     "seq_idx": {"return_seq_idx": True},
     "seq_idx alone": {"return_seq_idx": True, "return_position_ids": False},
 }
-# Kimi's scan stays transformers', which refuses packed sequences without a package.
-PACKS = sorted(FAMILIES.keys() - {"kimi_linear"})
+# The scan of Kimi stays in transformers, which refuses packed sequences without another package.
+PACKED_FAMILIES = sorted(FAMILIES.keys() - {"kimi_linear"})
 
 
-def packed(lengths=LENGTHS, **options):
-    """Sequences `[1, length]`, and one row of them as transformers' collator makes it."""
+def pack_sequences(lengths=LENGTHS, **options):
+    """Sequences `[1, length]`, and one row of these sequences from the collator of transformers."""
     parts = [tokens(batch=1, length=n, seed=n) for n in lengths]
     batch = DataCollatorWithFlattening(**options)([{"input_ids": part[0]} for part in parts])
     batch.pop("labels")
@@ -406,30 +412,30 @@ def packed(lengths=LENGTHS, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", COLLATORS)
-@pytest.mark.parametrize("family", PACKS)
-def test_packed_sequences_keep_apart(family, how):
-    """Without girih transformers mixes them, or refuses them."""
+@pytest.mark.parametrize("form", COLLATORS)
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_packed_sequences_are_independent(family, form):
+    """Without girih, transformers mixes packed sequences or refuses them."""
     model = model_of(family)
-    parts, batch = packed(**COLLATORS[how])
+    parts, batch = pack_sequences(**COLLATORS[form])
     want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
     try:
-        alone = model(**batch, use_cache=False).logits
-        assert off(alone, want) > 1e-3
+        without_girih = model(**batch, use_cache=False).logits
+        assert relative_error(without_girih, want) > 1e-3
     except ValueError as error:
         assert "packed sequences" in str(error)
     with accelerate(model):
         found = model(**batch)
-    assert off(found.logits, want) < 1e-5
+    assert relative_error(found.logits, want) < 1e-5
     assert found.get("cache") is None and found.get("past_key_values") is None
 
 
-@pytest.mark.parametrize("how", ["position_ids", "seq_idx alone"])
-@pytest.mark.parametrize("family", PACKS)
-def test_packed_sequences_train_apart(family, how):
-    """The gradients of sequences in one row are the sum of each one's."""
+@pytest.mark.parametrize("form", ["position_ids", "seq_idx alone"])
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_gradients_of_packed_sequences(family, form):
+    """The gradients of packed sequences are the sum over the sequences."""
     model = model_of(family).train()
-    parts, batch = packed([40, 1, 23], **COLLATORS[how])
+    parts, batch = pack_sequences([40, 1, 23], **COLLATORS[form])
 
     def gradients(*calls):
         model.zero_grad()
@@ -438,7 +444,7 @@ def test_packed_sequences_train_apart(family, how):
 
     with accelerate(model):
         want = gradients(*({"input_ids": part} for part in parts))
-        assert off(gradients(batch), want) < 1e-4
+        assert relative_error(gradients(batch), want) < 1e-4
 
 
 # transformers 5.17 mixes packed sequences in its own linear layers.
@@ -447,38 +453,38 @@ REFUSES_PACKED = version.parse(transformers.__version__) >= version.parse("5.23"
 
 @pytest.mark.skipif(not REFUSES_PACKED, reason="this transformers mixes packed sequences")
 @torch.no_grad()
-def test_a_scan_that_stays_refuses_packed_sequences():
-    model, (_, batch) = model_of("kimi_linear"), packed()
+def test_scan_of_transformers_refuses_packed_sequences():
+    model, (_, batch) = model_of("kimi_linear"), pack_sequences()
     with accelerate(model), pytest.raises(ValueError, match="chunk_kda.* packed sequences"):
         model(**batch)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
-def test_bounds_are_found_once_and_where_they_can_matter(family, monkeypatch):
+def test_bounds_are_read_once_a_call_and_only_if_needed(family, monkeypatch):
     """Reading positions waits for the device: once a model call, never with a cache or a mask."""
-    model, (parts, batch), read = model_of(family), packed(), []
+    model, (parts, batch), sources = model_of(family), pack_sequences(), []
     find = packed_rows.find_bounds
-    monkeypatch.setattr(packed_rows, "find_bounds", lambda *args: read.append(args[0]) or find(*args))
+    monkeypatch.setattr(packed_rows, "find_bounds", lambda *args: sources.append(args[0]) or find(*args))
     ids, positions = batch["input_ids"], torch.arange(104)[None]
     with accelerate(model):
         model(**batch)
-        assert read == ["position_ids"]
+        assert sources == ["position_ids"]
         model(ids, seq_idx=torch.zeros(1, 104, dtype=torch.int32))
-        assert read == ["position_ids", "seq_idx"]
-        read.clear()
+        assert sources == ["position_ids", "seq_idx"]
+        sources.clear()
         model.generate(parts[0], max_new_tokens=3, do_sample=False)
         model(ids, attention_mask=torch.ones_like(ids), position_ids=batch["position_ids"])
         model(parts[1], position_ids=torch.tensor([[7]]))
         model(ids, position_ids=positions, **cache_of(model))
-        assert read == []
+        assert sources == []
         assert model(ids, position_ids=positions).logits.equal(model(ids).logits)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
 def test_packed_sequences_in_two_rows_or_with_a_cache_are_refused(family):
-    model, (_, batch) = model_of(family), packed()
+    model, (_, batch) = model_of(family), pack_sequences()
     rows = {name: x.expand(2, -1) for name, x in batch.items()}
     with accelerate(model):
         with pytest.raises(ValueError, match="position_ids starts new sequences within a row"):
@@ -490,21 +496,22 @@ def test_packed_sequences_in_two_rows_or_with_a_cache_are_refused(family):
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["injected", "replaced"])
 @pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "olmo_hybrid", "lfm2"])
-def test_packed_sequences_of_a_model_that_is_converted_too(family, way):
-    """girih's mixer in the attention layer, the linear layer accelerated; transformers' own refuses."""
-    model, (parts, batch) = model_of(family), packed()
+def test_packed_sequences_of_a_converted_model(family, way):
+    """girih's mixer is in the attention layer, and the linear layer is accelerated. transformers alone
+    refuses."""
+    model, (parts, batch) = model_of(family), pack_sequences()
     girih.inject(model, weight=0.5) if way == "injected" else girih.replace_attention(model, "gla")
     if REFUSES_PACKED:
         with pytest.raises(ValueError, match="packed sequences"):
             model(**batch)
     with accelerate(model):
         want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
-        assert off(model(**batch).logits, want) < 2e-5
+        assert relative_error(model(**batch).logits, want) < 2e-5
 
 
 @torch.no_grad()
 def test_attention_without_a_mask_gets_the_bounds():
-    """Flash attention reads them; Granite gives it no position_ids."""
+    """Flash attention reads the bounds. Granite passes no position_ids to attention."""
     seen = {}
 
     def attend(module, q, k, v, attention_mask, **kwargs):
@@ -512,7 +519,7 @@ def test_attention_without_a_mask_gets_the_bounds():
         return v.transpose(1, 2), None
 
     AttentionInterface.register("girih_seen", attend)
-    model, (_, batch) = model_of("granitemoehybrid"), packed()
+    model, (_, batch) = model_of("granitemoehybrid"), pack_sequences()
     model.config._attn_implementation = "girih_seen"
     with accelerate(model):
         model(**batch)
@@ -520,30 +527,31 @@ def test_attention_without_a_mask_gets_the_bounds():
     assert seen["max_length_q"] == seen["max_length_k"] == 70 and seen["attention_mask"] is None
     with accelerate(model):
         model(**batch, max_length_q=90)
-    assert seen["max_length_q"] == seen["max_length_k"] == 90  # which is not waited for
+    # a given length is not computed from the bounds
+    assert seen["max_length_q"] == seen["max_length_k"] == 90
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
 def test_packed_sequences_compiled(family):
-    """Positions are read on the host: a break of the graph, and an error where none may be."""
-    model, (_, batch) = model_of(family), packed()
+    """Positions are read on the host. This breaks the graph, and is an error with fullgraph=True."""
+    model, (_, batch) = model_of(family), pack_sequences()
     bounds = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
     with accelerate(model):
         want = model(**batch).logits
-        assert off(torch.compile(model, backend="aot_eager")(**batch).logits, want) < 1e-5
+        assert relative_error(torch.compile(model, backend="aot_eager")(**batch).logits, want) < 1e-5
         torch.compiler.reset()
         whole = torch.compile(model, fullgraph=True, backend="aot_eager")
         with pytest.raises(torch._dynamo.exc.Unsupported, match="are read on the host; give cu_seq_lens_q"):
             whole(**batch)
         torch.compiler.reset()
-        assert off(whole(**batch, cu_seq_lens_q=bounds).logits, want) < 1e-5
+        assert relative_error(whole(**batch, cu_seq_lens_q=bounds).logits, want) < 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
 def test_bounds_of_a_prompt_that_goes_on(family):
-    """With a cache the convolution sees more columns than the bounds count."""
+    """With a cache, the input of the convolution has more columns than the bounds count."""
     model, ids = model_of(family), tokens(batch=1, length=30)
     want = model(ids).logits[:, 20:]
     with accelerate(model):
@@ -551,7 +559,7 @@ def test_bounds_of_a_prompt_that_goes_on(family):
         model(ids[:, :20], past_key_values=cache, use_cache=True)
         bounds = {"cu_seq_lens_q": torch.tensor([0, 10], dtype=torch.int32)}
         found = model(ids[:, 20:], past_key_values=cache, use_cache=True, **bounds).logits
-    assert off(found, want) < 1e-5
+    assert relative_error(found, want) < 1e-5
 
 
 def test_undo(model):
@@ -561,24 +569,24 @@ def test_undo(model):
         again = accelerate(model)
         assert "girih." in acceleration.report()
         acceleration.undo()
-        assert "girih." in again.report()  # somebody else still uses it
+        assert "girih." in again.report()  # another acceleration is still active
         again.undo()
         again.undo()
         assert "girih." not in again.report()
         assert model(tokens()).logits.equal(before)
 
 
-def test_layers_of_ones_own_class_are_served_and_reported_as_those_they_are_made_from(model):
+def test_subclassed_layers_are_served_and_reported(model):
     with accelerate(model) as acceleration, torch.no_grad():
         want, rows = model(tokens()).logits, acceleration.rows()
-    own = copy.deepcopy(model)
-    for layer in own.modules():
+    subclassed = copy.deepcopy(model)
+    for layer in subclassed.modules():
         if type(layer).__module__.startswith("transformers.models."):
             layer.__class__ = type(f"Own{type(layer).__name__}", (type(layer),), {})
-    with accelerate(own) as acceleration, torch.no_grad():
+    with accelerate(subclassed) as acceleration, torch.no_grad():
         found = [row._replace(layer=row.layer.removeprefix("Own")) for row in acceleration.rows()]
         assert sorted(found) == sorted(rows)
-        assert own(tokens()).logits.equal(want)
+        assert subclassed(tokens()).logits.equal(want)
 
 
 def test_models_made_later():
@@ -591,7 +599,7 @@ def test_models_made_later():
     assert not any(row.path.startswith("girih") for row in acceleration.rows(model))
 
 
-def test_what_is_not_served_is_said():
+def test_unserved_functions_are_reported():
     torch.manual_seed(0)
     config = AutoConfig.for_model("falcon_mamba", **COMMON, state_size=4, expand=1)
     model = AutoModelForCausalLM.from_config(config)
@@ -612,26 +620,26 @@ def test_compiled(family):
     with torch.no_grad(), accelerate(model):
         want = model(tokens()).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert off(compiled(tokens(), use_cache=False).logits, want) < 1e-5
+        assert relative_error(compiled(tokens(), use_cache=False).logits, want) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
 def test_gradient_checkpointing(family):
     model = model_of(family).train()
     with accelerate(model):
-        _, loss, grads = trained(model, input_ids=tokens())
+        _, loss, grads = compute_gradients(model, input_ids=tokens())
         model.gradient_checkpointing_enable()
-        _, again, found = trained(model, input_ids=tokens())
-    assert off(again, loss) < 1e-6
+        _, again, found = compute_gradients(model, input_ids=tokens())
+    assert relative_error(again, loss) < 1e-6
     assert all(torch.allclose(found[name], g, atol=1e-6) for name, g in grads.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
 def test_adapters_train_alike(family):
-    """LoRA on the projections of the linear layers: losses of some steps, and the adapter that is saved."""
+    """LoRA on the projections of the linear layers: the losses of three steps are the same."""
     from peft import LoraConfig, get_peft_model
 
-    def fitted():
+    def train_model():
         torch.manual_seed(0)
         targets = ["out_proj", "in_proj_qkv", "in_proj"]
         model = get_peft_model(model_of(family), LoraConfig(r=4, target_modules=targets)).train()
@@ -646,11 +654,11 @@ def test_adapters_train_alike(family):
             losses.append(loss.detach())
         return torch.stack(losses), model
 
-    want, model = fitted()
+    want, model = train_model()
     with accelerate(model) as acceleration:
         assert "girih." in acceleration.report()
-        found, _ = fitted()
-    assert off(found, want) < 1e-5
+        found, _ = train_model()
+    assert relative_error(found, want) < 1e-5
 
 
 def test_the_trainer_trains_alike(tmp_path):
@@ -667,48 +675,55 @@ def test_the_trainer_trains_alike(tmp_path):
         save_strategy="no",
     )
 
-    def fitted():
+    def train_model():
         model = model_of("qwen3_5_text").train()
         Trainer(model=model, args=arguments, train_dataset=rows).train()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    want = fitted()
+    want = train_model()
     with accelerate():
-        assert off(fitted(), want) < 1e-5
+        assert relative_error(train_model(), want) < 1e-5
 
 
 # ---- functions by themselves, with options that no model of these uses -------------------------------------
 
 
 @functools.cache
-def served(family):
-    """The functions of a family's module, transformers' and girih's in their place, by name."""
+def functions_of(family):
+    """Functions of a family's module by name: from transformers, and from girih."""
     module = sys.modules[type(model_of(family)).__module__]
     theirs = {name: vars(module)[name] for name in SERVED if name in vars(module)}
     with accelerate(model_of(family)):
         return theirs, {name: vars(module)[name] for name in theirs}
 
 
-def drawn(*shape, seed=0):
+def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def both(family, name, call, *places):
-    """What both functions return of the same arguments, and what they left in those that they write."""
+def call_both(family, name, call, *places):
+    """Results of both functions for the same arguments, and the arguments in `places`, which the functions
+    write."""
     found = []
-    for functions in served(family):
-        given = {
+    for functions in functions_of(family):
+        arguments = {
             key: x.clone() if isinstance(x, torch.Tensor) and key in places else x for key, x in call.items()
         }
-        output = functions[name](**given)
-        found.append((*(output if isinstance(output, tuple) else (output,)), *(given[key] for key in places)))
+        output = functions[name](**arguments)
+        found.append(
+            (*(output if isinstance(output, tuple) else (output,)), *(arguments[key] for key in places))
+        )
     return zip(*found, strict=True)
 
 
-def same(theirs, ours):
-    assert (theirs is None) == (ours is None)
-    if ours is not None:
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and off(ours, theirs) < 1e-5
+def assert_same(theirs, our_logits):
+    assert (theirs is None) == (our_logits is None)
+    if our_logits is not None:
+        assert (
+            our_logits.shape == theirs.shape
+            and our_logits.dtype == theirs.dtype
+            and relative_error(our_logits, theirs) < 1e-5
+        )
 
 
 # transformers 5.17 repeats key heads before it calls the delta rule.
@@ -721,25 +736,25 @@ SHARES_KEY_HEADS = version.parse(transformers.__version__) >= version.parse("5.2
 def test_the_delta_rule_alone(name, length, grad):
     heads = 2 if SHARES_KEY_HEADS else 4
     call = {
-        "query": drawn(2, length, heads, 8),
-        "key": 0.3 * drawn(2, length, heads, 8, seed=1),
-        "value": drawn(2, length, 4, 12),
-        "g": -drawn(2, length, 4).abs(),
-        "beta": drawn(2, length, 4, seed=1).sigmoid(),
+        "query": draw(2, length, heads, 8),
+        "key": 0.3 * draw(2, length, heads, 8, seed=1),
+        "value": draw(2, length, 4, 12),
+        "g": -draw(2, length, 4).abs(),
+        "beta": draw(2, length, 4, seed=1).sigmoid(),
     }
     for unit in (True, False):
-        for state in (None, drawn(2, 4, 8, 12)):
+        for state in (None, draw(2, 4, 8, 12)):
             for last in (True, False):
                 options = {"output_final_state": last, "use_qk_l2norm_in_kernel": unit}
-                given = None if state is None else state.clone()
+                initial = None if state is None else state.clone()
                 with torch.set_grad_enabled(grad):
-                    for pair in both("qwen3_next", name, call | options | {"initial_state": given}):
-                        same(*pair)
+                    for pair in call_both("qwen3_next", name, call | options | {"initial_state": initial}):
+                        assert_same(*pair)
                 if state is not None and not (length == 1 and last and not grad):
-                    assert given.equal(state)
+                    assert initial.equal(state)
 
 
-OF_STEPS = [
+STEP_OPTIONS = [
     {},
     {"dt_bias": True},
     {"dt_softplus": True},
@@ -749,72 +764,77 @@ OF_STEPS = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("given", OF_STEPS, ids=lambda given: " ".join(given) or "nothing")
-def test_a_scan_of_mamba2_alone(given):
+@pytest.mark.parametrize(
+    "parts_given", STEP_OPTIONS, ids=lambda parts_given: " ".join(parts_given) or "nothing"
+)
+def test_a_scan_of_mamba2_alone(parts_given):
     call = {
-        "hidden_states": drawn(2, 40, 4, 8),
-        "dt": drawn(2, 40, 4).abs(),
-        "A": -drawn(4).exp(),
-        "B": drawn(2, 40, 2, 6),
-        "C": drawn(2, 40, 2, 6, seed=1),
+        "hidden_states": draw(2, 40, 4, 8),
+        "dt": draw(2, 40, 4).abs(),
+        "A": -draw(4).exp(),
+        "B": draw(2, 40, 2, 6),
+        "C": draw(2, 40, 2, 6, seed=1),
         "chunk_size": 16,
-        "dt_softplus": given.get("dt_softplus", False),
-        "D": drawn(4) if "D" in given else None,
-        "dt_bias": drawn(4, seed=1).abs() if "dt_bias" in given else None,
+        "dt_softplus": parts_given.get("dt_softplus", False),
+        "D": draw(4) if "D" in parts_given else None,
+        "dt_bias": draw(4, seed=1).abs() if "dt_bias" in parts_given else None,
     }
-    for state in (None, drawn(2, 4, 8, 6)):
+    for state in (None, draw(2, 4, 8, 6)):
         for last in (True, False):
             for limit in ({}, {"dt_limit": (0.4, 0.9)}):
                 options = {"initial_states": state, "return_final_states": last, **limit}
-                for pair in both("mamba2", "mamba2_chunk_scan", call | options):
-                    same(*pair)
+                for pair in call_both("mamba2", "mamba2_chunk_scan", call | options):
+                    assert_same(*pair)
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("own", [(), ("dt",), ("A",), ("A of a channel",), ("dt_bias",)], ids=str)
-@pytest.mark.parametrize("given", OF_STEPS, ids=lambda given: " ".join(given) or "nothing")
-def test_a_step_of_mamba2_alone(given, own, grad):
-    """own: what differs from channel to channel, which transformers computes."""
+@pytest.mark.parametrize("per_channel", [(), ("dt",), ("A",), ("A of a channel",), ("dt_bias",)], ids=str)
+@pytest.mark.parametrize(
+    "parts_given", STEP_OPTIONS, ids=lambda parts_given: " ".join(parts_given) or "nothing"
+)
+def test_a_step_of_mamba2_alone(parts_given, per_channel, grad):
+    """per_channel: arguments that differ from channel to channel. transformers computes these steps."""
 
     def over_channels(x, name, *sizes):
         wide = x[(..., *[None] * len(sizes))].expand(*x.shape, *sizes)
-        return wide * (1 + drawn(*wide.shape).abs()) if name in own else wide
+        return wide * (1 + draw(*wide.shape).abs()) if name in per_channel else wide
 
     call = {
-        "hidden_states": drawn(2, 4, 8),
-        "dt": over_channels(drawn(2, 4).abs(), "dt", 8),
-        "A": over_channels(over_channels(-drawn(4).exp(), "A of a channel", 8), "A", 6),
-        "B": drawn(2, 2, 6),
-        "C": drawn(2, 2, 6, seed=1),
-        "dt_softplus": given.get("dt_softplus", False),
-        "D": drawn(4, 8) if "D" in given else None,
-        "dt_bias": over_channels(drawn(4, seed=1).abs(), "dt_bias", 8) if "dt_bias" in given else None,
+        "hidden_states": draw(2, 4, 8),
+        "dt": over_channels(draw(2, 4).abs(), "dt", 8),
+        "A": over_channels(over_channels(-draw(4).exp(), "A of a channel", 8), "A", 6),
+        "B": draw(2, 2, 6),
+        "C": draw(2, 2, 6, seed=1),
+        "dt_softplus": parts_given.get("dt_softplus", False),
+        "D": draw(4, 8) if "D" in parts_given else None,
+        "dt_bias": over_channels(draw(4, seed=1).abs(), "dt_bias", 8) if "dt_bias" in parts_given else None,
     }
     with torch.set_grad_enabled(grad):
-        for z in (None, drawn(2, 4, 8, seed=2)):
-            call |= {"z": z, "state": drawn(2, 4, 8, 6)}
-            for pair in both("mamba2", "mamba2_selective_state_update", call, "state"):
-                same(*pair)
+        for z in (None, draw(2, 4, 8, seed=2)):
+            call |= {"z": z, "state": draw(2, 4, 8, 6)}
+            for pair in call_both("mamba2", "mamba2_selective_state_update", call, "state"):
+                assert_same(*pair)
         call["state"] = call["state"].bfloat16()
-        output, state = both("mamba2", "mamba2_selective_state_update", call, "state")
+        output, state = call_both("mamba2", "mamba2_selective_state_update", call, "state")
         assert state[0].dtype == state[1].dtype == torch.bfloat16
-        assert off(output[1], output[0]) < 1e-5 and state[1].equal(state[0])
+        assert relative_error(output[1], output[0]) < 1e-5 and state[1].equal(state[0])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("width", [1, 2, 4, 5, 7])
 @pytest.mark.parametrize("activation", [None, "silu", "swish", "gelu"])
 def test_a_filter_alone(activation, width):
-    """Of up to four taps and without an activation or with SiLU; any other is transformers'."""
-    for bias in (None, drawn(6)):
-        call = {"weight": drawn(6, width), "bias": bias, "activation": activation}
-        for pair in both("qwen3_next", "causal_conv1d_fn", call | {"hidden_states": drawn(2, 6, 30)}):
-            same(*pair)
+    """girih computes filters of up to four taps with SiLU or no activation. transformers
+    computes all others."""
+    for bias in (None, draw(6)):
+        call = {"weight": draw(6, width), "bias": bias, "activation": activation}
+        for pair in call_both("qwen3_next", "causal_conv1d_fn", call | {"hidden_states": draw(2, 6, 30)}):
+            assert_same(*pair)
         for room in (width - 1, width, width + 3) if width > 1 else (1, 4):
             for length in (1, 2, 9):
-                moved = {"hidden_states": drawn(2, 6, length), "conv_state": drawn(2, 6, room)}
-                for pair in both("qwen3_next", "causal_conv1d_update", call | moved, "conv_state"):
-                    same(*pair)
+                tensors = {"hidden_states": draw(2, 6, length), "conv_state": draw(2, 6, room)}
+                for pair in call_both("qwen3_next", "causal_conv1d_update", call | tensors, "conv_state"):
+                    assert_same(*pair)
 
 
 @torch.no_grad()
@@ -824,14 +844,14 @@ def test_a_norm_with_any_activation(activation):
     norm = next(m for m in model.modules() if type(m).__name__ == "Qwen3NextRMSNormGated")
     norm.activation, norm.variance_epsilon = activation, 0.2
     norm.weight.normal_()
-    x, gate = drawn(3, 5, 12), drawn(3, 5, 12, seed=1)
+    x, gate = draw(3, 5, 12), draw(3, 5, 12, seed=1)
     want = norm(x, gate)
     with accelerate(model) as acceleration:
-        assert off(norm(x, gate), want) < 1e-5
+        assert relative_error(norm(x, gate), want) < 1e-5
         rows = [row for row in acceleration.rows() if row.function == "Qwen3NextRMSNormGated"]
-    ours = activation not in ("relu", "tanh")
-    assert [row.path for row in rows] == ["girih.gated_rms_norm, aten" if ours else "transformers"]
-    assert ours or rows[0].why == f"the activation {activation!r}"
+    our_logits = activation not in ("relu", "tanh")
+    assert [row.path for row in rows] == ["girih.gated_rms_norm, aten" if our_logits else "transformers"]
+    assert our_logits or rows[0].why == f"the activation {activation!r}"
 
 
 # ---- warnings, the report, and the end of a patch --------------------------------------------------------
@@ -855,7 +875,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("family", PATHS)
-def test_a_report_has_every_function_and_how_it_is_computed(family):
+def test_report_lists_every_function_with_its_path(family):
     layers = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]} if family == "qwen3_next" else {}
     model = model_of(family, num_hidden_layers=4, **layers)
     with accelerate(model) as acceleration:
@@ -871,12 +891,12 @@ def test_a_report_has_every_function_and_how_it_is_computed(family):
     assert {(row.path, row.why) for row in undone} == {("transformers", "undone")}
 
 
-def test_a_filter_that_is_too_long_is_reported_and_stays():
+def test_filter_that_is_too_long_is_reported_and_not_replaced():
     model = model_of("qwen3_next", linear_conv_kernel_dim=6)
     want = model(tokens()).logits
     with accelerate(model) as acceleration:
         rows = {row.function: row for row in acceleration.rows()}
-        assert off(model(tokens()).logits, want) < 1e-5
+        assert relative_error(model(tokens()).logits, want) < 1e-5
     assert rows["causal_conv1d_fn"][-2:] == ("transformers", "a filter of 6 taps; girih.short_conv has 4")
 
 
@@ -901,30 +921,30 @@ def test_models_made_later_are_served_until_the_last_is_undone():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "bamba", "granitemoehybrid"])
-def test_packed_embeddings_keep_apart_as_words_do(family):
-    model, (_, batch) = model_of(family), packed()
+def test_packed_embeddings_are_independent(family):
+    model, (_, batch) = model_of(family), pack_sequences()
     embedded = model.get_input_embeddings()(batch["input_ids"])
     with accelerate(model):
         want = model(**batch).logits
         found = model(inputs_embeds=embedded, position_ids=batch["position_ids"]).logits
-    assert off(found, want) < 1e-5
+    assert relative_error(found, want) < 1e-5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["seq_idx", "cu_seq_lens_q", "cu_seqlens"])
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba", "falcon_h1", "granitemoehybrid", "lfm2"])
-def test_bounds_that_are_said_count_more_than_positions_that_go_on(family, form):
+def test_explicit_bounds_override_positions(family, form):
     model = model_of(family)
-    parts, batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
+    parts, batch = pack_sequences(return_flash_attn_kwargs=True, return_seq_idx=True)
     bounds = batch["seq_idx" if form == "seq_idx" else "cu_seq_lens_q"]
     with accelerate(model):
         want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
         positions = torch.arange(sum(LENGTHS))[None]
         found = model(batch["input_ids"], position_ids=positions, **{form: bounds})
-    assert off(found.logits, want) < 1e-5
+    assert relative_error(found.logits, want) < 1e-5
 
 
-def test_positions_of_text_are_told_from_those_of_an_image():
+def test_text_positions_differ_from_image_positions():
     text = torch.tensor([[0, 1, 0, 1]])
     assert packed_rows.text_positions(text).equal(text)
     assert packed_rows.text_positions(text[None]).equal(text)
@@ -935,6 +955,8 @@ def test_positions_of_text_are_told_from_those_of_an_image():
 
 
 def test_a_filter_refuses_packed_sequences_in_several_rows():
-    _, ours = served("lfm2")
+    _, our_logits = functions_of("lfm2")
     with pytest.raises(ValueError, match="seq_idx has 2 rows; packed sequences lie in one"):
-        ours["causal_conv1d_fn"](drawn(2, 6, 9), drawn(6, 3), seq_idx=torch.zeros(2, 9, dtype=torch.int32))
+        our_logits["causal_conv1d_fn"](
+            draw(2, 6, 9), draw(6, 3), seq_idx=torch.zeros(2, 9, dtype=torch.int32)
+        )

@@ -1,12 +1,12 @@
-"""Linear layers of transformers' models before and after `girih.accelerate`: `make bench OP=accelerate`.
+"""Linear layers of transformers before and after `girih.accelerate`: `make bench OP=accelerate`.
 
     Qwen3-Next layer    Gated DeltaNet: 2048 wide, 16 key and 32 value heads of 128
     Mamba-2 layer       2048 wide, 64 heads of 64, states of 128, one group
-    decoding            4 Qwen3-Next layers, 1 and 64 sequences, transformers' cache, token by token
+    decoding            4 Qwen3-Next layers, 1 and 64 sequences, cache of transformers, token by token
 
-One row of 8192 tokens in bf16; times of the card, peak memory above the memory in use before. A peer that
-transformers would take where it is installed (flash-linear-attention, causal-conv1d, mamba-ssm) counts as
-"transformers".
+The layers read one row of 8192 tokens in bf16. Times are those of the card; peak memory excludes the memory
+in use before. If transformers uses an installed package (flash-linear-attention, causal-conv1d, mamba-ssm),
+the result still counts as "transformers".
 """
 
 import argparse
@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from device import emptied, require_gpu
+from device import free_memory, require_gpu
 from results import FOLDER, write
 from torch import nn
 
@@ -34,7 +34,7 @@ QWEN3_NEXT = {
     "linear_conv_kernel_dim": 4,
 }
 MAMBA2 = {"hidden_size": 2048, "num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 1, "expand": 2}
-DECODED = QWEN3_NEXT | {
+DECODING_MODEL = QWEN3_NEXT | {
     "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
@@ -46,7 +46,7 @@ DECODED = QWEN3_NEXT | {
 
 
 def layer_of(family):
-    """One linear layer, its weights random, in bf16 on the GPU."""
+    """One linear layer with random weights, in bf16 on the GPU."""
     torch.manual_seed(0)
     if family == "Qwen3-Next layer":
         from transformers import Qwen3NextConfig
@@ -66,7 +66,7 @@ def layer_of(family):
 
 
 def measure_layer(card, layer):
-    """Milliseconds of forward, and with backward, and the peak of the latter."""
+    """Milliseconds of forward, milliseconds of forward and backward, and the peak memory of both."""
     from measure import peak_bytes
 
     x = torch.randn(1, TOKENS, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -76,13 +76,13 @@ def measure_layer(card, layer):
     def forward():
         layer(x)
 
-    def both():
+    def forward_backward():
         torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
 
     parts = {
         "forward": lambda: card.milliseconds(forward),
-        "forward_backward": lambda: card.milliseconds(both),
-        "peak_bytes": lambda: peak_bytes(both),
+        "forward_backward": lambda: card.milliseconds(forward_backward),
+        "peak_bytes": lambda: peak_bytes(forward_backward),
     }
     figures = {}
     for name, part in parts.items():
@@ -95,7 +95,7 @@ def measure_layer(card, layer):
 
 @torch.no_grad()
 def milliseconds_a_token(model, sequences):
-    """Of greedy decoding through transformers' own cache, with its host."""
+    """Milliseconds a token of greedy decoding with the cache of transformers, including the host."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -111,7 +111,7 @@ def milliseconds_a_token(model, sequences):
     return statistics.median(times[5:])
 
 
-def measured():
+def measure_all():
     """{what: {"transformers": figures, "girih": figures}}"""
     from girih import accelerate
     from measure import Card
@@ -125,9 +125,9 @@ def measured():
             rows[family] = {"transformers": before, "girih": measure_layer(card, layer)}
         print(family, rows[family], flush=True)
         del layer
-        emptied()
+        free_memory()
     torch.manual_seed(0)
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**DECODED)).cuda().bfloat16().eval()
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**DECODING_MODEL)).cuda().bfloat16().eval()
     for sequences in SEQUENCES:
         before = {"ms_a_token": milliseconds_a_token(model, sequences)}
         with accelerate(model):
@@ -152,8 +152,8 @@ def table(result):
         for key, (title, show) in titles.items():
             if key in sides["girih"]:
                 ours, theirs = sides["girih"][key], sides["transformers"].get(key)
-                failed = sides["transformers"].get("error", "")
-                cells.append([what, title, show(ours), show(theirs) or failed, ratio(ours, theirs)])
+                error = sides["transformers"].get("error", "")
+                cells.append([what, title, show(ours), show(theirs) or error, ratio(ours, theirs)])
     text = markdown(["model", "measure", "accelerated", "transformers", "ratio"], cells)
     return text + f"\n- {result['device']}, {result['versions']}, {result['date']}\n"
 
@@ -169,7 +169,7 @@ def main(argv=None):
     require_gpu()
     warnings.filterwarnings("ignore", message=".*girih.accelerate")
     result = {
-        "rows": measured(),
+        "rows": measure_all(),
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",

@@ -1,12 +1,14 @@
-"""Operators beside the best public code, in one process: `make bench [OP=gsa] [SHAPE=name] [PEER=no]`.
+"""Operators and the best public code, in one process: `make bench [OP=gsa] [SHAPE=name] [PEER=no]`.
 
-Measures forward, forward + backward, a decoding step, peak memory and the first call, at the shapes of
-shapes.py. A result is one entry of FOLDER/<op>.json, written as soon as it is there and replaced when its
-shape is measured again; ratios are formed within an entry alone. table.md and figure.png are made from all.
+The benchmark measures forward, forward + backward, a decoding step, peak memory and the first call, at the
+shapes of shapes.py. A result is one entry of FOLDER/<op>.json. An entry is written when it is complete and
+replaced when its shape is measured again. Ratios compare figures of one entry only. table.md and figure.png
+contain all entries.
+
 `OP=model` measures training and decoding of whole models (train_speed.py; SHAPE: names of models, CONTEXT:
-tokens of a row), `OP=accelerate` layers of transformers' models before and after `girih.accelerate`
-(accelerated.py), `OP=generation` CAT's generation beside a Transformer's, and tokens of `generate()`
-(generation.py; SHAPE: tokens, cat or texts), `OP=converted` a Llama before and after its conversion
+tokens of a row). `OP=accelerate` measures layers of transformers before and after `girih.accelerate`
+(accelerated.py). `OP=generation` measures generation by CAT and by a Transformer, and tokens of `generate()`
+(generation.py; SHAPE: tokens, cat or texts). `OP=converted` measures a Llama before and after its conversion
 (converted_llama.py).
 """
 
@@ -17,8 +19,8 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from device import emptied, require_gpu
-from results import FOLDER, keep, write
+from device import free_memory, require_gpu
+from results import FOLDER, store_entry, write
 from shapes import SHAPES
 
 
@@ -27,8 +29,8 @@ def refuse(message):
     sys.exit(2)
 
 
-def chosen(ops, names):
-    """The shapes of these operators (None: all), or those of these names."""
+def select_shapes(ops, names):
+    """All shapes of these operators (None: all operators), or those with these names."""
     for op in ops or []:
         if op not in SHAPES:
             refuse(
@@ -42,25 +44,25 @@ def chosen(ops, names):
     return [shape for shape in shapes if names is None or shape.name in names]
 
 
-def parts(card, shape, runs):
-    """What is measured of one side: (figure, function that measures it)."""
+def list_measurements(card, shape, runs):
+    """The measurements of one side: pairs of a figure and the function that measures it."""
     from measure import peak_bytes
 
     for name in shape.measures:
-        yield name, lambda name=name: card.milliseconds(runs.measured(name))
+        yield name, lambda name=name: card.milliseconds(runs.timed_function(name))
     if not shape.is_step:
         yield "peak_bytes", lambda: peak_bytes(runs.forward_backward)
 
 
-def of_peer(card, shape, runs, first):
-    """A peer's figures. What fails on its side is a result too: "error", beside what did not fail."""
+def measure_peer(card, shape, runs, first):
+    """The figures of a peer. If a measurement fails, "error" is recorded beside the other figures."""
     from measure import first_call
 
     run = runs.forward if shape.is_step else runs.forward_backward
     figures = {}
     for name, part in [
         ("first_call_s", lambda: first_call(run) if first else None),
-        *parts(card, shape, runs),
+        *list_measurements(card, shape, runs),
     ]:
         try:
             figures[name] = part()
@@ -69,9 +71,9 @@ def of_peer(card, shape, runs, first):
     return figures
 
 
-def measure(card, shape, with_peers, touched):
-    """The entry of a shape. `touched`: packages whose functions this process has called; a peer's first call
-    is one only before that."""
+def measure(card, shape, with_peers, called):
+    """The entry of a shape. `called`: packages that this process has already called. The first call of a peer
+    is measured only for other packages."""
     import floor
     import girih
     import inputs
@@ -79,23 +81,23 @@ def measure(card, shape, with_peers, touched):
     from peers import PEERS, version_of
 
     keywords, call = inputs.draw(shape), inputs.call(shape)
-    ours = {name: part() for name, part in parts(card, shape, Runs(call, keywords))}
+    ours = {name: part() for name, part in list_measurements(card, shape, Runs(call, keywords))}
     ours["first_call_s"] = first_call_in_new_process(shape.op, shape.name)
     ours["version"] = girih.__version__
     with torch.no_grad():
-        least = floor.milliseconds(shape, keywords, call(**keywords), card.rates)
+        floor_ms = floor.milliseconds(shape, keywords, call(**keywords), card.rates)
     peers = {}
     for name in shape.peers if with_peers else ():
         try:
-            peer, own = PEERS[name](shape, keywords)
+            peer, peer_keywords = PEERS[name](shape, keywords)
         except ImportError as error:
             print(f"  {name}: its columns stay empty: {error} (dependency group `bench` of pyproject.toml)")
             continue
         version = version_of(name)
-        peers[name] = of_peer(card, shape, Runs(peer, own), version not in touched)
+        peers[name] = measure_peer(card, shape, Runs(peer, peer_keywords), version not in called)
         peers[name]["version"] = version
-        touched.add(version)
-        del peer, own
+        called.add(version)
+        del peer, peer_keywords
         gc.collect()
     return {
         "shape": shape.record(),
@@ -104,7 +106,7 @@ def measure(card, shape, with_peers, touched):
         "torch": torch.__version__,
         "copy_TB_per_s": round(card.rates["bytes"] / 1e12, 3),
         "product_TFLOP_per_s": round(card.rates["flops"] / 1e12, 1),
-        "floor": least,
+        "floor": floor_ms,
         "ours": ours,
         "peers": peers,
     }
@@ -127,9 +129,9 @@ def main(argv=None):
     if ops == ["model"]:
         import train_speed
 
-        given = {"models": options.shape, "context": options.context}
-        own = [word for name, value in given.items() if value for word in (f"--{name}", str(value))]
-        return train_speed.main(["--folder", str(options.folder), "--peer", options.peer, *own])
+        values = {"models": options.shape, "context": options.context}
+        words = [word for name, value in values.items() if value for word in (f"--{name}", str(value))]
+        return train_speed.main(["--folder", str(options.folder), "--peer", options.peer, *words])
     if ops == ["accelerate"]:
         import accelerated
 
@@ -137,28 +139,28 @@ def main(argv=None):
     if ops == ["generation"]:
         import generation
 
-        own = [] if options.shape is None else ["--part", options.shape]
-        return generation.main(["--folder", str(options.folder), *own])
+        words = [] if options.shape is None else ["--part", options.shape]
+        return generation.main(["--folder", str(options.folder), *words])
     if ops == ["converted"]:
         import converted_llama
 
         return converted_llama.main(["--folder", str(options.folder)])
-    shapes = chosen(ops, options.shape.split(",") if options.shape else None)
+    shapes = select_shapes(ops, options.shape.split(",") if options.shape else None)
 
     from measure import Card
     from report import draw, lines, read, table
 
-    card, touched = Card(), set()
+    card, called = Card(), set()
     print(
         f"{card.name}: copy {card.rates['bytes'] / 1e12:.2f} TB/s, bf16 product "
         f"{card.rates['flops'] / 1e12:.0f} TFLOP/s"
     )
     for shape in shapes:
-        entry = measure(card, shape, options.peer == "yes", touched)
+        entry = measure(card, shape, options.peer == "yes", called)
         print("\n".join(lines(shape, entry)), flush=True)
-        if not keep(options.folder, shape, entry):
+        if not store_entry(options.folder, shape, entry):
             print("  measured without the peer: the file keeps the entry that has one")
-        emptied()
+        free_memory()
     results = read(options.folder)
     write(options.folder / "table.md", table(results))
     draw(results, options.folder / "figure.png")

@@ -1,20 +1,21 @@
-"""A Transformer converted in every way and trained on, loss against tokens: `make conversion [SIZE=25m]`.
+"""A Transformer, converted in several ways and trained further: `make conversion [SIZE=25m]`.
 
-A byte-level Llama is trained on the corpus of `make train`. From its checkpoint go on, all weights trained:
+A byte-level Llama is trained on the corpus of `make train`. These runs start from its checkpoint and train
+all weights:
 
-    attention                     the Transformer itself: what further training does without a conversion
+    attention                     the Transformer itself, trained further without a conversion
     gsa, delta_product            replace_attention
     inject constant, gradual, cyclic, learned
                                   LiZA, a delta_product beside attention, with each schedule of its weight m
     gsa, delta_product from scratch
-                                  the replaced models once more, from random weights, on these tokens alone
+                                  the replaced models, from random weights, on the tokens of these runs alone
 
-All see the same windows in the same order and have one schedule of the learning rate (`girih.train`'s: AdamW,
-warm-up over a twentieth of the steps, cosine to zero), which restarts after the checkpoint. Held-out bits
-a byte are measured from token 0 on: right after the conversion, before the first step.
+All runs read the same windows in the same order. All have the recipe of `girih.train`: AdamW, warm-up over a
+twentieth of the steps, cosine to zero. The learning rate restarts after the checkpoint. Held-out bits a byte
+are measured from token 0 on, that is, after the conversion and before the first step.
 
-FOLDER/conversion.json holds all of it. A run is written there when it is finished, and not trained again; the
-checkpoint lies in WORK. Table and figure are made from the file alone, by `--draw` too.
+FOLDER/conversion.json holds all results. A run is written when it is finished, and is not trained again. The
+checkpoint is in WORK. Table and figure are made from the file alone, also with `--draw`.
 """
 
 import argparse
@@ -67,14 +68,15 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 SIZES = OF_TRAIN | {"25m": Recipe(25_000_000, 8, 8, 64, 64, 512, 32, 1830, 1e-3, 256)}
-MEASURED = 24  # points of a curve after its first; four of them for a level of the cyclic schedule
-LEVELS = (0.0, 0.5, 1.0)  # of m: the cyclic schedule's, and where every mixture is measured in the end
+NUM_POINTS = 24  # points of a curve after the first; four of them for each level of the cyclic schedule
+# values of m: levels of the cyclic schedule, and weights at which every mixture is measured at the end
+LEVELS = (0.0, 0.5, 1.0)
 BASE = "base"
 
 
 @dataclass(frozen=True)
 class Way:
-    """What a run does to the Transformer. schedule: of the mixture's weight, by `MixSchedule`'s arguments."""
+    """The conversion of a run. schedule: arguments of `MixSchedule` for the weight of the mixture."""
 
     convert: Callable[[nn.Module], girih.conversion.Conversion | None]
     schedule: dict | None = None
@@ -86,7 +88,7 @@ class Plan:
     recipe: Recipe
     base_steps: int
     steps: int
-    settings: dict  # equal settings are the same study
+    settings: dict  # plans with equal settings are the same study
     corpus: Corpus
     folder: Path
     work: Path
@@ -101,41 +103,41 @@ class Plan:
         return self.work / BASE
 
 
-def every(steps: int) -> int:
-    """Steps from one point of a curve to the next."""
-    return -(-steps // MEASURED)
+def point_period(steps: int) -> int:
+    """Steps between two points of a curve."""
+    return -(-steps // NUM_POINTS)
 
 
 def ways(recipe: Recipe, steps: int, gate_per: str) -> dict[str, Way]:
-    """The runs that follow the Transformer's, by name."""
+    """The runs that follow the training of the Transformer, by name."""
 
-    def replaced(mixer: str, **options) -> Callable:
+    def make_replacement(mixer: str, **options) -> Callable:
         return lambda model: girih.replace_attention(model, mixer, **options)
 
-    def injected(weight: float, learned: bool = False) -> Callable:
+    def make_injection(weight: float, learned: bool = False) -> Callable:
         return lambda model: girih.inject(
             model, "delta_product", weight=weight, learned=learned, gate_per=gate_per
         )
 
-    gsa, delta_product = replaced("gsa", num_slots=recipe.slots), replaced("delta_product")
+    gsa, delta_product = make_replacement("gsa", num_slots=recipe.slots), make_replacement("delta_product")
     schedules = {
         "constant": {"final": 0.5},
         "gradual": {"first": 0.0, "final": 0.5, "steps": -(-steps // 2)},
-        "cyclic": {"levels": LEVELS, "steps": 4 * every(steps)},
+        "cyclic": {"levels": LEVELS, "steps": 4 * point_period(steps)},
     }
-    made = {"attention": Way(lambda model: None), "gsa": Way(gsa), "delta_product": Way(delta_product)}
+    result = {"attention": Way(lambda model: None), "gsa": Way(gsa), "delta_product": Way(delta_product)}
     for name, options in schedules.items():
         first = girih.MixSchedule(name, **options).weight(0)
-        made[f"inject {name}"] = Way(injected(first), {"schedule": name} | options)
-    made["inject learned"] = Way(injected(0.5, learned=True), {"schedule": "learned"})
-    made["gsa from scratch"] = Way(gsa, scratch=True)
-    made["delta_product from scratch"] = Way(delta_product, scratch=True)
-    return made
+        result[f"inject {name}"] = Way(make_injection(first), {"schedule": name} | options)
+    result["inject learned"] = Way(make_injection(0.5, learned=True), {"schedule": "learned"})
+    result["gsa from scratch"] = Way(gsa, scratch=True)
+    result["delta_product from scratch"] = Way(delta_product, scratch=True)
+    return result
 
 
 def transformer(recipe: Recipe) -> LlamaForCausalLM:
-    """A Llama of about `recipe.parameters`: the width of its MLPs is fitted. Weights start as girih's do, in
-    whose size of model transformers' own 0.02 learns far later."""
+    """A Llama of about `recipe.parameters`. The width of its MLPs is fitted. Its weights start as girih's do:
+    with the 0.02 of transformers, models of this size learn far later."""
     width = recipe.heads * recipe.head_dim
     outside = 256 * width + recipe.layers * 4 * width**2
     intermediate = STEP * max(1, round((recipe.parameters - outside) / (3 * width * recipe.layers * STEP)))
@@ -157,7 +159,7 @@ def transformer(recipe: Recipe) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, rows: torch.Tensor, batch: int) -> float:
-    """Of held-out rows `[N, context]`, whose first byte nothing predicts."""
+    """Bits a byte of held-out rows `[N, context]`. The first byte of a row is not predicted."""
     training, device = model.training, next(model.parameters()).device
     model.eval()
     total = 0.0
@@ -181,7 +183,7 @@ def weights(model: nn.Module) -> list[float]:
 
 @torch.no_grad()
 def bits_at(model: nn.Module, m: float, rows: torch.Tensor, batch: int) -> float:
-    """Bits a byte with the weight m in every injected layer, which loses what it had."""
+    """Bits a byte with the weight m in every injected layer. Overwrites the weights of these layers."""
     for mixture in mixtures(model):
         if mixture.learned:
             mixture.logit.fill_(torch.logit(torch.tensor(m)))  # infinite at 0 and 1
@@ -191,13 +193,13 @@ def bits_at(model: nn.Module, m: float, rows: torch.Tensor, batch: int) -> float
 
 
 class Curve(TrainerCallback):
-    """Held-out bits a byte before the first step, every `period` steps and after the last."""
+    """Held-out bits a byte before the first step, after every `period` steps and after the last step."""
 
     def __init__(self, rows: torch.Tensor, recipe: Recipe, period: int):
         self.rows, self.batch, self.period = rows, recipe.batch, period
         self.tokens_a_step = recipe.batch * recipe.context
         self.points: dict[str, list] = {"tokens": [], "bits_per_byte": []}
-        self.seconds = 0.0  # that measuring took
+        self.seconds = 0.0  # spent on measuring
 
     def measure(self, step: int, model: nn.Module) -> None:
         if torch.cuda.is_available():
@@ -217,8 +219,8 @@ class Curve(TrainerCallback):
             self.measure(state.global_step, model)
 
 
-def trained(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Module, dict]:
-    """A model made, converted and trained, and what the file keeps of it."""
+def train_model(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Module, dict]:
+    """Builds, converts and trains a model. Returns the model and its entry in the file."""
     torch.manual_seed(plan.seed)
     recipe = replace(plan.recipe, steps=steps)
     if way.scratch:
@@ -230,8 +232,8 @@ def trained(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Mod
     windows = Windows.drawn(plan.corpus.train, steps * recipe.batch, recipe.context, windows_seed)
     held_out = Windows.spread(plan.corpus.held_out, recipe.held_out, recipe.context)
     rows = torch.stack([window["input_ids"] for window in held_out])
-    curve = Curve(rows, recipe, every(steps))
-    with tempfile.TemporaryDirectory() as folder:  # which the trainer wants and leaves empty
+    curve = Curve(rows, recipe, point_period(steps))
+    with tempfile.TemporaryDirectory() as folder:  # the trainer needs a folder, and writes nothing to it
         trainer = fit(model, recipe, windows, held_out, Path(folder), plan.seed, save_strategy="no")
         trainer.add_callback(curve)
         if way.schedule:
@@ -257,20 +259,20 @@ def trained(plan: Plan, way: Way, steps: int, windows_seed: int) -> tuple[nn.Mod
     if way.schedule:
         run["weights"] = weights(model)
         run["bits_per_byte_at_weight"] = {f"{m:g}": bits_at(model, m, rows, recipe.batch) for m in LEVELS}
-    measured = [*run["bits_per_byte"], *run.get("bits_per_byte_at_weight", {}).values()]
-    if not torch.tensor(measured).isfinite().all():
+    figures = [*run["bits_per_byte"], *run.get("bits_per_byte_at_weight", {}).values()]
+    if not torch.tensor(figures).isfinite().all():
         raise FloatingPointError("the held-out loss is not finite")
     return model, run
 
 
 def digest(checkpoint: Path) -> str | None:
-    """Of a checkpoint's weights, or None where there are none."""
+    """SHA-256 of the weights of a checkpoint, or None if there are none."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
 def train_base(plan: Plan) -> dict:
-    model, run = trained(plan, Way(lambda model: None, scratch=True), plan.base_steps, plan.seed)
+    model, run = train_model(plan, Way(lambda model: None, scratch=True), plan.base_steps, plan.seed)
     draft = draft_of(plan.checkpoint)
     for folder in (draft, plan.checkpoint):
         shutil.rmtree(folder, ignore_errors=True)
@@ -279,16 +281,16 @@ def train_base(plan: Plan) -> dict:
     return run | {"sha256": digest(plan.checkpoint)}
 
 
-def known(plan: Plan) -> dict:
-    """What the file holds already. Refuses that of another study, which is not to be overwritten."""
+def read_study(plan: Plan) -> dict:
+    """The contents of the file. Refuses the file of another study, which must not be overwritten."""
     if not plan.file.exists():
         sizes = {"train": len(plan.corpus.train), "held_out": len(plan.corpus.held_out)}
         return {"settings": plan.settings, "corpus": {"name": plan.corpus.name} | sizes, "runs": {}}
     result = read_json(plan.file)
-    has = result.get("settings")
-    if not isinstance(has, dict) or not isinstance(result.get("runs"), dict):
+    saved = result.get("settings")
+    if not isinstance(saved, dict) or not isinstance(result.get("runs"), dict):
         raise damaged(plan.file)
-    other = [name for name in sorted({*has, *plan.settings}) if has.get(name) != plan.settings.get(name)]
+    other = [name for name in sorted({*saved, *plan.settings}) if saved.get(name) != plan.settings.get(name)]
     if other:
         names = " and ".join(name.removesuffix("_sha256") for name in other)
         raise Refusal(f"file {plan.file}: it is of another {names}; name another folder, or remove it")
@@ -296,30 +298,30 @@ def known(plan: Plan) -> dict:
 
 
 def study(plan: Plan, chosen: dict[str, Way], minutes: float | None) -> bool:
-    """Train what is missing, each run written as soon as it is there. False if one failed."""
-    result, started, failed = known(plan), time.monotonic(), []
+    """Trains the missing runs. Each run is written when it is finished. Returns False if a run failed."""
+    result, started, failed = read_study(plan), time.monotonic(), []
     runs = result["runs"]
     ordered = [BASE, *ways(plan.recipe, plan.steps, plan.settings["gate_per"])]
 
-    def keep(name: str, run: dict) -> None:
+    def store_run(name: str, run: dict) -> None:
         runs[name] = run
         result["runs"] = {each: runs[each] for each in ordered if each in runs}
         publish(plan.file, json.dumps(result, indent=1) + "\n")
         print(f"{name}: {run['bits_per_byte'][-1]:.4f} bits a byte, {run['seconds']:.0f} s", flush=True)
 
-    def missing(name: str) -> bool:
+    def is_missing(name: str) -> bool:
         return name not in runs
 
-    continues = any(missing(name) and not way.scratch for name, way in chosen.items())
-    if missing(BASE) or (continues and runs[BASE]["sha256"] != digest(plan.checkpoint)):
-        if gone := [name for name, run in runs.items() if not run["from_scratch"] or name == BASE]:
-            print(f"{plan.checkpoint} is not what these came from, which count no more: {', '.join(gone)}")
-            for name in gone:
+    needs_checkpoint = any(is_missing(name) and not way.scratch for name, way in chosen.items())
+    if is_missing(BASE) or (needs_checkpoint and runs[BASE]["sha256"] != digest(plan.checkpoint)):
+        if dropped := [name for name, run in runs.items() if not run["from_scratch"] or name == BASE]:
+            print(f"{plan.checkpoint} is not what these came from, which count no more: {', '.join(dropped)}")
+            for name in dropped:
                 del runs[name]
         print(f"{BASE}: {plan.base_steps} steps", flush=True)
-        keep(BASE, train_base(plan))
+        store_run(BASE, train_base(plan))
     for name, way in chosen.items():
-        if not missing(name):
+        if not is_missing(name):
             print(f"{name}: there already")
             continue
         if minutes is not None and time.monotonic() - started > 60 * minutes:
@@ -327,7 +329,7 @@ def study(plan: Plan, chosen: dict[str, Way], minutes: float | None) -> bool:
             break
         print(f"{name}: {plan.steps} steps", flush=True)
         try:
-            _, run = trained(plan, way, plan.steps, plan.seed + 1)
+            _, run = train_model(plan, way, plan.steps, plan.seed + 1)
         except Exception as error:
             if isinstance(error, Interrupted) or disk_full(error):
                 raise
@@ -337,21 +339,21 @@ def study(plan: Plan, chosen: dict[str, Way], minutes: float | None) -> bool:
         finally:
             gc.collect()  # models and trainers refer to each other
             torch.cuda.empty_cache()
-        keep(name, run)
+        store_run(name, run)
     for line in failed:
         print(f"conversion: failed: {line}", file=sys.stderr)
     return not failed
 
 
 def show(folder: Path) -> None:
-    """Table and figure, from the file alone."""
+    """Prints the table and draws the figure, from the file alone."""
     import curves
 
     file = folder / "conversion.json"
     if not file.exists():
         raise Refusal(f"file {file}: no such file")
     result = read_json(file)
-    if not curves.continued(result):
+    if not curves.converted_runs(result):
         return
     print("\n" + curves.table(result))
     try:
@@ -368,9 +370,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
     recipe = SIZES[size]
     if options.learning_rate is not None:
         recipe = replace(recipe, learning_rate=options.learning_rate)
-    a_step = recipe.batch * recipe.context
-    base_steps = recipe.steps if options.base_tokens is None else options.base_tokens // a_step
-    steps = recipe.steps // 3 if options.tokens is None else options.tokens // a_step
+    tokens_a_step = recipe.batch * recipe.context
+    base_steps = recipe.steps if options.base_tokens is None else options.base_tokens // tokens_a_step
+    steps = recipe.steps // 3 if options.tokens is None else options.tokens // tokens_a_step
     for number in (base_steps, steps):
         refuse_steps(number, recipe.bytes_a_step)
     corpus = read_corpus(options.corpus, recipe.context)
@@ -405,9 +407,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", help="names with commas (default: all)")
     parser.add_argument("--minutes", type=float, help="after which no run begins; the same command continues")
     parser.add_argument("--corpus", type=path, help="a file or folder (default: Python's standard library)")
-    own = Path("runs/conversion")
-    parser.add_argument("--folder", type=path, default=own, help="where the results are")
-    parser.add_argument("--work", type=path, default=own, help="where the checkpoint is")
+    default_folder = Path("runs/conversion")
+    parser.add_argument("--folder", type=path, default=default_folder, help="where the results are")
+    parser.add_argument("--work", type=path, default=default_folder, help="where the checkpoint is")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--draw", action="store_true", help="train nothing: table and figure of the file")
     use_one_device()
@@ -428,15 +430,15 @@ def main(argv: list[str] | None = None) -> int:
             for name, way in every_way.items()
             if name in names and (options.scratch or not way.scratch)
         }
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as locks:
             for folder in (plan.folder, plan.work):
                 with refuse_unusable(folder):
                     make_folder(folder)
             for folder in sorted({plan.folder.resolve(), plan.work.resolve()}):
-                held.enter_context(lock_folder(folder))
-            done = study(plan, chosen, options.minutes)
+                locks.enter_context(lock_folder(folder))
+            succeeded = study(plan, chosen, options.minutes)
         show(plan.folder)
-        return 0 if done else 1
+        return 0 if succeeded else 1
 
     return answer("conversion", work)
 

@@ -1,31 +1,32 @@
 """A Llama of transformers before and after its conversion: `make bench OP=converted`.
 
-About 340M parameters: 24 layers, 1024 wide, 16 heads of 64, MLPs of 2816, 32000 tokens, tied embeddings,
-random weights in bf16; attention is SDPA's, in the model as it comes and where it stays.
+The model has about 340M parameters: 24 layers, 1024 wide, 16 heads of 64, MLPs of 2816, 32000 tokens, tied
+embeddings, random weights in bf16. All attention is computed by SDPA.
 
-Training: LoRA of peft, r = 16 on q, k, v and o, adapters in fp32, the rest frozen; 8 rows of 2048 tokens a
-step, bf16 autocast. A step is forward with the model's own loss, backward, AdamW (fused) and zeroing the
-gradients. Beside the model as it comes stand models with a linear memory injected (LiZA, m = 0.5), of which
-attention is computed as before: what is lost is what the memory costs.
+Training uses LoRA of peft: r = 16 on q, k, v and o, adapters in fp32, all else frozen; 8 rows of 2048 tokens
+a step, bf16 autocast. A step is forward with the model's own loss, backward, AdamW (fused) and zeroing the
+gradients. The converted models have an injected linear memory (LiZA, m = 0.5). They compute the same
+attention, so the difference is the cost of the memory.
 
     tokens_per_second   by the median step
-    peak_bytes          the most that is there in a step, weights included
+    peak_bytes          peak memory of a step, weights included
 
-Generation: `generate()` itself, greedy, with what its loop costs the host. A prompt of random tokens is read
-once and its cache repeated for every sequence; the first 8 tokens after it are not timed (there transformers
-compiles), the next 64 are, at contexts of 1024, 4096 and 16384 tokens. All sequences of a batch say the
-same, which no model here can use.
+Generation is greedy `generate()`, including the host time of its loop. A prompt of random tokens is read
+once, and its cache is repeated for every sequence. The first 8 tokens are not timed, because transformers
+compiles there. The next 64 are timed, at contexts of 1024, 4096 and 16384 tokens. All sequences of a batch
+have the same text; no model here benefits from this.
 
-    Llama               transformers' DynamicCache, which is copied for every token
-    Llama, compiled     its StaticCache of just that length, and torch.compile, as `generate()` does it
-    gsa, gated_deltanet all attention replaced; as they come, without compilation
+    Llama               DynamicCache of transformers, which is copied for every token
+    Llama, compiled     StaticCache of exactly the required length, and torch.compile, as in `generate()`
+    gsa, gated_deltanet all attention replaced, without compilation
     LiZA, window        injected at m = 1, attention sees 256 tokens (max_self_attn_length)
 
-As many sequences as the card has room for the Llama's keys at that context, MOST at most; converted models
-with as many, and with MOST of them, which the Llama cannot hold at the longer contexts.
+The number of sequences is limited by the memory for the Llama's keys at that context, and is at most MOST.
+The converted models run with the same number, and with MOST, for which the Llama has no room at longer
+contexts.
 
     tokens_per_second   of all sequences together
-    cache_bytes         of one sequence, when the last token is there
+    cache_bytes         of one sequence, after the last token
 """
 
 import argparse
@@ -35,8 +36,8 @@ import time
 from pathlib import Path
 
 import torch
-from device import emptied, require_gpu
-from results import FOLDER, keep_part, origin
+from device import free_memory, require_gpu
+from results import FOLDER, origin, store_part
 
 LLAMA = {
     "vocab_size": 32000,
@@ -50,23 +51,24 @@ LLAMA = {
     "eos_token_id": None,
 }
 ROWS, TOKENS, WARM_UPS, STEPS = 8, 2048, 3, 7
-RANK, ADAPTED = 16, ["q_proj", "k_proj", "v_proj", "o_proj"]
-CONTEXTS = (16384, 4096, 1024)  # the longest is compiled first, for its length alone
+RANK, LORA_TARGETS = 16, ["q_proj", "k_proj", "v_proj", "o_proj"]
+CONTEXTS = (16384, 4096, 1024)  # the longest context is compiled first, for its own length
 MOST = 256  # sequences
 UNTIMED, TIMED = 8, 64
-ROOM = 0.7  # of the card's free memory, for keys: one layer's are there twice while a token is appended
+# share of the card's free memory for keys; the keys of one layer exist twice while a token is appended
+ROOM = 0.7
 
-# What is done to the model, by name: None, or how, and its options.
-AS_IT_COMES = "Llama"
-TRAINED = {
-    AS_IT_COMES: None,
+# The conversion of each model, by name: None, or a function of girih and its options.
+UNCHANGED = "Llama"
+TRAINING = {
+    UNCHANGED: None,
     "LiZA": ("inject", {}),
     "LiZA, a step size a head": ("inject", {"gate_per": "head"}),
     "LiZA, a step size a head, n = 1": ("inject", {"gate_per": "head", "n": 1}),
 }
 COMPILED = "Llama, compiled"
-DECODED = {
-    AS_IT_COMES: None,
+DECODING = {
+    UNCHANGED: None,
     COMPILED: None,
     "gsa": ("replace_attention", {"mixer": "gsa"}),
     "gated_deltanet": ("replace_attention", {"mixer": "gated_deltanet"}),
@@ -75,7 +77,7 @@ DECODED = {
 
 
 def llama(conversion, device):
-    """The model with random weights, converted as TRAINED or DECODED says."""
+    """The model with random weights, converted as given in TRAINING or DECODING."""
     import girih
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,16 +85,16 @@ def llama(conversion, device):
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="sdpa")).to(torch.bfloat16)
     if conversion is not None:
-        how, options = conversion
-        getattr(girih, how)(model, **options)
+        function, options = conversion
+        getattr(girih, function)(model, **options)
     return model
 
 
-def adapted(model):
-    """With LoRA on attention's projections, and nothing else to train."""
+def add_lora(model):
+    """Adds LoRA to the projections of attention. Nothing else is trained."""
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=ADAPTED, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
     return get_peft_model(model.train(), lora)
 
 
@@ -107,9 +109,9 @@ def training_step(model, optimizer, ids):
 
 def train(conversion, device):
     """The row of a model in training."""
-    model = adapted(llama(conversion, device))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    model = add_lora(llama(conversion, device))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True)
     ids = torch.randint(LLAMA["vocab_size"], (ROWS, TOKENS), device=device)
     on_card = ids.is_cuda
     if on_card:
@@ -124,14 +126,14 @@ def train(conversion, device):
         raise FloatingPointError("the loss is not finite")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "trained": sum(p.numel() for p in trained),
+        "trained": sum(p.numel() for p in trainable),
         "tokens_per_second": round(ROWS * TOKENS / statistics.median(seconds[WARM_UPS:])),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_card else None,
     }
 
 
 def tensors_of(cache):
-    """Every tensor that a cache keeps of its text."""
+    """All tensors of the text that a cache holds."""
     from girih.models.cache import StateLayer
     from girih.nn import map_state
 
@@ -140,21 +142,22 @@ def tensors_of(cache):
             found = []
             map_state(found.append, layer.state)
             yield from found
-            layer = getattr(layer, "softmax", None)  # of an injected model: the keys beside its state
+            layer = getattr(layer, "softmax", None)  # in an injected model, the keys beside its state
         if layer is not None and layer.keys is not None:
             yield layer.keys
             yield layer.values
 
 
 def bytes_of_a_sequence(cache, sequences):
-    """By what is held, of which tensors of fewer elements may be parts."""
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(cache)}
-    return sum(held.values()) // sequences
+    """Bytes of the storages that the cache holds. A tensor may be a part of its storage."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(cache)}
+    return sum(storages.values()) // sequences
 
 
 @torch.no_grad()
 def cache_after(model, prompt, sequences, length=None):
-    """The cache of so many sequences that have read prompt `[1, T]`. length: of a StaticCache, its room."""
+    """The cache of `sequences` sequences that have read prompt `[1, T]`. length: number of slots of a
+    StaticCache."""
     from transformers import DynamicCache, StaticCache
 
     cache = DynamicCache(config=model.config)
@@ -169,8 +172,8 @@ def cache_after(model, prompt, sequences, length=None):
 
 
 class Clock:
-    """A stopping criterion of `generate()` that stops nothing, and reads the time when `UNTIMED` tokens and
-    when all are there. The card is waited for at these two alone."""
+    """A stopping criterion of `generate()` that never stops. It reads the time after `UNTIMED` tokens and
+    after all tokens, and waits for the card only then."""
 
     def __init__(self):
         self.tokens, self.times = 0, []
@@ -187,7 +190,7 @@ class Clock:
 def generate(model, prompt, sequences, compiled=False):
     """The tokens after prompt `[1, T + 1]`, `[sequences, UNTIMED + TIMED]`, and their row.
 
-    All but the prompt's last token are read before, once for all sequences.
+    All tokens of the prompt except the last are read before, once for all sequences.
     """
     from transformers import StoppingCriteriaList
 
@@ -203,42 +206,43 @@ def generate(model, prompt, sequences, compiled=False):
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    began, ended = clock.times
+    start, end = clock.times
     row = {
         "sequences": sequences,
-        "ms_a_token": round(1e3 * (ended - began) / TIMED, 3),
-        "tokens_per_second": round(sequences * TIMED / (ended - began)),
+        "ms_a_token": round(1e3 * (end - start) / TIMED, 3),
+        "tokens_per_second": round(sequences * TIMED / (end - start)),
         "cache_bytes": bytes_of_a_sequence(cache, sequences),
     }
     return text[:, ids.shape[1] :], row
 
 
-def written(*arguments):
-    """The row alone."""
+def generation_row(*arguments):
+    """The row of `generate` without its tokens."""
     return generate(*arguments)[1]
 
 
 def keys_of_a_sequence(tokens):
-    """Bytes of the Llama's keys and values of so many tokens, in bf16."""
+    """Bytes of the Llama's keys and values of this number of tokens, in bf16."""
     return 2 * 2 * LLAMA["num_hidden_layers"] * LLAMA["hidden_size"] * tokens
 
 
-def carried(context, free):
-    """How many sequences the Llama holds in so much free memory, at the end of the texts after a context."""
+def count_sequences(context, free):
+    """Number of sequences of the Llama that fit into the free memory, at the end of the texts after a
+    context."""
     whole = keys_of_a_sequence(context + UNTIMED + TIMED)
     return max(1, min(MOST, int(ROOM * free) // whole))
 
 
 def texts(name, free):
-    """What a model is asked to write: (context, sequences)."""
+    """The texts that a model generates: (context, sequences)."""
     for context in CONTEXTS:
-        sequences = carried(context, free)
-        for batch in sorted({sequences, MOST}) if DECODED[name] else [sequences]:
+        sequences = count_sequences(context, free)
+        for batch in sorted({sequences, MOST}) if DECODING[name] else [sequences]:
             yield context, batch
 
 
 def attempt(measure, *arguments):
-    """A row, or why there is none: a card may be too small for one of them."""
+    """A row, or an error if the memory of the card is too small."""
     try:
         return measure(*arguments)
     except torch.OutOfMemoryError:
@@ -246,41 +250,41 @@ def attempt(measure, *arguments):
 
 
 def trainings(device):
-    """{name: row}, again with each further row."""
+    """{name: row}, yielded after every new row."""
     rows = {}
-    for name, conversion in TRAINED.items():
+    for name, conversion in TRAINING.items():
         rows[name] = attempt(train, conversion, device)
         print(f"LoRA, {name}: {rows[name]}", flush=True)
         yield rows
-        emptied()
+        free_memory()
 
 
 def generations(device, free):
-    """{context: {name: {sequences: row}}}, likewise."""
+    """{context: {name: {sequences: row}}}, yielded after every new row."""
     rows = {str(context): {} for context in sorted(CONTEXTS)}
-    for name, conversion in DECODED.items():
+    for name, conversion in DECODING.items():
         model = llama(conversion, device).eval()
         prompt = torch.randint(LLAMA["vocab_size"], (1, max(CONTEXTS) + 1), device=device)
         for context, sequences in texts(name, free):
-            row = attempt(written, model, prompt[:, : context + 1], sequences, name == COMPILED)
+            row = attempt(generation_row, model, prompt[:, : context + 1], sequences, name == COMPILED)
             rows[str(context)].setdefault(name, {})[str(sequences)] = row
             print(f"{name}, context {context}, {sequences} sequences: {row}", flush=True)
             yield rows
-            emptied()
+            free_memory()
         del model
         torch.compiler.reset()
-        emptied()
+        free_memory()
 
 
-def times(value, beside):
-    return "" if None in (value, beside) else f"{value / beside:.2f}x"
+def times(value, baseline):
+    return "" if None in (value, baseline) else f"{value / baseline:.2f}x"
 
 
 def table_of_training(rows):
-    """Markdown; ratios to the model as it comes."""
+    """Markdown. Ratios are relative to the unchanged model."""
     from report import markdown
 
-    cells, beside = [], rows[AS_IT_COMES]
+    cells, baseline = [], rows[UNCHANGED]
     for name, row in rows.items():
         speed, peak = row.get("tokens_per_second"), row.get("peak_bytes")
         cells.append(
@@ -288,19 +292,19 @@ def table_of_training(rows):
                 name,
                 f"{row['trained'] / 1e6:.1f}M of {row['parameters'] / 1e6:.0f}M" if speed else "",
                 row.get("error") or f"{speed:,}",
-                times(speed, beside.get("tokens_per_second")),
+                times(speed, baseline.get("tokens_per_second")),
                 "" if peak is None else f"{peak / 2**30:.1f}",
-                times(peak, beside.get("peak_bytes")),
+                times(peak, baseline.get("peak_bytes")),
             ]
         )
     return markdown(["LoRA on", "parameters trained", "tokens/s", "", "peak, GiB", ""], cells)
 
 
 def best_of_llama(rows):
-    """Tokens a second of the model as it comes, by the better of its caches."""
+    """Tokens a second of the unchanged model, with the better of its caches."""
     speeds = [
         row["tokens_per_second"]
-        for name in (AS_IT_COMES, COMPILED)
+        for name in (UNCHANGED, COMPILED)
         for row in rows.get(name, {}).values()
         if "error" not in row
     ]
@@ -308,7 +312,7 @@ def best_of_llama(rows):
 
 
 def table_of_texts(contexts):
-    """Markdown; ratios to the Llama's better cache at the same context."""
+    """Markdown. Ratios are relative to the Llama's better cache at the same context."""
     from report import markdown
 
     cells = []
@@ -316,7 +320,7 @@ def table_of_texts(contexts):
         best = best_of_llama(rows)
         for name, batches in rows.items():
             for sequences, row in batches.items():
-                speed, kept = row.get("tokens_per_second"), row.get("cache_bytes")
+                speed, cache_bytes = row.get("tokens_per_second"), row.get("cache_bytes")
                 cells.append(
                     [
                         f"{int(context):,}",
@@ -325,7 +329,7 @@ def table_of_texts(contexts):
                         "" if speed is None else f"{row['ms_a_token']:.1f}",
                         row.get("error") or f"{speed:,}",
                         times(speed, best),
-                        "" if kept is None else f"{kept / 2**20:.1f}",
+                        "" if cache_bytes is None else f"{cache_bytes / 2**20:.1f}",
                     ]
                 )
     heads = ["context", "", "sequences", "ms a token", "tokens/s", "", "cache of a sequence, MiB"]
@@ -333,9 +337,11 @@ def table_of_texts(contexts):
 
 
 def table(parts):
-    """Markdown of the file of results, each part with where it was measured."""
-    shown = (("training", table_of_training), ("texts", table_of_texts))
-    return "\n".join(made(parts[part]["rows"]) + origin(parts[part]) for part, made in shown if part in parts)
+    """Markdown of the file of results. Each part names its device and versions."""
+    tables = (("training", table_of_training), ("texts", table_of_texts))
+    return "\n".join(
+        make_table(parts[part]["rows"]) + origin(parts[part]) for part, make_table in tables if part in parts
+    )
 
 
 def main(argv=None):
@@ -349,7 +355,7 @@ def main(argv=None):
     import peft
     import transformers
 
-    # A cache that grows finds no room in pieces that were cut to its earlier size.
+    # Without expandable segments, a growing cache cannot use the memory blocks of its earlier sizes.
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
     runs = {
@@ -358,7 +364,7 @@ def main(argv=None):
     }
     for part, run in runs.items():
         if options.part in (None, part):
-            parts = keep_part(options.folder / "converted.json", part, run(), versions)
+            parts = store_part(options.folder / "converted.json", part, run(), versions)
     print("\n" + table(parts))
     return 0
 

@@ -1,4 +1,4 @@
-"""What a page shows of conversion.json: the words on how it was made, the table, the figure."""
+"""Text, table and figure of conversion.json for a page."""
 
 import os
 import textwrap
@@ -22,23 +22,23 @@ COLORS = {
 }
 
 
-def continued(result):
-    """The runs after the Transformer's, by name."""
+def converted_runs(result):
+    """The runs that follow the training of the Transformer, by name."""
     return {name: run for name, run in result["runs"].items() if name != BASE}
 
 
-def at(run, share):
-    """Bits a byte where this share of a run's tokens has been read, at the first point that is so far."""
-    reached = share * run["tokens"][-1]
+def bits_after(run, share):
+    """Bits a byte at the first point after this share of the run's tokens."""
+    target = share * run["tokens"][-1]
     return next(
-        bits for tokens, bits in zip(run["tokens"], run["bits_per_byte"], strict=True) if tokens >= reached
+        bits for tokens, bits in zip(run["tokens"], run["bits_per_byte"], strict=True) if tokens >= target
     )
 
 
-def words(result):
-    """How it was made, in the file's numbers."""
+def describe_study(result):
+    """How the study was made, with the numbers of the file."""
     runs, settings, corpus = result["runs"], result["settings"], result["corpus"]
-    base, some = runs[BASE], next(iter(continued(result).values()))
+    base, first = runs[BASE], next(iter(converted_runs(result).values()))
     devices = dict.fromkeys(run["device"] for run in runs.values())
     versions = dict.fromkeys(run["versions"] for run in runs.values())
     dates = sorted({run["date"] for run in runs.values()})
@@ -48,7 +48,7 @@ def words(result):
         f"{settings['heads'] * settings['head_dim']} wide, read {base['tokens'][-1] / 1e6:.2f}M bytes of "
         f"{text}, which has {corpus['train'] / 1e6:.1f}M to train on, in windows of "
         f"{settings['context']}, and came to {base['bits_per_byte'][-1]:.3f} bits a held-out byte. Each line "
-        f"goes on from there for {some['tokens'][-1] / 1e6:.2f}M bytes more, those from scratch from random "
+        f"goes on from there for {first['tokens'][-1] / 1e6:.2f}M bytes more, those from scratch from random "
         "weights: the same windows in the same order, AdamW, the learning rate up to "
         f"{settings['learning_rate']:g} over the first twentieth of the steps and down to zero by a cosine, "
         f"all weights trained, one seed. {', '.join(devices)}, "
@@ -59,10 +59,10 @@ def words(result):
 
 
 def table(result):
-    """A row a run, the best in the end on top."""
+    """One row for each run, sorted by its last bits a byte."""
     from report import markdown
 
-    runs = continued(result)
+    runs = converted_runs(result)
     control = runs.get(CONTROL)
     levels = next((list(run["bits_per_byte_at_weight"]) for run in runs.values() if run["schedule"]), [])
     rows = []
@@ -72,7 +72,7 @@ def table(result):
             [
                 LABELS.get(name, name),
                 f"{run['parameters']:,}",
-                *(f"{at(run, share):.3f}" for share in (0, 0.1, 0.5)),
+                *(f"{bits_after(run, share):.3f}" for share in (0, 0.1, 0.5)),
                 f"{last:.3f}",
                 f"{last - control['bits_per_byte'][-1]:+.3f}" if control and run is not control else "",
                 f"{run['weight'][-1]:.2f}" if run["schedule"] else "",
@@ -97,8 +97,9 @@ def style(name):
     return {"linestyle": "--"} if name.startswith("inject") else {}
 
 
-def legible(values, least):
-    """Heights near `values`, ascending, neighbours `least` apart or more: heaps spread about their means."""
+def spread_labels(values, least):
+    """Heights near `values`, in ascending order. Neighbours are at least `least` apart: groups of close
+    values are spread around their means."""
     heaps = []
     for value in sorted(values):
         heaps.append([value])
@@ -108,30 +109,30 @@ def legible(values, least):
             if means[1] - means[0] >= reach:
                 break
             heaps[-2:] = [heaps[-2] + heaps[-1]]
-    placed = []
+    heights = []
     for heap in heaps:
         mean = sum(heap) / len(heap)
-        placed += [mean + least * (i - (len(heap) - 1) / 2) for i in range(len(heap))]
-    return placed
+        heights += [mean + least * (i - (len(heap) - 1) / 2) for i in range(len(heap))]
+    return heights
 
 
 def draw(result, file):
-    """Held-out bits a byte over tokens: all on a log scale, beside it what lies near the Transformer, and
-    below the weight of each mixture."""
+    """Held-out bits a byte over tokens: all runs on a log scale, the range near the Transformer beside them,
+    and the weight of each mixture below."""
     from matplotlib.figure import Figure
 
-    runs, base = continued(result), result["runs"][BASE]
+    runs, base = converted_runs(result), result["runs"][BASE]
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     axes = figure.subplot_mosaic([["all", "near"], ["all", "weight"]], height_ratios=[4, 1])
     whole, near, weight = (axes[name] for name in ("all", "near", "weight"))
     for name, run in runs.items():
-        look = {"color": COLORS[name], "linewidth": 2 if name == CONTROL else 1.4, **style(name)}
+        line_style = {"color": COLORS[name], "linewidth": 2 if name == CONTROL else 1.4, **style(name)}
         tokens = [n / 1e6 for n in run["tokens"]]
         for panel in (whole, near):
-            panel.plot(tokens, run["bits_per_byte"], label=LABELS.get(name, name), **look)
+            panel.plot(tokens, run["bits_per_byte"], label=LABELS.get(name, name), **line_style)
         if run["schedule"]:
             steps = "steps-pre" if run["schedule"]["schedule"] == "cyclic" else "default"
-            weight.plot(tokens, run["weight"], drawstyle=steps, **look)
+            weight.plot(tokens, run["weight"], drawstyle=steps, **line_style)
     start = base["bits_per_byte"][-1]
     for panel in (whole, near):
         panel.axhline(start, color="0.6", linewidth=1, zorder=0)
@@ -163,7 +164,7 @@ def draw(result, file):
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
     )
     shown = [(bits, name) for bits, name in ends if bits <= top]
-    heights = legible([bits for bits, _ in shown], (top - bottom) / 22)
+    heights = spread_labels([bits for bits, _ in shown], (top - bottom) / 22)
     for (bits, name), height in zip(shown, heights, strict=True):
         text = f"{bits:.3f} {LABELS.get(name, name)}"
         near.annotate(

@@ -1,4 +1,4 @@
-"""What needs a GPU says so in one line and with exit code 2 where there is none, and leaves it empty.
+"""Check for a GPU. Without a GPU the script prints one line and exits with code 2.
 
 python tests/bench/device.py [what]
 """
@@ -15,8 +15,9 @@ def require_gpu(what="bench"):
         sys.exit(2)
 
 
-def emptied():
-    """Of what is measured and no longer held: models refer to their parts in circles."""
+def free_memory():
+    """Frees the memory of models that are no longer used. The parts of a model refer to each
+    other in cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 

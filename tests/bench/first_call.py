@@ -1,4 +1,4 @@
-"""The first call of an operator in this process, in seconds; CUDA, autograd and the inputs are there before.
+"""Seconds of the first call of an operator in this process. CUDA, autograd and the inputs are ready before.
 
 python tests/bench/first_call.py gsa 4x4096x16x64-m64
 """

@@ -1,26 +1,26 @@
-"""CAT writing text beside a Transformer with a static cache: `make bench OP=generation`.
+"""Generation by CAT and by a Transformer with a static cache: `make bench OP=generation`.
 
-The paper's shape (appendix E.3): CAT of 12 layers, 2048 wide, behind a compressor of 6 layers, 1024 wide, at
-C 8 and 32; a Transformer of 12 layers of the same width, and one of half of it, the paper's own. 50257
-tokens, bf16 weights, greedy, texts of 1024 and 4096 tokens. Every model decodes as many sequences at once as
-the card holds, a step in one CUDA graph. A cache is allocated for the whole text, and a step reads all of it,
-so each costs the same: STEPS are measured, whole chunks of them. A token that ends a chunk of CAT is a graph
-of its own, with the compressor in it.
+The sizes are those of the paper (appendix E.3). CAT has 12 layers, 2048 wide, and a compressor of 6 layers,
+1024 wide, with C of 8 and 32. One Transformer has 12 layers of the same width, another has half the width as
+in the paper. 50257 tokens, bf16 weights, greedy, texts of 1024 and 4096 tokens. Every model decodes as many
+sequences as the card holds, with a step in one CUDA graph. A cache is allocated for the whole text, and a
+step reads all of the cache, so all steps cost the same. STEPS steps are measured, a multiple of the chunk. In
+CAT, a token that ends a chunk is another graph, which contains the compressor.
 
     tokens_per_second   of all sequences together
-    cache_bytes         of one sequence, at the text's full length
+    cache_bytes         of one sequence, at the full length of the text
 
-Then a token of `generate()` itself, greedy, after a prompt of 128: models of 24 layers, 1024 wide, 32000
-tokens, bf16, at batch 1, 64 and 128, beside a Llama of the same sizes as transformers compiles it, with its
-static cache, fla's models at batch 1, and the same models in C++ by girih-generate, which tells the mean of
-all tokens after the first.
+The second part measures a token of greedy `generate()` after a prompt of 128 tokens. The models have 24
+layers, 1024 wide, 32000 tokens, bf16, at batch 1, 64 and 128. They are compared with a Llama of the same
+sizes, compiled by transformers with its static cache; with the models of fla at batch 1; and with the same
+models in C++ by girih-generate, which reports the mean of all tokens after the first.
 
-The same of CAT, beside attention. Padded prompts have from half to all of the 128 tokens, so that sequences
-end their chunks at different tokens.
+The third part measures the same for CAT, compared with attention. Padded prompts have from half of the 128
+tokens to all of them, so that sequences end their chunks at different tokens.
 
-    ms_a_token          the median token; mean_ms: with those before the graph is there, and that make it;
-                        late_ms: the mean of the second half, CAT's compressions among them
-    start_s             of girih-generate: from the start of its process to the first token
+    ms_a_token          the median token; mean_ms: includes the tokens before the graph and its capture;
+                        late_ms: the mean of the second half, including CAT's compressions
+    start_s             of girih-generate: from the start of the process to the first token
 """
 
 import argparse
@@ -35,19 +35,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from device import emptied, require_gpu
+from device import free_memory, require_gpu
 from girih import _library
-from results import FOLDER, keep_part, origin
+from results import FOLDER, origin, store_part
 
 VOCABULARY, LAYERS, WIDTH, HEAD = 50257, 12, 2048, 128
 LENGTHS, CHUNKS, WARM_UPS, STEPS = (1024, 4096), (8, 32), 3, 256
 TOKEN_LAYERS, TOKEN_WIDTH, TOKEN_HEADS, PROMPT, BATCHES = 24, 1024, 16, 128, (1, 64, 128)
 TOKEN_SIZES = {"vocab_size": 32000, "num_hidden_layers": TOKEN_LAYERS, "hidden_size": TOKEN_WIDTH}
-TOKEN_CHUNK = 16  # CAT's
-NEW, NEW_OF_FLA = 128, 32  # tokens; a median of few will do where each takes long
+TOKEN_CHUNK = 16  # chunk length of CAT
+NEW, NEW_OF_FLA = 128, 32  # tokens; fewer tokens are enough for the median of slow models
 PROGRAM = Path(__file__).parents[2] / "build" / _library.loaded.name / "bin" / "girih-generate"
 IN_CPP = ("GSA", "Gated DeltaNet")
-BESIDE = 2**20  # bytes a sequence takes while a token is decoded, beside its cache: logits above all
+EXTRA_BYTES = 2**20  # bytes of a sequence while a token is decoded, in addition to its cache: mainly logits
 
 
 def models():
@@ -72,7 +72,7 @@ def models():
 
 
 class StaticAttention(torch.nn.Module):
-    """A girih Attention over keys and values of `slots` tokens that are allocated at once."""
+    """A girih Attention whose keys and values of `slots` tokens are allocated in advance."""
 
     def __init__(self, layer, batch, slots):
         super().__init__()
@@ -88,16 +88,16 @@ class StaticAttention(torch.nn.Module):
         layer = self.layer
         q, k, v = layer.qkv_proj(x).unflatten(-1, (-1, layer.head_dim)).split(layer.heads, 2)
         q, k = (rotary(p, self.position, layer.rope_theta) for p in (q, k))
-        for kept, new in ((self.k, k), (self.v, v)):
-            kept.index_copy_(2, self.position, new.transpose(1, 2))
-        see = torch.arange(self.k.shape[2], device=x.device) <= self.position
+        for buffer, new in ((self.k, k), (self.v, v)):
+            buffer.index_copy_(2, self.position, new.transpose(1, 2))
+        mask = torch.arange(self.k.shape[2], device=x.device) <= self.position
         self.position += 1
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), self.k, self.v, attn_mask=see[None])
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), self.k, self.v, attn_mask=mask[None])
         return layer.o_proj(o.transpose(1, 2).flatten(-2)), None
 
 
 class Decoder:
-    """Sequences that begin at their first token and are decoded greedily, `token [batch, 1]` at a time."""
+    """Greedy decoding of sequences from their first token, one `token [batch, 1]` at a time."""
 
     def __init__(self, model, batch, slots):
         self.model, self.cache = model, model.new_cache()
@@ -106,20 +106,21 @@ class Decoder:
         if self.chunk is None:
             for block in model.model.layers:
                 block.mixer = StaticAttention(getattr(block.mixer, "layer", block.mixer), batch, slots)
-            self.kept = [t for block in model.model.layers for t in (block.mixer.k, block.mixer.v)]
+            self.cache_tensors = [t for block in model.model.layers for t in (block.mixer.k, block.mixer.v)]
         else:
             with torch.no_grad():
-                model(self.token[:1, :0], past_key_values=self.cache)  # the first header
+                model(self.token[:1, :0], past_key_values=self.cache)  # creates the first header
             layer = self.cache.layers[0]
             layer.state = layer.state.with_room(slots)
-            self.cache.batch_repeat_interleave(batch)  # of one sequence's room: no second cache on its way
-            self.kept = [t for kv in layer.state.kv for t in kv]
+            # from the room of one sequence, so that no second cache is allocated
+            self.cache.batch_repeat_interleave(batch)
+            self.cache_tensors = [t for kv in layer.state.kv for t in kv]
 
     def bytes_of_a_sequence(self):
-        return sum(t.nbytes for t in self.kept) // self.token.shape[0]
+        return sum(t.nbytes for t in self.cache_tensors) // self.token.shape[0]
 
     def ends(self, tokens):
-        """Whether the token after so many ends a chunk."""
+        """True if the token after `tokens` tokens ends a chunk."""
         return self.chunk is not None and (tokens + 1) % self.chunk == 0
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ class Decoder:
         self.token.copy_(self.model(self.token, past_key_values=self.cache).logits.argmax(-1))
 
     def go_to(self, tokens):
-        """The sequences have so many tokens, whatever they are."""
+        """Sets the number of tokens of the sequences, whatever the tokens are."""
         if self.chunk is None:
             for block in self.model.model.layers:
                 block.mixer.position.fill_(tokens)
@@ -139,7 +140,7 @@ class Decoder:
             )
 
     def graphs(self):
-        """{whether a chunk ends: what replays such a step}."""
+        """{whether a chunk ends: function that replays such a step}"""
         replays, stream = {}, torch.cuda.Stream()
         for tokens in (0,) if self.chunk is None else (0, self.chunk - 1):
             torch.cuda.synchronize()
@@ -157,7 +158,7 @@ class Decoder:
         return replays
 
 
-def made_on(device, make):
+def build_model(device, make):
     """The model with random weights in bf16."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -165,12 +166,12 @@ def made_on(device, make):
 
 
 def measure(config, length):
-    """One model at one length: as many sequences as the card holds."""
+    """Measures one model at one length, with as many sequences as the card holds."""
     from girih.models import GirihConfig, GirihForCausalLM
 
-    model = made_on("cuda", lambda: GirihForCausalLM(GirihConfig(**config)))
-    a_sequence = Decoder(model, 1, length).bytes_of_a_sequence() + BESIDE
-    batch = max(1, int(0.8 * torch.cuda.mem_get_info()[0] / a_sequence) // 32 * 32)
+    model = build_model("cuda", lambda: GirihForCausalLM(GirihConfig(**config)))
+    bytes_a_sequence = Decoder(model, 1, length).bytes_of_a_sequence() + EXTRA_BYTES
+    batch = max(1, int(0.8 * torch.cuda.mem_get_info()[0] / bytes_a_sequence) // 32 * 32)
     decoder = Decoder(model, batch, length)
     replays = decoder.graphs()
     for timed in (False, True):
@@ -191,7 +192,8 @@ def measure(config, length):
 
 
 def decoders():
-    """What makes each model of 24 layers, and the options of its `generate()`, by name."""
+    """For each model of 24 layers, by name: the function that builds it, and the options of its
+    `generate()`."""
     from girih.models import GirihConfig, GirihForCausalLM
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -204,7 +206,7 @@ def decoders():
         "attention": "attention",
     }
     configs = {
-        # Values as wide as keys, as the figures of docs/decoding.md have them.
+        # Values are as wide as keys, as in the figures of docs/decoding.md.
         name: GirihConfig(
             **sizes,
             num_heads=TOKEN_HEADS,
@@ -221,11 +223,13 @@ def decoders():
         bos_token_id=None,
         eos_token_id=None,
     )
-    made = {name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()}
+    builders = {
+        name: (lambda config=config: GirihForCausalLM(config), {}) for name, config in configs.items()
+    }
     static = {"cache_implementation": "static"}
-    made["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
-    few = {"max_new_tokens": NEW_OF_FLA}
-    return made | {name: (make, few) for name, make in fla_models(sizes).items()}
+    builders["Llama, compiled"] = (lambda: LlamaForCausalLM(llama), static)
+    fla_options = {"max_new_tokens": NEW_OF_FLA}
+    return builders | {name: (make, fla_options) for name, make in fla_models(sizes).items()}
 
 
 def decoders_of_cat():
@@ -241,15 +245,15 @@ def decoders_of_cat():
 
 
 def fla_models(sizes):
-    """fla's models of about the same sizes; none where it is not installed."""
+    """fla's models of about the same sizes, or none if fla is not installed."""
     try:
         import fla.models
     except ImportError:
         return {}
-    own = {"tie_word_embeddings": True, "intermediate_size": 2816, "fuse_cross_entropy": False}
-    gsa = fla.models.GSAConfig(num_heads=TOKEN_HEADS, num_slots=64, **sizes, **own)
+    options = {"tie_word_embeddings": True, "intermediate_size": 2816, "fuse_cross_entropy": False}
+    gsa = fla.models.GSAConfig(num_heads=TOKEN_HEADS, num_slots=64, **sizes, **options)
     heads = {"num_heads": TOKEN_HEADS, "head_dim": 64, "expand_v": 1}
-    gated_deltanet = fla.models.GatedDeltaNetConfig(**heads, **sizes, **own)
+    gated_deltanet = fla.models.GatedDeltaNetConfig(**heads, **sizes, **options)
     return {
         "fla GSA": lambda: fla.models.GSAForCausalLM(gsa),
         "fla Gated DeltaNet": lambda: fla.models.GatedDeltaNetForCausalLM(gated_deltanet),
@@ -257,12 +261,12 @@ def fla_models(sizes):
 
 
 def times_in_cpp(make, batches, device="cuda"):
-    """The same texts by girih-generate, a process for each batch: (batch, row)."""
-    model = made_on(device, make)
+    """The same texts by girih-generate, in one process for each batch: (batch, row)."""
+    model = build_model(device, make)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for batch in batches:
-            for _ in range(2):  # the second one's files are in memory
+            for _ in range(2):  # the files of the second run are in memory
                 row = time_in_cpp(folder, batch, device)
             yield batch, {"parameters": model.num_parameters()} | row
 
@@ -283,23 +287,23 @@ def time_in_cpp(folder, batch, device):
 
 
 def padding(batch):
-    """The mask of prompts that are padded on the left, with lengths from half to all of PROMPT."""
+    """The mask of prompts that are padded on the left, with lengths from half of PROMPT to PROMPT."""
     lengths = torch.linspace(PROMPT / 2, PROMPT, batch, device="cuda").long()
     return (torch.arange(PROMPT, device="cuda") >= PROMPT - lengths[:, None]).long()
 
 
 def time_of_a_token(make, options, batch):
-    """After a text that compiles what is compiled."""
+    """Times of a token, after a first text that compiles the model."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     class Clock(StoppingCriteria):
-        """Once a token, each of which generate() waits for by itself."""
+        """Reads the time at each token. generate() waits for every token."""
 
         def __call__(self, input_ids, scores, **kwargs):
             times.append(time.perf_counter())
             return go_on
 
-    model = made_on("cuda", make)
+    model = build_model("cuda", make)
     ids = torch.randint(32000, (batch, PROMPT), device="cuda")
     go_on = torch.zeros(batch, dtype=torch.bool, device="cuda")
     options = {"max_new_tokens": NEW} | options
@@ -319,13 +323,13 @@ def time_of_a_token(make, options, batch):
 
 
 def table_of_tokens(result):
-    """Markdown; ratios to the Llama of the same run and batch."""
+    """Markdown. Ratios are relative to the Llama of the same run and batch."""
     text = "| batch | model | parameters | ms a token, median | to Llama | mean | start to first token, s |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
     for batch, rows in result["tokens"]["rows"].items():
-        beside = rows.get("Llama, compiled", {}).get("ms_a_token")
+        baseline = rows.get("Llama, compiled", {}).get("ms_a_token")
         for name, row in rows.items():
-            ratio = f"{row['ms_a_token'] / beside:.2f}x" if beside else ""
+            ratio = f"{row['ms_a_token'] / baseline:.2f}x" if baseline else ""
             text += (
                 f"| {batch} | {name} | {row['parameters']:,} | {row['ms_a_token']} | {ratio} "
                 f"| {row['mean_ms']} | {row.get('start_s', '')} |\n"
@@ -334,7 +338,8 @@ def table_of_tokens(result):
 
 
 def table_of_cat(result):
-    """Markdown; ratios to attention in the same run and batch, of the second half."""
+    """Markdown. Ratios are relative to attention in the same run and batch, for the second half of the
+    tokens."""
     text = "| batch | model | parameters | ms a token, median | mean of the second half "
     text += "| to attention | mean |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: |\n"
@@ -349,42 +354,42 @@ def table_of_cat(result):
 
 
 def table(result):
-    """Markdown; ratios to the Transformer of the same run and length."""
+    """Markdown. Ratios are relative to the Transformer of the same run and length."""
     text = "| N | model | parameters | sequences | ms a step | tokens/s | to Transformer "
     text += "| cache of a sequence, MiB | to Transformer |\n"
     text += "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     for length, rows in result["texts"]["rows"].items():
-        beside = rows["Transformer"]
+        baseline = rows["Transformer"]
         for name, row in rows.items():
-            speed = row["tokens_per_second"] / beside["tokens_per_second"]
-            less = beside["cache_bytes"] / row["cache_bytes"]
+            speed = row["tokens_per_second"] / baseline["tokens_per_second"]
+            cache_ratio = baseline["cache_bytes"] / row["cache_bytes"]
             text += (
                 f"| {length} | {name} | {row['parameters']:,} | {row['batch']:,} | {row['ms_a_step']} "
                 f"| {row['tokens_per_second']:,} | {speed:.2f}x "
-                f"| {row['cache_bytes'] / 2**20:.1f} | {less:.1f}x less |\n"
+                f"| {row['cache_bytes'] / 2**20:.1f} | {cache_ratio:.1f}x less |\n"
             )
     return text + origin(result["texts"])
 
 
-def of_tokens(of_cat=False):
-    """{batch: {model: its row}}, again with each further row."""
+def measure_tokens(is_cat=False):
+    """{batch: {model: row}}, yielded after every new row."""
     found = {str(batch): {} for batch in BATCHES}
-    for name, (make, how) in (decoders_of_cat() if of_cat else decoders()).items():
-        batches = BATCHES[:1] if name.startswith("fla") else BATCHES[1:] if "padded" in how else BATCHES
+    for name, (make, options) in (decoders_of_cat() if is_cat else decoders()).items():
+        batches = BATCHES[:1] if name.startswith("fla") else BATCHES[1:] if "padded" in options else BATCHES
         for batch in batches:
-            row = found[str(batch)][name] = time_of_a_token(make, how, batch)
+            row = found[str(batch)][name] = time_of_a_token(make, options, batch)
             print(f"batch {batch}, {name}: {row['ms_a_token']} ms a token", flush=True)
             yield found
-            emptied()
-    for name in IN_CPP if PROGRAM.exists() and not of_cat else ():
+            free_memory()
+    for name in IN_CPP if PROGRAM.exists() and not is_cat else ():
         for batch, row in times_in_cpp(decoders()[name][0], BATCHES):
             found[str(batch)][f"{name} in C++"] = row
             print(f"batch {batch}, {name} in C++: {row['ms_a_token']} ms a token", flush=True)
             yield found
 
 
-def of_texts():
-    """{length: {model: its row}}, likewise."""
+def measure_texts():
+    """{length: {model: row}}, yielded after every new row."""
     found = {}
     for length in LENGTHS:
         rows = found[str(length)] = {}
@@ -392,7 +397,7 @@ def of_texts():
             rows[name] = measure(config, length)
             print(f"N {length}, {name}: {rows[name]['tokens_per_second']:,} tokens/s", flush=True)
             yield found
-            emptied()
+            free_memory()
 
 
 def main(argv=None):
@@ -405,12 +410,12 @@ def main(argv=None):
     require_gpu()
     file = options.folder / "generation.json"
     for part, run, text in (
-        ("tokens", of_tokens, table_of_tokens),
-        ("cat", lambda: of_tokens(of_cat=True), table_of_cat),
-        ("texts", of_texts, table),
+        ("tokens", measure_tokens, table_of_tokens),
+        ("cat", lambda: measure_tokens(is_cat=True), table_of_cat),
+        ("texts", measure_texts, table),
     ):
         if options.part in (None, part):
-            print("\n" + text(keep_part(file, part, run(), f"torch {torch.__version__}")))
+            print("\n" + text(store_part(file, part, run(), f"torch {torch.__version__}")))
     return 0
 
 

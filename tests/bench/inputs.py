@@ -6,7 +6,7 @@ from shapes import IN_FP32, cases
 
 
 def fill(kind, sizes, dtype, device):
-    """As tests/support/cases.py fills them, but on the device, and gates as the layers make them."""
+    """Fills a tensor as tests/support/cases.py does, on the device, with gates as in the layers."""
     dtype = torch.float32 if kind in IN_FP32 else dtype
     if kind == "gate":
         return torch.nn.functional.logsigmoid(torch.randn(sizes, device=device)) / 8
@@ -19,7 +19,7 @@ def fill(kind, sizes, dtype, device):
 
 
 def draw(shape, device="cuda"):
-    """The operator's keywords at this shape: from a sequence's start, or a step from a state."""
+    """The keywords of the operator at this shape: from the start of a sequence, or a step from a state."""
     torch.manual_seed(0)
     case, sizes = shape.case, shape.sizes
 
@@ -40,7 +40,8 @@ def draw(shape, device="cuda"):
 
 
 def call(shape):
-    """The operator as a function of the keywords; without its state, which a training step leaves alone."""
+    """The operator as a function of the keywords. Its state is dropped, because a training step does not use
+    it."""
     if shape.is_step:
         return getattr(ops, f"{shape.op}_step")
     operator = getattr(ops, shape.op)

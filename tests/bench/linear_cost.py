@@ -1,10 +1,10 @@
-"""How the cost of every operator grows with the number of tokens.
+"""Growth of the cost of every operator with the number of tokens.
 
     python tests/bench/linear_cost.py [--device cuda] [--out tests/bench/results/linear_cost.json]
 
-Times forward + backward from T = 512 to 8192 (B = 1, H = 2, widths 32, chunk 16, fp32) and fits
-time = a * work^exponent to the longer half. Work is T, for cat_attention T (K + C) / 2 with K = T / C:
-1 is as promised.
+The script times forward + backward from T = 512 to 8192 (B = 1, H = 2, widths 32, chunk 16, fp32) and fits
+time = a * work^exponent to the three longest lengths. Work is T; for cat_attention it is T (K + C) / 2 with K
+= T / C. An exponent of 1 means linear cost.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def work(case, T):
 def seconds(case, T, device, repeats):
     inputs = case.draw(T, calm=True, dtype=torch.float32, device=device, **SIZES).requiring_grad()
 
-    # On the CPU one thread's own time, which other processes do not stretch.
+    # On the CPU the clock counts the time of this process, which other processes do not change.
     clock = time.perf_counter if device == "cuda" else time.process_time
 
     def once():
@@ -48,7 +48,7 @@ def seconds(case, T, device, repeats):
 
 
 def exponent(case, times):
-    """The slope of log time by log work over the last three lengths, by least squares."""
+    """The slope of log time over log work for the last three lengths, by least squares."""
     points = [(math.log(work(case, T)), math.log(times[T])) for T in LENGTHS[-3:]]
     x, y = (statistics.fmean(axis) for axis in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)

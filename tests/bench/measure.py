@@ -1,8 +1,9 @@
 """Times, memory and rates on the GPU.
 
-A time is the median of CUDA-event times with nothing of the operands in the L2 cache: before every run a
-buffer several times its size is overwritten. That also keeps the card busy while the host queues the call, so
-a time is the card's alone unless queueing takes the host longer than the card.
+A time is the median of CUDA event times. Before every run a buffer several times larger than the L2 cache is
+overwritten, so no operand is in the L2 cache. The card is busy with the buffer while the host queues the
+call. The time is therefore that of the card, unless the host needs longer to queue the call than the card to
+run it.
 """
 
 import math
@@ -16,12 +17,12 @@ import torch
 from girih.nn import map_state
 
 WARM_UPS = 3
-AIM = 0.4  # seconds of the card's time for one median
+TARGET_SECONDS = 0.4  # seconds of card time for one median
 LEAST, MOST = 10, 100  # runs
 
 
 class Card:
-    """The current device: its name, its measured rates, and a buffer that empties its L2 cache."""
+    """The current device: its name, its measured rates, and a buffer that overwrites its L2 cache."""
 
     def __init__(self):
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -34,7 +35,7 @@ class Card:
         self.rates = {"bytes": self._copy_rate(), "flops": self._product_rate()}
 
     def _copy_rate(self):
-        """Bytes a second, read and written, of a large copy."""
+        """Bytes read and written a second by a large copy."""
         source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return 2 * source.numel() / self.milliseconds(lambda: target.copy_(source)) * 1e3
@@ -45,7 +46,7 @@ class Card:
         return 2 * n**3 / self.milliseconds(lambda: a @ b) * 1e3
 
     def empty_cache(self, host_ms):
-        """Overwrites L2, and goes on for as long as the host needs to queue the next call."""
+        """Overwrites L2 for as long as the host needs to queue the next call."""
         for _ in range(min(200, math.ceil(1.5 * host_ms / self.flush_ms) + 1)):
             self.buffer.zero_()
 
@@ -59,7 +60,7 @@ class Card:
         host = 1e3 * (time.perf_counter() - started)
         torch.cuda.synchronize()
         times = []
-        while len(times) < LEAST or (len(times) < MOST and sum(times) < 1e3 * AIM):
+        while len(times) < LEAST or (len(times) < MOST and sum(times) < 1e3 * TARGET_SECONDS):
             self.empty_cache(host)
             begin.record()
             call()
@@ -70,7 +71,7 @@ class Card:
 
 
 def leaves(keywords):
-    """The same keywords with every floating tensor a leaf that asks for its gradient, and those leaves."""
+    """The same keywords with a leaf that requires a gradient for every floating tensor, and these leaves."""
     found = []
 
     def leaf(x):
@@ -79,14 +80,14 @@ def leaves(keywords):
         found.append(x.detach().requires_grad_())
         return found[-1]
 
-    def of(value):
+    def convert(value):
         return map_state(leaf, value) if isinstance(value, (torch.Tensor, tuple)) else value
 
-    return {name: of(value) for name, value in keywords.items()}, found
+    return {name: convert(value) for name, value in keywords.items()}, found
 
 
 class Runs:
-    """What is timed of one side: `forward` without autograd, `forward_backward` with every gradient."""
+    """The timed functions of one side: `forward` without autograd, `forward_backward` with every gradient."""
 
     def __init__(self, call, keywords):
         self.call, self.keywords = call, keywords
@@ -103,12 +104,13 @@ class Runs:
             self.do = torch.randn_like(o)
         return torch.autograd.grad(o, self.leaves, self.do, allow_unused=True)
 
-    def measured(self, name):
-        """`forward` and `forward_backward` as they are; a step from a CUDA graph, as decoding runs it."""
-        return graphed(self.forward) if name == "step" else getattr(self, name)
+    def timed_function(self, name):
+        """`forward` and `forward_backward` themselves. A step is replayed from a CUDA graph, as
+        in decoding."""
+        return capture_graph(self.forward) if name == "step" else getattr(self, name)
 
 
-def graphed(call):
+def capture_graph(call):
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -133,8 +135,8 @@ def peak_bytes(call):
 
 
 def first_call(run):
-    """Seconds of a call, to its end on the device. What PyTorch's own first backward with a given gradient
-    imports (sympy: seconds) is there before."""
+    """Seconds of a call until its end on the device. PyTorch's first backward with a given gradient imports
+    sympy, which takes seconds. One such backward runs before."""
     x = torch.ones(1, device="cuda", requires_grad=True)
     torch.autograd.grad(x * 2, x, x.detach())
     torch.cuda.synchronize()
@@ -145,6 +147,7 @@ def first_call(run):
 
 
 def first_call_in_new_process(op, name):
-    """Seconds of our first call (forward and backward, or a step) in a process of its own, CUDA up before."""
+    """Seconds of girih's first call (forward and backward, or a step) in a new process after the start of
+    CUDA."""
     script = Path(__file__).parent / "first_call.py"
     return float(subprocess.check_output([sys.executable, str(script), op, name], text=True).split()[-1])

@@ -1,7 +1,7 @@
 """Fills the tables of README.md and docs/ from the files of results and from the library: `make docs`.
 
-A page holds a table between `<!-- table NAME -->` and `<!-- end -->`; the script rewrites all lines between
-them. With `--check` nothing is written, and the pages that would change are named.
+A page has a table between `<!-- table NAME -->` and `<!-- end -->`. The script rewrites all lines between
+these marks. With `--check` nothing is written, and the pages that would change are named.
 """
 
 import json
@@ -11,22 +11,22 @@ from pathlib import Path
 
 from report import draw_speedups, markdown, mib, ms, ratio, read, table
 from results import FOLDER, write
-from shapes import CALLS, HALF, SHOWN, cases
+from shapes import CALLS, HALF, README_SHAPES, cases
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def measured(name):
-    """What a benchmark has left in its file."""
+def read_results(name):
+    """The file of results of a benchmark."""
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 def speed():
-    """A few shapes, ours beside the best public code."""
+    """A few shapes, compared with the best public code."""
     found = {(shape.op, shape.name): (shape, entry) for shape, entry in read(FOLDER)}
     cells = []
-    for op, name, title in SHOWN:
+    for op, name, title in README_SHAPES:
         shape, entry = found[op, name]
         ours, peer = entry["ours"], next(iter(entry["peers"].values()))
         row = [title, " x ".join(str(shape.sizes[letter]) for letter in "BTHD")]
@@ -44,7 +44,7 @@ def speed():
 
 def models():
     """Training and decoding of whole models."""
-    found = measured("model")["models"]
+    found = read_results("model")["models"]
     trained = [
         [
             name,
@@ -63,15 +63,15 @@ def models():
 
 
 def accelerated_layers():
-    """Layers of transformers' models before and after girih.accelerate."""
+    """Layers of transformers before and after girih.accelerate."""
     import accelerated
 
-    return accelerated.table(measured("accelerate"))
+    return accelerated.table(read_results("accelerate"))
 
 
 def accelerated_sentence():
-    """What girih.accelerate is, and gives a layer of Qwen3-Next."""
-    rows = measured("accelerate")["rows"]
+    """A description of girih.accelerate, with the times of a Qwen3-Next layer."""
+    rows = read_results("accelerate")["rows"]
     ours, theirs = (rows["Qwen3-Next layer"][side] for side in ("girih", "transformers"))
     text = (
         "`girih.accelerate(model)` runs the linear layers of transformers' Qwen3-Next, Qwen3.5, OLMo-hybrid, "
@@ -89,7 +89,7 @@ def bounds(entry):
     return f"{least} to {most}" if most else f"at least {least}"
 
 
-def shown_option(option):
+def format_option(option):
     text = f"`{option['name']}`"
     if "words" in option:
         text += f" ({', '.join(option['words'])})"
@@ -99,10 +99,10 @@ def shown_option(option):
 
 
 def arguments():
-    """Every operator's tensors, options and sizes, as `girih.ops.describe()` has them."""
+    """Tensors, options and sizes of every operator, from `girih.ops.describe()`."""
     from girih import ops
 
-    def shown(tensors):
+    def format_tensors(tensors):
         return ", ".join(
             f"`{t['name'].removeprefix('state_')}`{'?' * t['optional']} {t['shapes']}" for t in tensors
         )
@@ -110,9 +110,9 @@ def arguments():
     text = ""
     for name, op in ops.describe().items():
         lines = {
-            "tensors": shown(t for t in op["tensors"] if not t["state"]),
-            "state": shown(t for t in op["tensors"] if t["state"]),
-            "options": ", ".join(map(shown_option, op["options"])),
+            "tensors": format_tensors(t for t in op["tensors"] if not t["state"]),
+            "state": format_tensors(t for t in op["tensors"] if t["state"]),
+            "options": ", ".join(map(format_option, op["options"])),
             "sizes": ", ".join(f"{n} {bounds(size)}" for n, size in op["sizes"].items() if "most" in size),
         }
         text += f"**`{name}`** returns `{op['output']['name']}` {op['output']['shapes']}\n\n"
@@ -121,7 +121,7 @@ def arguments():
 
 
 def explain_on_gpu(case, sizes, dtype):
-    """What `girih.ops.explain` says of a call on a GPU: path and why."""
+    """Path and reason of a call on a GPU, from `girih.ops.explain`."""
     from girih import ops
 
     inputs = case.draw(2, dtype=dtype, **sizes)
@@ -129,7 +129,7 @@ def explain_on_gpu(case, sizes, dtype):
 
 
 def paths():
-    """What it says of calls that differ in it."""
+    """Paths of calls that differ in their path."""
     several = {case.op for _, case, _, _ in CALLS}
     one = [("all", case, {}, HALF) for case in cases.ONE_EACH if case.op not in several]
     rows = [
@@ -140,7 +140,7 @@ def paths():
 
 
 def precision():
-    """In which precision products are, by the inputs' dtype."""
+    """Precision of products, by the dtype of the inputs."""
     on_tensor_cores = dict.fromkeys(
         f"`{case.op}`"
         for _, case, sizes, dtype in CALLS
@@ -168,7 +168,7 @@ def precision():
 
 
 def first_calls():
-    """What the first call of a process takes: ours, and of the peers those that tune themselves."""
+    """Times of the first call of a process: girih, and the peers that tune themselves."""
     entries = [entry for shape, entry in read(FOLDER) if not shape.is_step]
     ours = max(entry["ours"]["first_call_s"] or 0 for entry in entries)
     tuned = [
@@ -186,9 +186,9 @@ def first_calls():
 
 
 def linear():
-    """How the time on a CPU grows with the length."""
-    rows = measured("linear_cost")["rows"]
-    lengths = list(rows[0]["seconds"])[-3:]  # which the exponents are fitted to
+    """Growth of the time with the length, on a CPU."""
+    rows = read_results("linear_cost")["rows"]
+    lengths = list(rows[0]["seconds"])[-3:]  # the lengths that the exponents are fitted to
     most = max(row["exponent"] for row in rows)
     text = (
         f"On the CPU the time of an operator grows at most as its work to the power {most:.2f}, from "
@@ -199,21 +199,21 @@ def linear():
 
 
 def cells_of(folder):
-    """What `make compare` trained into this folder, by task."""
+    """Results of `make compare` in this folder, by task."""
     cells = {}
     for file in sorted((FOLDER / folder).glob("*.json")):
         cell = json.loads(file.read_text())
         cells.setdefault(cell["task"], []).append(cell)
-    return dict(sorted(cells.items(), key=lambda of: of[0] != "text"))  # text first
+    return dict(sorted(cells.items(), key=lambda item: item[0] != "text"))  # text first
 
 
-def compared(folder):
+def comparison_table(folder):
     from girih.comparison.table import table_of
 
     return table_of(cells_of(folder))
 
 
-def draw_compared():
+def draw_comparisons():
     from girih.comparison.table import draw
 
     for folder in ("compare", "compare-50m"):
@@ -221,16 +221,18 @@ def draw_compared():
 
 
 def ahead_of_attention(text):
-    """The mixers whose text takes fewer bits than attention's, with these."""
+    """The mixers with fewer bits on text than attention, with their bits."""
     from girih.comparison.results import bits
 
-    of = {mixer: runs.mean(bits) for mixer, runs in text.items()}
-    ahead = sorted((mixer for mixer in of if of[mixer] < of["attention"]), key=of.get)
-    return " and ".join(f"`{mixer}` ({of[mixer]:.2f})" for mixer in ahead)
+    mean_bits = {mixer: runs.mean(bits) for mixer, runs in text.items()}
+    ahead = sorted(
+        (mixer for mixer in mean_bits if mean_bits[mixer] < mean_bits["attention"]), key=mean_bits.get
+    )
+    return " and ".join(f"`{mixer}` ({mean_bits[mixer]:.2f})" for mixer in ahead)
 
 
 def best_of_mixers(folder, name):
-    """Of a task in this folder, each mixer's cells at its best learning rate."""
+    """The cells of each mixer at its best learning rate, for one task of this folder."""
     from girih.comparison.results import best_of, rows_of
     from girih.comparison.tasks import TASKS
 
@@ -239,22 +241,22 @@ def best_of_mixers(folder, name):
 
 
 def quality():
-    """What the comparison's files say, in three sentences."""
+    """Three sentences on the results of the comparison."""
     from girih.comparison.results import bits
 
     rates = len({cell["settings"]["learning_rate"] for cell in cells_of("compare")["text"]})
     best = {name: best_of_mixers("compare", name) for name in ("text", "mqar")}
     larger = best_of_mixers("compare-50m", "text")
-    of_larger, some = larger["attention"], best["text"]["attention"]
+    larger_reference, reference = larger["attention"], best["text"]["attention"]
     recall = best["mqar"]["attention"].settings
     learned = {mixer: runs.steps for mixer, runs in best["mqar"].items() if runs.learned}
     first = min(learned, key=learned.get)
-    size = some.settings["batch"] * some.settings["context"] * some.steps
+    size = reference.settings["batch"] * reference.settings["context"] * reference.steps
     text = (
-        f"In bits per byte of Python source, attention ({some.mean(bits):.2f}) is behind "
-        f"{ahead_of_attention(best['text'])} at {some.parameters / 1e6:.0f}M parameters, "
-        f"{size / 1e6:.1f}M bytes and the best of {rates} rates; at {of_larger.parameters / 1e6:.0f}M "
-        f"attention ({of_larger.mean(bits):.2f}) is behind {ahead_of_attention(larger)}. "
+        f"In bits per byte of Python source, attention ({reference.mean(bits):.2f}) is behind "
+        f"{ahead_of_attention(best['text'])} at {reference.parameters / 1e6:.0f}M parameters, "
+        f"{size / 1e6:.1f}M bytes and the best of {rates} rates; at {larger_reference.parameters / 1e6:.0f}M "
+        f"attention ({larger_reference.mean(bits):.2f}) is behind {ahead_of_attention(larger)}. "
         f"{len(learned)} of {len(best['mqar'])} mixers learn to recall {recall['pairs'][-1]} pairs in "
         f"{recall['steps']:,} steps, `{first}` in {learned[first]:,} ([comparison](docs/comparison.md))."
     )
@@ -262,15 +264,15 @@ def quality():
 
 
 def conversions():
-    """How the study of conversions was made, and where each ended."""
+    """How the study of conversions was made, and its table."""
     import curves
 
-    result = measured("conversion")
-    return curves.words(result) + "\n" + curves.table(result)
+    result = read_results("conversion")
+    return curves.describe_study(result) + "\n" + curves.table(result)
 
 
 def converted_models():
-    """What converted models cost in training and in writing, once that has been measured."""
+    """Costs of converted models in training and generation, or a note that they are not measured."""
     import converted_llama
 
     file = FOLDER / "converted.json"
@@ -278,30 +280,30 @@ def converted_models():
 
 
 def tokens():
-    """What a token of generate() takes, ours and others'."""
+    """Time of a token of generate(), for girih and for others."""
     import generation
 
-    return generation.table_of_tokens(measured("generation"))
+    return generation.table_of_tokens(read_results("generation"))
 
 
 def tokens_of_cat():
-    """The same of CAT, beside attention."""
+    """Time of a token of CAT, compared with attention."""
     import generation
 
-    return generation.table_of_cat(measured("generation"))
+    return generation.table_of_cat(read_results("generation"))
 
 
 def texts():
-    """CAT writing text beside Transformers."""
+    """Generation by CAT, compared with Transformers."""
     import generation
 
-    return generation.table(measured("generation"))
+    return generation.table(read_results("generation"))
 
 
 def draw_conversions():
     import curves
 
-    curves.draw(measured("conversion"), FOLDER / "conversion.png")
+    curves.draw(read_results("conversion"), FOLDER / "conversion.png")
 
 
 TABLES = {
@@ -321,14 +323,14 @@ TABLES = {
     "tokens": tokens,
     "tokens of cat": tokens_of_cat,
     "texts": texts,
-    "comparison": lambda: compared("compare"),
-    "comparison at 50M": lambda: compared("compare-50m"),
-    "papers' tasks": lambda: compared("compare-tasks"),
+    "comparison": lambda: comparison_table("compare"),
+    "comparison at 50M": lambda: comparison_table("compare-50m"),
+    "papers' tasks": lambda: comparison_table("compare-tasks"),
 }
 
 
-def filled(text):
-    """A page with every table rewritten."""
+def fill_tables(text):
+    """The page with every table rewritten."""
     start, *parts = text.split("<!-- table ")
     for part in parts:
         name, rest = part.split(" -->\n", 1)
@@ -337,13 +339,13 @@ def filled(text):
 
 
 def main(check=False):
-    stale = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
+    stale = [page for page in PAGES if fill_tables(page.read_text()) != page.read_text()]
     if not check:
         for page in stale:
-            write(page, filled(page.read_text()))
+            write(page, fill_tables(page.read_text()))
         draw_speedups(read(FOLDER), FOLDER / "speedup.png")
         draw_conversions()
-        draw_compared()
+        draw_comparisons()
     names = ", ".join(str(page.relative_to(ROOT)) for page in stale)
     print(f"{'stale' if check else 'written'}: {names or 'no page'}")
     return bool(stale) and check

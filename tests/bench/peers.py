@@ -1,8 +1,8 @@
-"""The best public code beside each operator, called as its own documentation recommends.
+"""The best public code for each operator, called as its documentation recommends.
 
-`PEERS[name](shape, keywords)` takes the tensors that our operator takes and gives the peer's `(call,
-keywords)`; conversions of layout that a user of the peer would not make either are made here, outside of what
-is timed. A peer that is not installed raises ImportError.
+`PEERS[name](shape, keywords)` takes the tensors of girih's operator and returns the peer's `(call,
+keywords)`. Conversions of layout that a user of the peer would not need are outside the timed call. A peer
+that is not installed raises ImportError.
 """
 
 from importlib.metadata import version
@@ -15,7 +15,7 @@ def tensors(keywords, *names):
     return {name: keywords[name] for name in names if name in keywords}
 
 
-# flash-linear-attention. Scales are D^-1/2 on both sides; g comes as our operator takes it.
+# flash-linear-attention. Scales are D^-1/2 on both sides, and g has the form of girih's operators.
 
 
 def fla_version():
@@ -91,17 +91,17 @@ def chunk_gated_delta_product(shape, keywords):
 
 
 def chunk_ttt_linear(shape, keywords, passes=1):
-    """TTT, and the nearest public thing to Trellis (two passes like it) and to Lattice: gradient steps of one
-    memory in chunks of 16. Its keys and values are of one width, its step size is a column."""
+    """TTT, and the public code closest to Trellis (with two passes) and to Lattice: gradient steps on one
+    memory in chunks of 16. Keys and values have one width, and the step size is a column."""
     from fla.ops.ttt import chunk_ttt_linear
 
-    like = keywords["a" if shape.op == "ttt" else "v"]
-    H, V = like.shape[2:]
-    own = tensors(keywords, "q", "k") | {
-        "v": like,
-        "w": torch.ones(H, V, device=like.device, dtype=like.dtype),
-        "b": torch.zeros(H, V, device=like.device, dtype=like.dtype),
-        "eta": keywords["gamma"].to(like.dtype)[..., None],
+    values = keywords["a" if shape.op == "ttt" else "v"]
+    H, V = values.shape[2:]
+    peer_keywords = tensors(keywords, "q", "k") | {
+        "v": values,
+        "w": torch.ones(H, V, device=values.device, dtype=values.dtype),
+        "b": torch.zeros(H, V, device=values.device, dtype=values.dtype),
+        "eta": keywords["gamma"].to(values.dtype)[..., None],
     }
 
     def call(q, k, v, w, b, eta):
@@ -109,11 +109,11 @@ def chunk_ttt_linear(shape, keywords, passes=1):
             q = chunk_ttt_linear(q, k, v, w, b, eta, chunk_size=shape.case.chunk)[0]
         return q
 
-    return call, own
+    return call, peer_keywords
 
 
 def fused_rms_norm_gated(shape, keywords):
-    """What its module FusedRMSNormGated calls."""
+    """The function that the module FusedRMSNormGated calls."""
     from fla.modules.fused_norm_gate import rms_norm_gated
 
     def call(x, weight, gate):
@@ -122,20 +122,20 @@ def fused_rms_norm_gated(shape, keywords):
     return call, tensors(keywords, "x", "weight", "gate")
 
 
-# girih's own, for orientation
+# an operator of girih, for orientation
 
 
 def girih_gsa(shape, keywords):
-    """Slot attention over the same tokens, with as many slots and a gate for each."""
+    """Slot attention over the same tokens, with the same number of slots and a gate for each slot."""
     from girih.ops import gsa
 
     slots = keywords.get("a", keywords["k"])
     g = F.logsigmoid(slots.float()) / 8
-    own = {"q": keywords["k"], "k": keywords["k"], "v": keywords["v"], "s": slots, "g": g}
-    return lambda **given: gsa(**given)[0], own
+    peer_keywords = {"q": keywords["k"], "k": keywords["k"], "v": keywords["v"], "s": slots, "g": g}
+    return lambda **arguments: gsa(**arguments)[0], peer_keywords
 
 
-# causal_conv1d of Dao, and fla's in Triton
+# causal_conv1d of Dao, and the Triton version of fla
 
 
 def causal_conv1d(shape, keywords):
@@ -150,11 +150,11 @@ def causal_conv1d(shape, keywords):
 def causal_conv1d_update(shape, keywords):
     from causal_conv1d import causal_conv1d_update
 
-    own = tensors(keywords, "weight") | {
+    peer_keywords = tensors(keywords, "weight") | {
         "x": keywords["x"][:, 0],
         "state": keywords["state"].x.transpose(1, 2).contiguous(),
     }
-    return lambda x, weight, state: causal_conv1d_update(x, state, weight, activation="silu"), own
+    return lambda x, weight, state: causal_conv1d_update(x, state, weight, activation="silu"), peer_keywords
 
 
 def fla_causal_conv1d(shape, keywords):
@@ -169,7 +169,7 @@ def fla_causal_conv1d(shape, keywords):
 def fla_causal_conv1d_update(shape, keywords):
     from fla.modules.causal_conv1d import causal_conv1d_update
 
-    B, _, channels = keywords["x"].shape  # its cache holds the current token too
+    B, _, channels = keywords["x"].shape  # the cache of fla also holds the current token
     cache = torch.zeros(B, channels, shape.sizes["W"], device=keywords["x"].device, dtype=keywords["x"].dtype)
 
     def call(x, weight, cache):
@@ -178,7 +178,7 @@ def fla_causal_conv1d_update(shape, keywords):
     return call, tensors(keywords, "x", "weight") | {"cache": cache}
 
 
-# PyTorch. Its users hold [B, T, H, D] projections and pass transposed views, as is done here.
+# PyTorch. Users have [B, T, H, D] projections and pass transposed views, as these calls do.
 
 
 def torch_version():
@@ -186,7 +186,7 @@ def torch_version():
 
 
 def dense_sdpa(shape, keywords):
-    """Dense causal attention over the same rows: more pairs than CAT's, with the fastest kernel there is."""
+    """Dense causal attention over the same rows: more pairs than CAT, with the fastest available kernel."""
 
     def call(q, k, v):
         o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
@@ -196,16 +196,16 @@ def dense_sdpa(shape, keywords):
 
 
 def flex_attention(shape, keywords):
-    """CAT's mask, its blocks made beforehand as its users keep them."""
+    """The mask of CAT. Its blocks are computed in advance, as users do."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     C, T = shape.case.chunk, shape.sizes["T"]
 
-    def seen(b, h, query, key):
+    def is_visible(b, h, query, key):
         header = (key % C == 0) & (key // C <= query // C)
         return header | ((key // C == query // C) & (key <= query))
 
-    blocks = create_block_mask(seen, None, None, T, T, device=keywords["q"].device)
+    blocks = create_block_mask(is_visible, None, None, T, T, device=keywords["q"].device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q, k, v):
@@ -215,7 +215,7 @@ def flex_attention(shape, keywords):
 
 
 def compiled_rms_norm(shape, keywords):
-    """PyTorch's norm, activation and product, fused by its compiler."""
+    """norm, activation and product of PyTorch, fused by torch.compile."""
     act = {"silu": F.silu, "gelu": F.gelu}[keywords.get("activation", "silu")]
 
     def norm(x, weight, gate):

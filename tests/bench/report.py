@@ -1,6 +1,6 @@
 """Results as lines on the terminal, a Markdown table and a figure.
 
-python tests/bench/report.py [FOLDER] makes table.md and figure.png of the results there.
+python tests/bench/report.py [FOLDER] writes table.md and figure.png from the results in FOLDER.
 """
 
 import os
@@ -14,7 +14,7 @@ TITLES = {"forward": "forward", "forward_backward": "forward + backward", "step"
 
 
 def read(folder):
-    """[(shape, entry)] of everything measured, in the order of the list of shapes."""
+    """[(shape, entry)] of all results, in the order of the list of shapes."""
     return [
         (shape, found[shape.name])
         for op in SHAPES
@@ -37,12 +37,12 @@ def seconds(value):
 
 
 def ratio(ours, peer):
-    """How many times the peer's time ours is faster."""
+    """Time of the peer over the time of girih."""
     return "" if peer is None else f"{peer / ours:.2f}x"
 
 
 def lines(shape, entry):
-    """What the terminal shows of one shape."""
+    """Lines on the terminal for one shape."""
     ours, peers = entry["ours"], entry["peers"]
     head = f"{shape.op} {shape.name}".ljust(36) + "floor".rjust(10) + "ours".rjust(10)
     result = [head + "".join(name.rjust(28) + "ratio".rjust(9) for name in peers)]
@@ -64,7 +64,7 @@ def lines(shape, entry):
 
 
 def rows(shape, entry):
-    """Markdown cells: one row for every peer, or one without."""
+    """Markdown cells: one row for every peer, or one row without a peer."""
     ours = entry["ours"]
     for name, peer in entry["peers"].items() or [("", {})]:
         cells = [f"`{shape.op}` {shape.name}", name]
@@ -82,7 +82,7 @@ def markdown(heads, cells):
 
 
 def origins(results):
-    """What the figures were measured on and with, one line a combination."""
+    """Device and versions of the figures, one line for each combination."""
     found = {}
     for _, entry in results:
         versions = sorted({peer["version"] for peer in entry["peers"].values()} - {f"torch {entry['torch']}"})
@@ -92,7 +92,8 @@ def origins(results):
 
 
 def table(results):
-    """Markdown: sequences, then steps. Times are milliseconds, memory MiB, first calls seconds."""
+    """Markdown of sequences, then of steps. Times are in milliseconds, memory in MiB, first
+    calls in seconds."""
 
     def four(title):
         return [f"{title}: floor", "ours", "peer", "ratio"]
@@ -110,7 +111,7 @@ def table(results):
 
 
 def draw(results, file):
-    """Time of ours and of the peers at every shape of a sequence, with the floor; log scale."""
+    """Times of girih and of the peers at every shape of a sequence, with the floor, on a log scale."""
     from matplotlib.figure import Figure
 
     results = [(shape, entry) for shape, entry in results if not shape.is_step]
@@ -133,7 +134,7 @@ def draw(results, file):
             axes.plot([least, least], [i - 0.42, i + 0.42], color="black", linewidth=1.5)
         axes.set(xscale="log", xlabel=f"{TITLES[measure]}, ms")
         left, right = axes.get_xlim()
-        axes.set_xlim(left, right * 6)  # room for the figures behind the bars
+        axes.set_xlim(left, right * 6)  # room for the numbers beside the bars
         axes.spines[["top", "right"]].set_visible(False)
     names = [
         "\n".join([f"{shape.op} {shape.name}", ", ".join(entry["peers"])]).rstrip()
@@ -144,18 +145,18 @@ def draw(results, file):
     device = ", ".join(sorted({entry["device"] for _, entry in results}))
     figure.suptitle(f"blue: girih, grey: peers (times slower), black line: floor; {device}", fontsize=10)
     draft = file.with_name("part-" + file.name)
-    figure.savefig(draft, dpi=100)  # it is long
+    figure.savefig(draft, dpi=100)  # the figure is long
     os.replace(draft, file)
 
 
 def draw_speedups(results, file):
-    """How many times as fast as the nearest public code operators are at every shape, and first calls."""
+    """Speedups over the closest public code at every shape, and times of first calls."""
     from matplotlib.figure import Figure
 
     compared, labels = [], {}
     for shape, entry in results:
         name, peer = next(iter(entry["peers"].items()), ("", {}))
-        # Softmax attention is another thing.
+        # Softmax attention is another operator.
         if not shape.is_step and "forward_backward" in peer and name != "dense sdpa":
             compared.append((shape.op, entry["ours"], peer))
             labels.setdefault(shape.op, f"{shape.op}\n{name}")

@@ -1,4 +1,5 @@
-"""The files of results: FOLDER/<op>.json, one entry a shape; or one a part, each measured by itself."""
+"""Files of results: FOLDER/<op>.json with one entry for each shape, or a file with one entry
+for each part."""
 
 import json
 import os
@@ -11,14 +12,14 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def write(file, text):
-    """Whole or not at all: a run that is cut off leaves the earlier results."""
+    """Writes the whole file or nothing. An interrupted run leaves the earlier results."""
     draft = file.with_name(file.name + ".part")
     draft.write_text(text)
     os.replace(draft, file)
 
 
 def entries(folder, op):
-    """{name of a shape: entry} of the shapes that still are what they were when they were measured."""
+    """{name of a shape: entry} of the shapes that have not changed since they were measured."""
     file = folder / f"{op}.json"
     if not file.exists():
         return {}
@@ -27,8 +28,8 @@ def entries(folder, op):
     return {name: entry for name, entry in measured.items() if entry["shape"] == known.get(name)}
 
 
-def keep(folder, shape, entry):
-    """Puts an entry into its file. One without peers does not replace one with them: False."""
+def store_entry(folder, shape, entry):
+    """Stores an entry in its file. Returns False if the entry has no peers and the stored entry has peers."""
     before = entries(folder, shape.op)
     if before.get(shape.name, {}).get("peers") and not entry["peers"]:
         return False
@@ -39,9 +40,11 @@ def keep(folder, shape, entry):
     return True
 
 
-def keep_part(file, part, found, versions):
-    """Puts a part of a benchmark into its file, with where it was measured; returns all parts. `found`: the
-    part's rows, again with each further one: what a run that fails has measured is there.
+def store_part(file, part, found, versions):
+    """Stores a part of a benchmark in its file, with device and versions. Returns all parts.
+
+    `found` yields the rows of the part after every new row, so a run that fails leaves the rows measured
+    before.
     """
     import torch
 
@@ -55,5 +58,5 @@ def keep_part(file, part, found, versions):
 
 
 def origin(part):
-    """A line of Markdown."""
+    """A line of Markdown with device, versions and date."""
     return f"\n- {part['device']}, {part['versions']}, {part['date']}\n"

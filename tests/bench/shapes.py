@@ -1,7 +1,7 @@
-"""The shapes that operators are measured at: one list for all of them, and what each is measured against.
+"""The shapes at which operators are measured, in one list for all operators, and the peers of each shape.
 
 Letters are those of tests/support/cases.py. A shape of one token (T = 1) is a decoding step. Gates and step
-sizes are fp32 beside bf16 data, as the layers give them; a peer gets the same tensors.
+sizes are fp32 beside bf16 data, as in the layers. A peer gets the same tensors.
 """
 
 import math
@@ -44,13 +44,14 @@ class Shape:
         return ("step",) if self.is_step else ("forward", "forward_backward")
 
     def record(self):
-        """What a result file says of the shape; a result of another record is another shape's."""
+        """The description of the shape in a file of results. A result with another description belongs to
+        another shape."""
         data = {name: f"{letters} {kind}" for name, (letters, kind) in self.case.data.items()}
         return {"sizes": self.sizes, "data": data, "options": self.case.options, "dtype": str(self.dtype)}
 
 
-def at(dims, case, *peers, dtype=DTYPE, **sizes):
-    """dims: "B T H D"; V is D and there are as many queries as memories."""
+def make_shape(dims, case, *peers, dtype=DTYPE, **sizes):
+    """dims: "B T H D". V is D, and there are as many queries as memories."""
     B, T, H, D = map(int, dims.split())
     n = case.rows_per_token
     known = {"B": B, "T": T, "H": H, "D": D, "Q": H, "V": D, "N": B, "n": n, "R": T * n}
@@ -62,89 +63,89 @@ def slots(M, dtype=""):
 
 
 GSA = [
-    at("4 4096 16 64", slots(64), "chunk_gsa", M=64),
-    at("4 4096 16 64", slots(128), "chunk_gsa", M=128),
-    at("4 4096 16 64", slots(64, "-fp16"), M=64, dtype=torch.float16),
-    at("1 8192 96 128", slots(64), "chunk_gsa", M=64),
-    at("2 16384 16 128", slots(64), "chunk_gsa", M=64),
-    at("8 2048 32 256", slots(64), "chunk_gsa", M=64),
-    at("8 1024 8 64", slots(64), "chunk_gsa", M=64),
-    at("1 65536 4 64", slots(64), "chunk_gsa", M=64),
-    at("128 1 16 64", slots(64), "fused_recurrent_gsa", M=64),
+    make_shape("4 4096 16 64", slots(64), "chunk_gsa", M=64),
+    make_shape("4 4096 16 64", slots(128), "chunk_gsa", M=128),
+    make_shape("4 4096 16 64", slots(64, "-fp16"), M=64, dtype=torch.float16),
+    make_shape("1 8192 96 128", slots(64), "chunk_gsa", M=64),
+    make_shape("2 16384 16 128", slots(64), "chunk_gsa", M=64),
+    make_shape("8 2048 32 256", slots(64), "chunk_gsa", M=64),
+    make_shape("8 1024 8 64", slots(64), "chunk_gsa", M=64),
+    make_shape("1 65536 4 64", slots(64), "chunk_gsa", M=64),
+    make_shape("128 1 16 64", slots(64), "fused_recurrent_gsa", M=64),
 ]
 GLA = [
-    at("4 4096 16 64", gla("channel", "BTHD"), "chunk_gla"),
-    at("4 4096 16 128", gla("scalar", "BTH"), "chunk_simple_gla"),
-    at("128 1 16 64", gla("channel", "BTHD"), "fused_recurrent_gla"),
+    make_shape("4 4096 16 64", gla("channel", "BTHD"), "chunk_gla"),
+    make_shape("4 4096 16 128", gla("scalar", "BTH"), "chunk_simple_gla"),
+    make_shape("128 1 16 64", gla("channel", "BTHD"), "fused_recurrent_gla"),
 ]
 DELTA_PRODUCT = [
-    at("4 4096 16 64", delta_product("n1"), "chunk_delta_rule"),
-    at("4 4096 16 128", delta_product("n2", n=2), "chunk_gated_delta_product"),
-    at("4 4096 16 128", delta_product("n2-gated", n=2, g=True), "chunk_gated_delta_product"),
-    at("1 32768 8 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
-    at("8 8192 16 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
-    at("1 8192 96 128", delta_product("n1"), "chunk_delta_rule"),
-    at("2 16384 16 128", delta_product("n1"), "chunk_delta_rule"),
-    at("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),
-    at("8 2048 32 256", delta_product("n1"), "chunk_delta_rule"),
-    at("8 1024 8 64", delta_product("n1"), "chunk_delta_rule"),
-    # No peer takes these.
-    at("4 4096 16 64", delta_product("n1-vector", vector=True)),
-    at("4 4096 16 128", delta_product("n2-vector", n=2, vector=True)),
-    at("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # in fp32
-    at("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
-    at("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
+    make_shape("4 4096 16 64", delta_product("n1"), "chunk_delta_rule"),
+    make_shape("4 4096 16 128", delta_product("n2", n=2), "chunk_gated_delta_product"),
+    make_shape("4 4096 16 128", delta_product("n2-gated", n=2, g=True), "chunk_gated_delta_product"),
+    make_shape("1 32768 8 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
+    make_shape("8 8192 16 128", delta_product("n1-gated", g=True), "chunk_gated_delta_rule"),
+    make_shape("1 8192 96 128", delta_product("n1"), "chunk_delta_rule"),
+    make_shape("2 16384 16 128", delta_product("n1"), "chunk_delta_rule"),
+    make_shape("4 2048 16 128", delta_product("n1"), "chunk_delta_rule"),
+    make_shape("8 2048 32 256", delta_product("n1"), "chunk_delta_rule"),
+    make_shape("8 1024 8 64", delta_product("n1"), "chunk_delta_rule"),
+    # No peer supports these.
+    make_shape("4 4096 16 64", delta_product("n1-vector", vector=True)),
+    make_shape("4 4096 16 128", delta_product("n2-vector", n=2, vector=True)),
+    make_shape("4 4096 16 64", delta_product("n1-vector-gated", g=True, vector=True)),  # computed in fp32
+    make_shape("4 4096 16 64", delta_product("n1-fp32"), dtype=torch.float32),
+    make_shape("128 1 16 64", delta_product("n1"), "fused_recurrent_delta_rule"),
 ]
 TRELLIS_DEFAULT = trellis("m64-c16", g=True, chunk=16)
 TRELLIS = [
-    at("4 4096 16 64", TRELLIS_DEFAULT, "chunk_ttt_linear twice", "girih gsa", "dense sdpa", M=64),
+    make_shape("4 4096 16 64", TRELLIS_DEFAULT, "chunk_ttt_linear twice", "girih gsa", "dense sdpa", M=64),
     *(
-        at("4 4096 16 64", trellis(f"m64-c16-{phi}", g=True, chunk=16, phi=phi), M=64)
+        make_shape("4 4096 16 64", trellis(f"m64-c16-{phi}", g=True, chunk=16, phi=phi), M=64)
         for phi in ("identity", "silu", "l2norm", "layer_norm", "l2_silu", "softmax")
     ),
-    *(at("4 4096 16 64", trellis(f"m64-c{C}", g=True, chunk=C), M=64) for C in (1, 64)),
-    at("4 4096 16 128", trellis("m128-c16", g=True, chunk=16), M=128),
-    at("4 4096 16 64", trellis("m64-c16-fp32", g=True, chunk=16), M=64, dtype=torch.float32),
-    # A chain alone, and more chains than a card has places for.
-    at("1 4096 1 64", TRELLIS_DEFAULT, M=64),
-    at("8 4096 16 64", TRELLIS_DEFAULT, M=64),
-    at("1 65536 4 64", TRELLIS_DEFAULT, "dense sdpa", M=64),
-    at("128 1 16 64", TRELLIS_DEFAULT, M=64),
+    *(make_shape("4 4096 16 64", trellis(f"m64-c{C}", g=True, chunk=C), M=64) for C in (1, 64)),
+    make_shape("4 4096 16 128", trellis("m128-c16", g=True, chunk=16), M=128),
+    make_shape("4 4096 16 64", trellis("m64-c16-fp32", g=True, chunk=16), M=64, dtype=torch.float32),
+    # One chain, and more chains than a card runs at once.
+    make_shape("1 4096 1 64", TRELLIS_DEFAULT, M=64),
+    make_shape("8 4096 16 64", TRELLIS_DEFAULT, M=64),
+    make_shape("1 65536 4 64", TRELLIS_DEFAULT, "dense sdpa", M=64),
+    make_shape("128 1 16 64", TRELLIS_DEFAULT, M=64),
 ]
 TTT = [
-    at("4 4096 16 64", ttt("m64-c16", chunk=16), "chunk_ttt_linear", M=64),
-    at("4 4096 16 64", ttt("m64-c16-weight", weight=True, chunk=16, f="layer_norm"), M=64),
-    at("128 1 16 64", ttt("m64-c16", chunk=16), M=64),
+    make_shape("4 4096 16 64", ttt("m64-c16", chunk=16), "chunk_ttt_linear", M=64),
+    make_shape("4 4096 16 64", ttt("m64-c16-weight", weight=True, chunk=16, f="layer_norm"), M=64),
+    make_shape("128 1 16 64", ttt("m64-c16", chunk=16), M=64),
 ]
 LATTICE_DEFAULT = lattice("m64-c16", chunk=16)
 LATTICE = [
-    at("4 4096 16 64", LATTICE_DEFAULT, "chunk_ttt_linear", "girih gsa", "dense sdpa", M=64),
+    make_shape("4 4096 16 64", LATTICE_DEFAULT, "chunk_ttt_linear", "girih gsa", "dense sdpa", M=64),
     *(
-        at("4 4096 16 64", lattice(f"m64-c16-{objective}", chunk=16, objective=objective), M=64)
+        make_shape("4 4096 16 64", lattice(f"m64-c16-{objective}", chunk=16, objective=objective), M=64)
         for objective in ("encode", "similarity")
     ),
-    at("4 4096 16 64", lattice("m64-c64", chunk=64), M=64),
-    at("4 4096 16 128", lattice("m128-c16", chunk=16), M=128),
+    make_shape("4 4096 16 64", lattice("m64-c64", chunk=64), M=64),
+    make_shape("4 4096 16 128", lattice("m128-c16", chunk=16), M=128),
     # Without tensor cores, token by token.
     *(
-        at("4 4096 16 64", lattice(f"m64-c1-{objective}", chunk=1, objective=objective), M=64)
+        make_shape("4 4096 16 64", lattice(f"m64-c1-{objective}", chunk=1, objective=objective), M=64)
         for objective in ("decode", "similarity")
     ),
-    at("4 4096 16 64", lattice("m64-c16-fp32", chunk=16), M=64, dtype=torch.float32),
-    at("4 4096 16 128", lattice("m128-c1", chunk=1), M=128),
-    at("1 4096 1 64", LATTICE_DEFAULT, M=64),
-    at("8 4096 16 64", LATTICE_DEFAULT, M=64),
-    at("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),
-    at("128 1 16 64", LATTICE_DEFAULT, M=64),
+    make_shape("4 4096 16 64", lattice("m64-c16-fp32", chunk=16), M=64, dtype=torch.float32),
+    make_shape("4 4096 16 128", lattice("m128-c1", chunk=1), M=128),
+    make_shape("1 4096 1 64", LATTICE_DEFAULT, M=64),
+    make_shape("8 4096 16 64", LATTICE_DEFAULT, M=64),
+    make_shape("1 65536 4 64", LATTICE_DEFAULT, "dense sdpa", M=64),
+    make_shape("128 1 16 64", LATTICE_DEFAULT, M=64),
 ]
 CAT_PEERS = ("flex_attention", "dense sdpa")
 CAT_ATTENTION = [
-    at("4 4096 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
-    at("1 16384 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
-    *(at("4 4096 16 128", cat_attention(f"c{C}", chunk=C), *CAT_PEERS) for C in (4, 8, 32, 64)),
-    at("4 4096 16 64", cat_attention("c16", chunk=16), *CAT_PEERS),
-    at("1 16384 4 128", cat_attention("c16", chunk=16), *CAT_PEERS),
-    at("4 4096 16 128", cat_attention("c16-fp32", chunk=16), "dense sdpa", dtype=torch.float32),
+    make_shape("4 4096 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    make_shape("1 16384 16 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    *(make_shape("4 4096 16 128", cat_attention(f"c{C}", chunk=C), *CAT_PEERS) for C in (4, 8, 32, 64)),
+    make_shape("4 4096 16 64", cat_attention("c16", chunk=16), *CAT_PEERS),
+    make_shape("1 16384 4 128", cat_attention("c16", chunk=16), *CAT_PEERS),
+    make_shape("4 4096 16 128", cat_attention("c16-fp32", chunk=16), "dense sdpa", dtype=torch.float32),
 ]
 CONV = short_conv("w4-silu", activation="silu")
 SHORT_CONV = [
@@ -162,9 +163,9 @@ SHORT_CONV = [
 # The heads of a layer, and a hidden size.
 NORM_PEERS = ("fla FusedRMSNormGated", "compiled rms_norm")
 GATED_RMS_NORM = [
-    at("4 4096 16 64", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
-    at("4 4096 16 128", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
-    at("4 4096 16 128", gated_rms_norm("gelu", "BTHD", activation="gelu"), "compiled rms_norm"),
+    make_shape("4 4096 16 64", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
+    make_shape("4 4096 16 128", gated_rms_norm("silu", "BTHD"), *NORM_PEERS),
+    make_shape("4 4096 16 128", gated_rms_norm("gelu", "BTHD", activation="gelu"), "compiled rms_norm"),
     Shape(gated_rms_norm("silu"), {"B": 4, "T": 4096, "X": 1024}, NORM_PEERS),
 ]
 
@@ -180,8 +181,8 @@ SHAPES = {
     "gated_rms_norm": GATED_RMS_NORM,
 }
 
-# What the README shows: operator, shape, title; beside the shape's first peer.
-SHOWN = [
+# Shapes of the README: operator, shape, title. The first peer of the shape is shown beside it.
+README_SHAPES = [
     ("gsa", "4x4096x16x64-m64", "`gsa`, 64 slots"),
     ("gsa", "1x65536x4x64-m64", "`gsa`, one long sequence"),
     ("gla", "4x4096x16x64-channel", "`gla`, a gate a channel"),
@@ -200,8 +201,8 @@ def widths(width):
 
 HALF, FULL, DOUBLE = DTYPE, torch.float32, torch.float64
 
-# Calls that differ in the path they take, for the table of docs/operators.md: title, case, sizes, dtype. The
-# other operators have one path.
+# Calls with different paths, for the table of docs/operators.md: title, case, sizes, dtype. The other
+# operators have one path.
 CALLS = [
     ("bf16 or fp16", gsa("", "g"), FOUR, HALF),
     ("without g (ABC)", gsa("", "s"), FOUR, HALF),
@@ -261,18 +262,18 @@ CALLS = [
 
 HEADS = {"num_heads": 8, "head_dim": 128}
 SLOTS = {"num_heads": 16, "head_dim": 64, "num_slots": 64, "chunk": 16}
-# Whole models of 340M to 420M parameters (train_speed.py), by mixer: what girih's has beside its width and
-# depth, and fla's name and sizes.
+# Whole models of 340M to 420M parameters (train_speed.py), by mixer: the options of girih's model in addition
+# to width and depth, and the name and options of fla's model.
 MIXERS = {
     "gsa": ({"num_heads": 4, "num_slots": 64}, ("GSA", {"num_heads": 4, "num_slots": 64})),
-    "attention": ({"num_heads": 8}, None),  # of 128, at which SDPA is fastest
+    "attention": ({"num_heads": 8}, None),  # heads of 128, for which SDPA is fastest
     "gated_deltanet": (HEADS | {"expand_v": 1}, ("GatedDeltaNet", HEADS | {"expand_v": 1})),
     "delta_product": (
         HEADS | {"n": 2, "gated": True},
         ("GatedDeltaProduct", HEADS | {"expand_v": 1, "num_householder": 2, "use_forget_gate": True}),
     ),
-    # Five products a mixer where others have four: as large by a narrower MLP. The layers that the page's
-    # figures are of: with one projection for q and k, and with a norm.
+    # Trellis has five products a mixer where others have four, and a narrower MLP for the same size. The
+    # figures of the page are of these layers: Trellis with one projection for q and k, Lattice with a norm.
     "trellis": (SLOTS | {"intermediate_size": 2432, "shared_qk": True}, None),
     "lattice": (SLOTS | {"post_norm": True}, None),
     "cat": ({"num_heads": 8, "chunk": 16}, None),
@@ -280,27 +281,27 @@ MIXERS = {
 
 
 def flops(shape):
-    """Of the recurrence's own products, forward: what no chunk form can leave out.
+    """FLOPs of the recurrence in forward, which no chunk form can avoid.
 
-    gsa: two memories, each written and read once a token. gla: one. delta_product: n reads and writes and the
-    output's read. trellis: two memories, each read for the step, written, read for the output; ttt: one.
-    lattice: the memory against k, against h, the write and the read. cat_attention: scores and values of the
-    pairs seen.
+    gsa: two memories, each written and read once a token. gla: one memory. delta_product: n reads and writes,
+    and the read of the output. trellis: two memories, each read for the step, written, and read for the
+    output. ttt: one such memory. lattice: the memory against k and against h, the write and the read.
+    cat_attention: scores and values of the visible pairs.
     """
-    at = shape.sizes
+    sizes = shape.sizes
     if shape.op == "short_conv":
-        return 2 * at["B"] * at["T"] * at["X"] * at["W"]
+        return 2 * sizes["B"] * sizes["T"] * sizes["X"] * sizes["W"]
     if shape.op == "gated_rms_norm":
-        return 8 * math.prod(at[letter] for letter in shape.case.data["x"][0])
-    D, V, M = at["D"], at["V"], at.get("M", 0)
+        return 8 * math.prod(sizes[letter] for letter in shape.case.data["x"][0])
+    D, V, M = sizes["D"], sizes["V"], sizes.get("M", 0)
     C = shape.case.chunk
     per_token = {
         "gsa": 4 * M * (D + V),
         "gla": 4 * D * V,
-        "delta_product": (4 * at["n"] + 2) * D * V,
+        "delta_product": (4 * sizes["n"] + 2) * D * V,
         "trellis": 6 * M * (D + V),
         "ttt": 6 * M * D,
         "lattice": 8 * D * M,
-        "cat_attention": (at["T"] / C + C) * (D + V),
+        "cat_attention": (sizes["T"] / C + C) * (D + V),
     }
-    return at["B"] * at["T"] * at["H"] * per_token[shape.op]
+    return sizes["B"] * sizes["T"] * sizes["H"] * per_token[shape.op]

@@ -1,4 +1,4 @@
-"""The study of conversions, tests/bench/conversion.py, at a size of seconds."""
+"""The study of conversions, tests/bench/conversion.py, at a size that takes seconds."""
 
 import json
 import math
@@ -19,7 +19,7 @@ import curves
 BASE_STEPS, STEPS = 8, 7
 SPREAD = (
     0.02 if torch.cuda.is_available() else 0.0
-)  # of a run repeated: gradients of sdpa there are not exact
+)  # between two runs: gradients of sdpa are not deterministic on a GPU
 SCHEDULES = ["constant", "gradual", "cyclic", "learned"]
 NAMES = [
     "base",
@@ -41,7 +41,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(words):
-    """The command, at a size of seconds; options are added at the end."""
+    """The command at a size that takes seconds. Options are added at the end."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     fixed = ["--size", "tiny", "--base-tokens", str(512 * BASE_STEPS), "--tokens", str(512 * STEPS + 9)]
     yield lambda *options: conversion.main([*fixed, "--corpus", str(words), *map(str, options)])
@@ -51,10 +51,10 @@ def run(words):
 
 @pytest.fixture(scope="module")
 def trainers():
-    """What every `fit` of the module has made, with the batches that its model was trained on."""
-    made, fit = [], conversion.fit
+    """All trainers from `fit` in this module, with the batches of their training."""
+    trainers_made, fit = [], conversion.fit
 
-    def recorded(*arguments, **options):
+    def record_fit(*arguments, **options):
         trainer = fit(*arguments, **options)
         trainer.batches, step = [], trainer.training_step
 
@@ -63,30 +63,30 @@ def trainers():
             return step(model, inputs, *rest)
 
         trainer.training_step = training_step
-        made.append(trainer)
+        trainers_made.append(trainer)
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "fit", recorded)
-        yield made
+        patch.setattr(conversion, "fit", record_fit)
+        yield trainers_made
 
 
 @pytest.fixture(scope="module")
-def studied(run, trainers, tmp_path_factory):
-    """The folder of a study that ran to its end, and its trainers by the names of their runs."""
+def finished_study(run, trainers, tmp_path_factory):
+    """The folder of a finished study, and its trainers by the names of their runs."""
     folder = tmp_path_factory.mktemp("study")
     assert run("--folder", folder, "--work", folder) == 0
     return folder, dict(zip(NAMES, trainers, strict=True))
 
 
 @pytest.fixture
-def folder(studied, tmp_path):
-    """A copy of that folder."""
-    for file in studied[0].rglob("*"):
+def folder(finished_study, tmp_path):
+    """A copy of the folder of the finished study."""
+    for file in finished_study[0].rglob("*"):
         if file.is_file():
-            there = tmp_path / file.relative_to(studied[0])
-            there.parent.mkdir(exist_ok=True)
-            there.write_bytes(file.read_bytes())
+            target = tmp_path / file.relative_to(finished_study[0])
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(file.read_bytes())
     return tmp_path
 
 
@@ -98,15 +98,15 @@ def write(folder, result):
     (folder / "conversion.json").write_text(json.dumps(result))
 
 
-def without(folder, *names):
-    """Takes runs out of the file; returns what it had."""
+def remove_runs(folder, *names):
+    """Removes runs from the file. Returns its earlier contents."""
     result = read(folder)
     write(folder, result | {"runs": {name: r for name, r in result["runs"].items() if name not in names}})
     return result
 
 
-def test_every_run_is_in_the_file_with_finite_losses_from_token_0_on(studied):
-    runs = read(studied[0])["runs"]
+def test_every_run_is_in_the_file_with_finite_losses_from_token_0_on(finished_study):
+    runs = read(finished_study[0])["runs"]
     assert list(runs) == NAMES
     for name, run in runs.items():
         steps = BASE_STEPS if name == "base" else STEPS
@@ -116,8 +116,8 @@ def test_every_run_is_in_the_file_with_finite_losses_from_token_0_on(studied):
         assert run["from_scratch"] == (name == "base" or name.endswith("from scratch"))
 
 
-def test_what_starts_at_weight_0_starts_as_the_transformer(studied):
-    runs = read(studied[0])["runs"]
+def test_runs_at_weight_0_start_at_the_loss_of_the_transformer(finished_study):
+    runs = read(finished_study[0])["runs"]
     first = {name: run["bits_per_byte"][0] for name, run in runs.items()}
     checkpoint = runs["base"]["bits_per_byte"][-1]
     assert first["attention"] == first["inject gradual"] == first["inject cyclic"] == checkpoint
@@ -136,22 +136,24 @@ def test_a_last_smaller_batch_counts_by_its_rows(batch):
     assert model.training
 
 
-def test_weights_follow_their_schedules(studied):
-    runs = read(studied[0])["runs"]
+def test_weights_follow_their_schedules(finished_study):
+    runs = read(finished_study[0])["runs"]
     for schedule in SCHEDULES[:3]:
         run = runs[f"inject {schedule}"]
-        moved = girih.MixSchedule(**run["schedule"])
-        assert run["weight"] == pytest.approx([moved.weight(max(step - 1, 0)) for step in range(STEPS + 1)])
-        at_its_own = {f"{m:g}": m for m in conversion.LEVELS if m == run["weight"][-1]}
-        assert [run["bits_per_byte_at_weight"][m] for m in at_its_own] == [run["bits_per_byte"][-1]]
+        mix_schedule = girih.MixSchedule(**run["schedule"])
+        assert run["weight"] == pytest.approx(
+            [mix_schedule.weight(max(step - 1, 0)) for step in range(STEPS + 1)]
+        )
+        last_level = {f"{m:g}": m for m in conversion.LEVELS if m == run["weight"][-1]}
+        assert [run["bits_per_byte_at_weight"][m] for m in last_level] == [run["bits_per_byte"][-1]]
     learned = runs["inject learned"]
     assert learned["weight"][0] == 0.5 != learned["weight"][-1] and len(set(learned["weights"])) == 2
     for run in (runs[f"inject {schedule}"] for schedule in SCHEDULES):
         assert len(set(run["bits_per_byte_at_weight"].values())) == 3
 
 
-def test_all_see_the_same_bytes_in_the_same_order_at_the_same_learning_rates(studied):
-    _, trainers = studied
+def test_all_runs_have_the_same_batches_and_learning_rates(finished_study):
+    _, trainers = finished_study
     control = trainers["attention"]
     assert len(control.batches) == STEPS and len(trainers["base"].batches) == BASE_STEPS
     assert not control.batches[0].equal(trainers["base"].batches[0])
@@ -166,8 +168,8 @@ def test_all_see_the_same_bytes_in_the_same_order_at_the_same_learning_rates(stu
         assert rates(trainers[name]) == rates(control), name
 
 
-def test_all_weights_are_trained(studied):
-    _, trainers = studied
+def test_all_weights_are_trained(finished_study):
+    _, trainers = finished_study
     for trainer in trainers.values():
         groups = trainer.optimizer.param_groups
         assert sum(len(group["params"]) for group in groups) == len(list(trainer.model.parameters()))
@@ -176,27 +178,27 @@ def test_all_weights_are_trained(studied):
 
 def test_a_rerun_trains_only_what_is_missing(run, trainers, folder, capsys):
     before = read(folder)
-    made = len(trainers)
+    num_before = len(trainers)
     assert run("--folder", folder, "--work", folder) == 0
-    assert len(trainers) == made and read(folder) == before
-    without(folder, "gsa", "inject learned")
+    assert len(trainers) == num_before and read(folder) == before
+    remove_runs(folder, "gsa", "inject learned")
     assert run("--folder", folder, "--work", folder) == 0
-    assert len(trainers) == made + 2
-    for name, kept in read(folder)["runs"].items():
-        again = pytest.approx(kept["bits_per_byte"], rel=0, abs=SPREAD)
+    assert len(trainers) == num_before + 2
+    for name, run_after in read(folder)["runs"].items():
+        again = pytest.approx(run_after["bits_per_byte"], rel=0, abs=SPREAD)
         assert before["runs"][name]["bits_per_byte"] == again
     assert list(read(folder)["runs"]) == NAMES
     assert capsys.readouterr().out.count("there already") == 9 + 7
 
 
-def test_runs_of_a_checkpoint_that_is_gone_do_not_count(run, trainers, folder, capsys):
-    """Those from scratch do."""
+def test_runs_of_a_missing_checkpoint_are_dropped(run, trainers, folder, capsys):
+    """Runs from scratch still count."""
     for file in (folder / "base").iterdir():
         file.unlink()
-    before = without(folder, "gsa")
-    made = len(trainers)
+    before = remove_runs(folder, "gsa")
+    num_before = len(trainers)
     assert run("--folder", folder, "--work", folder, "--runs", "gsa,gsa from scratch") == 0
-    assert len(trainers) == made + 2
+    assert len(trainers) == num_before + 2
     assert "count no more: base, attention, delta_product" in capsys.readouterr().out
     runs = read(folder)["runs"]
     assert list(runs) == ["base", "gsa", "gsa from scratch", "delta_product from scratch"]
@@ -205,42 +207,42 @@ def test_runs_of_a_checkpoint_that_is_gone_do_not_count(run, trainers, folder, c
 
 
 def test_runs_from_scratch_can_be_left_out_and_need_no_checkpoint(run, trainers, folder):
-    without(folder, "gsa from scratch")
+    remove_runs(folder, "gsa from scratch")
     for file in (folder / "base").iterdir():
         file.unlink()
-    made = len(trainers)
+    num_before = len(trainers)
     assert run("--folder", folder, "--work", folder, "--no-scratch") == 0
-    assert len(trainers) == made
+    assert len(trainers) == num_before
     assert run("--folder", folder, "--work", folder) == 0
-    assert len(trainers) == made + 1 and list(read(folder)["runs"]) == NAMES
+    assert len(trainers) == num_before + 1 and list(read(folder)["runs"]) == NAMES
 
 
-def test_after_the_minutes_no_run_begins(run, trainers, folder, capsys):
-    without(folder, "gsa", "delta_product")
-    made = len(trainers)
+def test_no_run_starts_after_the_time_limit(run, trainers, folder, capsys):
+    remove_runs(folder, "gsa", "delta_product")
+    num_before = len(trainers)
     assert run("--folder", folder, "--work", folder, "--minutes", 0) == 0
-    assert len(trainers) == made
+    assert len(trainers) == num_before
     assert "gsa: not begun, 0 minutes are over; the same command continues" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_is_reported_and_the_others_are_trained(run, folder, capsys, monkeypatch):
-    without(folder, "gsa", "delta_product")
-    real = conversion.trained
+    remove_runs(folder, "gsa", "delta_product")
+    original = conversion.train_model
 
-    def fails(plan, way, *rest):
-        model, result = real(plan, way, *rest)
+    def train_or_fail(plan, way, *rest):
+        model, result = original(plan, way, *rest)
         if result["conversion"]["mixer"] == "gsa":
             raise FloatingPointError("the held-out loss is not finite")
         return model, result
 
-    monkeypatch.setattr(conversion, "trained", fails)
+    monkeypatch.setattr(conversion, "train_model", train_or_fail)
     assert run("--folder", folder, "--work", folder) == 1
     assert "conversion: failed: gsa: FloatingPointError: the held-out loss" in capsys.readouterr().err
     assert list(read(folder)["runs"]) == [name for name in NAMES if name != "gsa"]
 
 
 def test_a_loss_that_is_not_finite_is_a_failure(run, folder, monkeypatch, capsys):
-    without(folder, "attention")
+    remove_runs(folder, "attention")
     monkeypatch.setattr(conversion, "bits_per_byte", lambda *_: math.nan)
     assert run("--folder", folder, "--work", folder) == 1
     assert "attention" not in read(folder)["runs"]
@@ -258,7 +260,7 @@ def test_a_loss_that_is_not_finite_is_a_failure(run, folder, monkeypatch, capsys
         (["--draw", "--folder", "/nowhere"], "/nowhere/conversion.json: no such file"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(run, folder, capsys, options, message):
+def test_invalid_options_are_refused_in_one_line(run, folder, capsys, options, message):
     before = (folder / "conversion.json").read_bytes()
     assert run("--folder", folder, "--work", folder, *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -266,27 +268,27 @@ def test_what_cannot_be_done_is_refused_in_one_line(run, folder, capsys, options
     assert (folder / "conversion.json").read_bytes() == before
 
 
-def test_table_figure_and_words_are_made_from_the_file(run, studied, trainers, tmp_path, capsys):
-    result = read(studied[0])
+def test_table_figure_and_words_are_made_from_the_file(run, finished_study, trainers, tmp_path, capsys):
+    result = read(finished_study[0])
     result["runs"]["gsa"]["bits_per_byte"][-1] = 0.125
     result["runs"]["base"]["bits_per_byte"][-1] = 0.375
     write(tmp_path, result)
-    made = len(trainers)
+    num_before = len(trainers)
     assert run("--draw", "--folder", tmp_path) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(trainers) == made and len(table) == 2 + len(NAMES) - 1
+    assert len(trainers) == num_before and len(table) == 2 + len(NAMES) - 1
     assert table[2].startswith("| replaced by gsa | ") and " | 0.125 | -" in table[2]
     assert (tmp_path / "conversion.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "conversion.png").read_bytes() != (studied[0] / "conversion.png").read_bytes()
-    assert "came to 0.375 bits a held-out byte" in curves.words(result).replace("\n", " ")
+    assert (tmp_path / "conversion.png").read_bytes() != (finished_study[0] / "conversion.png").read_bytes()
+    assert "came to 0.375 bits a held-out byte" in curves.describe_study(result).replace("\n", " ")
 
 
-def test_labels_beside_lines_that_end_near_each_other_can_be_read():
+def test_labels_of_close_lines_do_not_overlap():
     values = [1.0, 1.01, 1.02, 2.0, 2.05, 3.0]
-    placed = curves.legible(values, 0.1)
+    placed = curves.spread_labels(values, 0.1)
     assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(placed))
     assert placed[:3] == pytest.approx([0.91, 1.01, 1.11]) and placed[-1] == 3.0
-    heap = curves.legible([1.0, 1.04, 1.08, 1.21], 0.1)  # a heap that grows takes in its neighbour
+    heap = curves.spread_labels([1.0, 1.04, 1.08, 1.21], 0.1)  # a group that grows merges with its neighbour
     assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(heap))
 
 

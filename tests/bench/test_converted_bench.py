@@ -1,4 +1,4 @@
-"""What tests/bench/converted_llama.py measures, small, on the CPU: models, texts, caches and tables."""
+"""tests/bench/converted_llama.py at a small size on the CPU: models, texts, caches and tables."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 48,
     "initializer_range": 0.3,
-    "tie_word_embeddings": False,  # or a token says itself again
+    "tie_word_embeddings": False,  # with tied embeddings a token predicts itself
 }
 WINDOW = 5
 
@@ -32,18 +32,19 @@ def small(monkeypatch):
     for name, value in {"CONTEXTS": (20, 8), "MOST": 3, "UNTIMED": 2, "TIMED": 4}.items():
         monkeypatch.setattr(bench, name, value)
     window = {"weight": 1.0, "max_self_attn_length": WINDOW}
-    monkeypatch.setitem(bench.DECODED, "LiZA, window", ("inject", window))
+    monkeypatch.setitem(bench.DECODING, "LiZA, window", ("inject", window))
 
 
 def prompt(tokens):
     return torch.randint(31, (1, tokens), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", bench.DECODED)
+@pytest.mark.parametrize("name", bench.DECODING)
 @torch.no_grad()
-def test_the_text_is_what_generate_writes_after_the_whole_prompt(name):
-    """A prompt that is read once, and then repeated or copied to a static cache, is read as any other."""
-    model = bench.llama(bench.DECODED[name], "cpu").eval().float()
+def test_text_matches_generate_after_the_whole_prompt(name):
+    """The prompt is read once, and its cache is repeated or copied to a static cache. The text does not
+    change."""
+    model = bench.llama(bench.DECODING[name], "cpu").eval().float()
     ids = prompt(21)
     text, row = bench.generate(model, ids, 3, name == bench.COMPILED)
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 21:]
@@ -53,42 +54,46 @@ def test_the_text_is_what_generate_writes_after_the_whole_prompt(name):
 
 
 @torch.no_grad()
-def test_the_llamas_cache_grows_and_the_others_do_not():
-    kept = {}
-    for name, conversion in bench.DECODED.items():
+def test_only_the_cache_of_the_llama_grows():
+    cache_bytes = {}
+    for name, conversion in bench.DECODING.items():
         model = bench.llama(conversion, "cpu").eval()
         rows = [bench.generate(model, prompt(n), 2, name == bench.COMPILED)[1] for n in (9, 21)]
-        kept[name] = [row["cache_bytes"] for row in rows]
-    # The last token that is written is not read again.
-    assert kept["Llama"] == [bench.keys_of_a_sequence(n + 6 - 1) for n in (9, 21)]
-    assert kept["Llama, compiled"] == [bench.keys_of_a_sequence(n + 6) for n in (9, 21)]
+        cache_bytes[name] = [row["cache_bytes"] for row in rows]
+    # The last generated token is not read.
+    assert cache_bytes["Llama"] == [bench.keys_of_a_sequence(n + 6 - 1) for n in (9, 21)]
+    assert cache_bytes["Llama, compiled"] == [bench.keys_of_a_sequence(n + 6) for n in (9, 21)]
     slots, layers = 64, 2
-    assert kept["gsa"] == [4 * layers * 2 * slots * 32] * 2  # fp32: of keys and of values, 32 wide together
-    assert kept["gated_deltanet"][0] == kept["gated_deltanet"][1] > 4 * layers * 2 * 16 * 16
-    small, large = kept["LiZA, window"]
+    assert cache_bytes["gsa"] == [4 * layers * 2 * slots * 32] * 2  # fp32; keys and values, 32 wide together
+    assert cache_bytes["gated_deltanet"][0] == cache_bytes["gated_deltanet"][1] > 4 * layers * 2 * 16 * 16
+    small, large = cache_bytes["LiZA, window"]
     assert small == large > bench.keys_of_a_sequence(WINDOW - 1)
 
 
-@pytest.mark.parametrize("name", bench.TRAINED)
-def test_training_moves_the_adapters_alone(name):
-    model = bench.adapted(bench.llama(bench.TRAINED[name], "cpu"))
+@pytest.mark.parametrize("name", bench.TRAINING)
+def test_training_changes_only_the_adapters(name):
+    model = bench.add_lora(bench.llama(bench.TRAINING[name], "cpu"))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     losses = [bench.training_step(model, optimizer, prompt(18).view(2, 9)).item() for _ in range(4)]
     assert losses[-1] < losses[0]
-    moved = {key for key, value in model.state_dict().items() if not value.equal(before[key])}
-    assert moved == {key for key in before if ".lora_" in key}
-    assert sum(p.numel() for p in trained) == 2 * 4 * 2 * bench.RANK * 32
+    changed = {key for key, value in model.state_dict().items() if not value.equal(before[key])}
+    assert changed == {key for key in before if ".lora_" in key}
+    assert sum(p.numel() for p in trainable) == 2 * 4 * 2 * bench.RANK * 32
     kinds = [type(m) for m in model.modules() if isinstance(m, InjectedAttention)]
-    assert len(kinds) == (0 if name == bench.AS_IT_COMES else 2)
+    assert len(kinds) == (0 if name == bench.UNCHANGED else 2)
 
 
-def test_the_batch_is_what_the_room_holds():
+def test_batch_fits_the_free_memory():
     whole = bench.keys_of_a_sequence(20 + 6)
     assert whole == 2 * 2 * 2 * 32 * 26  # k and v, 2 bytes, 2 layers, 32 channels, 26 tokens
     free = 2.5 * whole / bench.ROOM
-    assert bench.carried(20, free) == 2 and bench.carried(8, free) == 3 and bench.carried(20, 0) == 1
+    assert (
+        bench.count_sequences(20, free) == 2
+        and bench.count_sequences(8, free) == 3
+        and bench.count_sequences(20, 0) == 1
+    )
     assert [*bench.texts("Llama", free)] == [(20, 2), (8, 3)]
     assert [*bench.texts("gsa", free)] == [(20, 2), (20, 3), (8, 3)]
 
@@ -97,12 +102,12 @@ def test_everything_is_measured_and_shown():
     whole = bench.keys_of_a_sequence(20 + 6)
     found = {"training": bench.trainings("cpu"), "texts": bench.generations("cpu", 2.5 * whole / bench.ROOM)}
     rows = {part: [*states][-1] for part, states in found.items()}
-    assert [*rows["training"]] == [*bench.TRAINED] and [*rows["texts"]] == ["8", "20"]
+    assert [*rows["training"]] == [*bench.TRAINING] and [*rows["texts"]] == ["8", "20"]
     assert {name: [*batches] for name, batches in rows["texts"]["20"].items()} == {
-        name: ["2"] if conversion is None else ["2", "3"] for name, conversion in bench.DECODED.items()
+        name: ["2"] if conversion is None else ["2", "3"] for name, conversion in bench.DECODING.items()
     }
     place = {"device": "a card", "versions": "torch", "date": "2026-01-01"}
-    text = bench.table({part: {"rows": made} | place for part, made in rows.items()})
+    text = bench.table({part: {"rows": part_rows} | place for part, part_rows in rows.items()})
     assert len(text.splitlines()) == (2 + 4) + 2 + 1 + (2 + 5 + 8) + 2
     assert "| Llama | 0.0M of 0M |" in text and "- a card, torch, 2026-01-01" in text
 
@@ -118,17 +123,20 @@ def test_the_table_compares_with_the_better_of_the_llamas_caches():
     assert "| 16,384 | gsa | 9 | 1.0 | 400 | 2.00x | 1.0 |" in text
     assert "| 16,384 | Llama | 9 | 1.0 | 100 | 0.50x | 1.0 |" in text
     assert "| 16,384 | gsa | 256 |  | more memory than the card has |  |  |" in text
-    rows = {"Llama": {"error": "more memory than the card has"}, "LiZA": {"tokens_per_second": 5} | trained()}
+    rows = {
+        "Llama": {"error": "more memory than the card has"},
+        "LiZA": {"tokens_per_second": 5} | training_row(),
+    }
     text = bench.table_of_training(rows)
     assert "| Llama |  | more memory than the card has |  |  |  |" in text
     assert "| LiZA | 2.0M of 340M | 5 |  | 1.5 |  |" in text
 
 
-def trained():
+def training_row():
     return {"trained": 2_000_000, "parameters": 340_000_000, "peak_bytes": 3 * 2**29}
 
 
 def test_replaced_models_have_no_attention_left():
-    model = bench.llama(bench.DECODED["gsa"], "cpu")
+    model = bench.llama(bench.DECODING["gsa"], "cpu")
     assert sum(isinstance(m, ReplacedAttention) for m in model.modules()) == SMALL["num_hidden_layers"]
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -1,15 +1,16 @@
 """Training speed of whole language models, and decoding in one CUDA graph: `make bench OP=model`.
 
-340M to 420M parameters: 24 layers, 1024 wide, MLPs of 2816 (of Trellis 2432), 32000 tokens, tied embeddings;
-16384 tokens a step in rows of 2048, or of `--context`, bf16 autocast over fp32 weights. A step is forward,
-backward, AdamW (fused) and zeroing the gradients.
+The models have 340M to 420M parameters: 24 layers, 1024 wide, MLPs of 2816 (Trellis: 2432), 32000 tokens,
+tied embeddings. A step has 16384 tokens in rows of 2048 or of `--context`, with bf16 autocast and fp32
+weights. A step is forward, backward, AdamW (fused) and zeroing the gradients.
 
-    girih ...               a mixer of shapes.py's MIXERS, with its sizes, loss in chunks; attention: rotary
-                            positions, SDPA
-    fla ...                 fla's model of the same sizes as it comes: fused norms, SwiGLU and cross entropy
+    girih ...               a mixer of MIXERS in shapes.py with its options, loss in chunks; attention has
+                            rotary positions and SDPA
+    fla ...                 the model of fla with the same sizes and its defaults: fused norms, SwiGLU and
+                            cross entropy
     fla ... unfused         the same with PyTorch's norms, SwiGLU and cross entropy
     ... compiled            after torch.compile
-    ... graphed             the whole step in one CUDA graph, which a host replays whatever it launches in
+    ... graphed             the whole step in one CUDA graph, so that the host launches nothing else
     ... at T                in rows of T tokens
 """
 
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from device import emptied, require_gpu
+from device import free_memory, require_gpu
 from peers import fla_version
 from results import FOLDER, write
 from shapes import MIXERS
@@ -31,7 +32,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 CONTEXT, TOKENS, WARM_UPS, STEPS = 2048, 16384, 5, 10
-DECODED = 128  # sequences that decode together
+DECODING_SEQUENCES = 128  # sequences that decode together
 SIZES = {
     "vocab_size": 32000,
     "hidden_size": 1024,
@@ -50,27 +51,27 @@ def girih_model(mixer, **sizes):
 def fla_model(mixer, fused, **sizes):
     import fla.models
 
-    name, own = MIXERS[mixer][1]
+    name, fla_sizes = MIXERS[mixer][1]
     config, model = getattr(fla.models, f"{name}Config"), getattr(fla.models, f"{name}ForCausalLM")
     fuse = {f"fuse_{part}": fused for part in ("norm", "swiglu", "cross_entropy")}
-    return model(config(**SIZES | own | sizes, **fuse))
+    return model(config(**SIZES | fla_sizes | sizes, **fuse))
 
 
 def models():
-    """What makes each model, by name."""
-    all_of_them = {}
+    """The functions that build each model, by name."""
+    eager_models = {}
     for mixer, (_, peer) in MIXERS.items():
-        all_of_them[f"girih {mixer}"] = partial(girih_model, mixer)
+        eager_models[f"girih {mixer}"] = partial(girih_model, mixer)
         if peer:
-            all_of_them[f"fla {mixer}"] = partial(fla_model, mixer, True)
-            all_of_them[f"fla {mixer} unfused"] = partial(fla_model, mixer, False)
+            eager_models[f"fla {mixer}"] = partial(fla_model, mixer, True)
+            eager_models[f"fla {mixer} unfused"] = partial(fla_model, mixer, False)
     compiled = {
         f"{name} compiled": lambda make=make, **sizes: torch.compile(make(**sizes))
-        for name, make in all_of_them.items()
+        for name, make in eager_models.items()
         if name.startswith("girih")
     }
-    in_graphs = {f"{name} graphed": make for name, make in all_of_them.items() if name.startswith("girih")}
-    return all_of_them | compiled | in_graphs
+    in_graphs = {f"{name} graphed": make for name, make in eager_models.items() if name.startswith("girih")}
+    return eager_models | compiled | in_graphs
 
 
 MODELS = models()
@@ -86,12 +87,13 @@ def training_step(model, optimizer, ids):
     return loss
 
 
-def graphed(model, optimizer, ids):
-    """A function that makes a training step on what is in ids then. The optimizer is `capturable`."""
+def capture_graph(model, optimizer, ids):
+    """A function that replays a training step on the current contents of ids. The optimizer is
+    `capturable`."""
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        for _ in range(3):  # what is made once is there
+        for _ in range(3):  # one-time work happens before the capture
             training_step(model, optimizer, ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -106,7 +108,7 @@ def graphed(model, optimizer, ids):
 
 
 def milliseconds_of_the_card(call):
-    """Of all kernels and copies of the call: what its launches on the host take beside them is not in it."""
+    """Milliseconds of all kernels and copies of the call, without their launches on the host."""
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         call()
         torch.cuda.synchronize()
@@ -115,7 +117,7 @@ def milliseconds_of_the_card(call):
 
 
 def train(make, context, in_graph=False):
-    """Tokens a second, the card's own time of a step, seconds of the first step, peak memory."""
+    """Tokens a second, time of a step on the card, seconds of the first step, peak memory."""
     torch.manual_seed(0)
     model = make().cuda().train()
     optimizer = torch.optim.AdamW(
@@ -125,7 +127,7 @@ def train(make, context, in_graph=False):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     seconds = []
-    step = graphed(model, optimizer, ids) if in_graph else partial(training_step, model, optimizer, ids)
+    step = capture_graph(model, optimizer, ids) if in_graph else partial(training_step, model, optimizer, ids)
     for _ in range(WARM_UPS + STEPS):
         started = time.perf_counter()
         loss = step()
@@ -145,7 +147,7 @@ def train(make, context, in_graph=False):
 
 @torch.no_grad()
 def decoding(model, batch, prompt=16):
-    """A function that decodes one more token of every sequence greedily, and the tokens `[batch, 1]`."""
+    """A function that greedily decodes one more token of every sequence, and the tokens `[batch, 1]`."""
     device = model.device
     cache = model.new_cache()
     ids = torch.randint(model.config.vocab_size, (batch, prompt), device=device)
@@ -159,13 +161,13 @@ def decoding(model, batch, prompt=16):
 
 
 def decode():
-    """Tokens a second of greedy decoding with bf16 weights, every layer of a token in one CUDA graph."""
-    from measure import graphed
+    """Tokens a second of greedy decoding with bf16 weights. A token is one CUDA graph."""
+    from measure import capture_graph
 
     torch.manual_seed(0)
     model = girih_model("gsa").cuda().to(torch.bfloat16).eval()
-    step, _ = decoding(model, DECODED)
-    replay = graphed(step)
+    step, _ = decoding(model, DECODING_SEQUENCES)
+    replay = capture_graph(step)
     seconds = []
     for _ in range(WARM_UPS + 10 * STEPS):
         torch.cuda.synchronize()
@@ -173,33 +175,33 @@ def decode():
         replay()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return {"tokens_per_second": round(DECODED / statistics.median(seconds[WARM_UPS:]))}
+    return {"tokens_per_second": round(DECODING_SEQUENCES / statistics.median(seconds[WARM_UPS:]))}
 
 
-def rival(name):
-    """The model of ours that a model is compared with."""
-    name, at, context = name.partition(" at ")
+def compared_model(name):
+    """The model of girih that a model is compared with."""
+    name, separator, context = name.partition(" at ")
     ours = f"girih {name.split()[1]}"
-    return ("girih gsa" if ours == "girih attention" else ours) + at + context
+    return ("girih gsa" if ours == "girih attention" else ours) + separator + context
 
 
 def table(rows):
-    """Markdown; a ratio only to the model of the same run."""
+    """Markdown. A ratio is shown only to a model of the same run."""
     text = "| model | parameters | tokens/s | beside it | the card's ms a step | peak MiB | first step, s |\n"
     text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     for name, row in rows.items():
         if "parameters" in row:
-            ours = rows.get(rival(name), {})
-            same = row["run"] == ours.get("run") and name != rival(name)
+            ours = rows.get(compared_model(name), {})
+            same = row["run"] == ours.get("run") and name != compared_model(name)
             ratio = ours["tokens_per_second"] / row["tokens_per_second"] if same else None
             text += (
                 f"| {name} | {row['parameters']:,} | {row['tokens_per_second']:,} "
-                f"| {f'{rival(name)} {ratio:.2f}x' if same else ''} | {row.get('card_ms', '')} "
+                f"| {f'{compared_model(name)} {ratio:.2f}x' if same else ''} | {row.get('card_ms', '')} "
                 f"| {row['peak_bytes'] / 2**20:,.0f} | {row['first_step_s'] or ''} |\n"
             )
     if "decode" in rows:
         speed = rows["decode"]["tokens_per_second"]
-        text += f"\nDecoding {DECODED} sequences in one CUDA graph a token: {speed:,} tokens/s.\n"
+        text += f"\nDecoding {DECODING_SEQUENCES} sequences in one CUDA graph a token: {speed:,} tokens/s.\n"
     places = sorted({f"{row['device']}, {row['versions']}, {row['date']}" for row in rows.values()})
     return text + "\n" + "".join(f"- {place}\n" for place in places)
 
@@ -241,7 +243,7 @@ def main(argv=None):
         except ImportError as error:
             print(f"{name}: its row stays empty: {error} (dependency group `bench` of pyproject.toml)")
             continue
-        except RuntimeError as error:  # of memory, or a peer's own
+        except RuntimeError as error:  # out of memory, or an error of a peer
             if not name.startswith("fla") and not isinstance(error, torch.OutOfMemoryError):
                 raise
             print(f"{name}: its row stays empty: {error}".splitlines()[0])
@@ -252,7 +254,7 @@ def main(argv=None):
         settings |= {"tokens": TOKENS, "context": CONTEXT}
         write(file, json.dumps({"settings": settings, "models": rows}, indent=1) + "\n")
         print(f"{row_name}: {row['tokens_per_second']:,} tokens/s", flush=True)
-        emptied()
+        free_memory()
     write(options.folder / "model.md", table(rows))
     print("\n" + table(rows))
     return 0

@@ -1,4 +1,4 @@
-"""Layers of girih stand in models of transformers as their attention, put there by hand."""
+"""Layers of girih, set by hand as the attention of models of transformers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from small_models import config_of
 from transformers import DynamicCache
 
 OPTIONS = {"num_slots": 8, "chunk": 4, "hidden_size": 32, "num_heads": 4}
-PLACES = {
+ATTENTION = {
     "llama": lambda model, i: (model.model.layers[i], "self_attn"),
     "gpt2": lambda model, i: (model.transformer.h[i], "attn"),
     "gemma3_text": lambda model, i: (model.model.layers[i], "self_attn"),
@@ -19,7 +19,7 @@ def with_mixer(mixer, family="llama", numbered=True):
     model = base_model(family)
     torch.manual_seed(0)
     for i in range(2):
-        block, name = PLACES[family](model, i)
+        block, name = ATTENTION[family](model, i)
         layer = nn.MIXERS[mixer].build(config_of(mixer=mixer, **OPTIONS))
         layer.layer_idx = i if numbered else None
         setattr(block, name, layer)
@@ -47,21 +47,21 @@ def test_a_layer_is_called_as_attention_is(mixer, family):
     if mixer not in (
         "attention",
         "mag",
-    ):  # they count positions from the row's start; rotary ones are relative
+    ):  # both count positions from the start of the row; rotary positions are relative
         close(padded[0, 6:], model(IDS[:1, 6:]).logits[0])
-    written = model.generate(
+    text = model.generate(
         IDS, attention_mask=mask, max_new_tokens=4, do_sample=False, num_beams=2, eos_token_id=None
     )
-    assert written.shape == (2, 24)
+    assert text.shape == (2, 24)
 
 
-def test_it_trains():
+def test_gradients_reach_every_parameter():
     model = with_mixer("delta_product", numbered=False).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_layer_without_a_place_in_the_cache_says_so():
+def test_layer_without_a_valid_layer_idx_is_refused():
     model = with_mixer("gsa", numbered=False)
     with pytest.raises(ValueError, match="cache: .* set its layer_idx"):
         model(IDS)
@@ -70,7 +70,7 @@ def test_a_layer_without_a_place_in_the_cache_says_so():
         model(IDS, past_key_values=DynamicCache(config=model.config))
 
 
-def test_one_call_is_not_two():
+def test_position_ids_beside_positional_arguments_are_refused():
     layer = nn.DeltaProduct(32, 4)
     x, mask = torch.randn(2, 5, 32), torch.ones(2, 5)
     with pytest.raises(ValueError, match="DeltaProduct: position_ids beside 2 positional arguments"):

@@ -1,4 +1,4 @@
-"""Models of transformers with girih's mixers in place of their attention, or beside it."""
+"""Models of transformers whose attention is replaced by girih's mixers, or has a mixer beside it."""
 
 import copy
 import doctest
@@ -60,7 +60,7 @@ def way(family, request):
 
 
 @torch.no_grad()
-def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
+def test_injection_at_weight_0_keeps_the_logits_bitwise(base):
     model = copy.deepcopy(base)
     with girih.inject(model, weight=0.0, cross=True):
         assert model(IDS).logits.equal(base(IDS).logits)
@@ -68,19 +68,21 @@ def test_at_weight_0_an_injected_model_computes_what_it_did_bit_for_bit(base):
         assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
 
 
-def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base, way, tmp_path):
+def test_training_step_changes_every_parameter_and_is_saved(base, way, tmp_path):
     model = copy.deepcopy(base).train()
     convert(model, way)
     before = {name: p.clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(IDS, labels=IDS, use_cache=False).loss
     loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    assert without == []
+    no_gradient = [
+        name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0
+    ]
+    assert no_gradient == []
     optimizer.step()
     for name, p in model.named_parameters():
-        is_felt = 0.1 * p.grad.abs().max() > torch.finfo(p.dtype).eps * p.abs().max()
-        assert not is_felt or not p.equal(before[name]), name
+        exceeds_rounding = 0.1 * p.grad.abs().max() > torch.finfo(p.dtype).eps * p.abs().max()
+        assert not exceeds_rounding or not p.equal(before[name]), name
     assert model(IDS, labels=IDS, use_cache=False).loss < loss
     model.eval().save_pretrained(tmp_path)
     loaded = girih.from_pretrained(tmp_path)
@@ -88,15 +90,15 @@ def test_a_step_of_training_reaches_every_parameter_and_is_saved_and_loaded(base
     with torch.no_grad():
         assert loaded(IDS).logits.equal(model(IDS).logits)
     assert loaded.state_dict().keys() == model.state_dict().keys()
-    written = [
+    texts = [
         m.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
         for m in (model, loaded)
     ]
-    assert written[0].equal(written[1])
+    assert texts[0].equal(texts[1])
 
 
 def test_every_class_loads_a_converted_model_converted(base, way, tmp_path):
-    """Of a plain one the reference of DPO or GRPO would be another model than the policy."""
+    """If a class loaded the plain model, the reference of DPO or GRPO would differ from the policy."""
     model = copy.deepcopy(base)
     convert(model, way)
     assert {name for name in model.state_dict() if ".girih." not in name} == set(base.state_dict())
@@ -124,8 +126,8 @@ torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
 
 
 @pytest.mark.parametrize("way", ["injected", "gsa"])
-def test_without_girih_the_base_model_is_loaded_and_says_what_is_missing(way, tmp_path):
-    """Keys of the base model are what they were; of girih's own it says so in their names."""
+def test_without_girih_the_base_model_loads_with_a_warning(way, tmp_path):
+    """The keys of the base model are unchanged. The names of the unexpected keys contain girih."""
     base = base_model("llama")
     converted(way=way).save_pretrained(tmp_path)
     torch.save(IDS, tmp_path / "ids")
@@ -137,14 +139,14 @@ def test_without_girih_the_base_model_is_loaded_and_says_what_is_missing(way, tm
     close(torch.load(tmp_path / "logits"), base(IDS).logits)
 
 
-def test_a_converted_model_that_nobody_saw_is_refused(tmp_path):
-    """As by a class whose configuration is a name."""
+def test_loading_by_a_path_of_a_configuration_is_refused(tmp_path):
+    """The configuration is given as a path."""
     converted().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is a converted model: load it by girih\.from_pretrained"):
         LlamaForCausalLM.from_pretrained(tmp_path, config=str(tmp_path))
 
 
-def test_undo_gives_the_model_back(base):
+def test_undo_restores_the_model(base):
     model = copy.deepcopy(base)
     config, keys = model.config.to_dict(), list(model.state_dict())
     for way in ("injected", "delta_product"):
@@ -162,38 +164,38 @@ def test_undo_gives_the_model_back(base):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", replacing())
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_every_mixer_can_take_attentions_place(kind, mixer):
-    """With grouped queries, norms and biases."""
+def test_every_mixer_replaces_attention(kind, mixer):
+    """The models have grouped queries, norms and biases."""
     model = base_model(kind)
     girih.replace_attention(model, mixer)
     whole = model(IDS)
     assert whole.logits.isfinite().all()
     cache = model(IDS[:, :9]).past_key_values
     close(model(IDS[:, 9:], past_key_values=cache).logits, whole.logits[:, 9:], 1e-4)
-    written = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
-    assert written.shape == (2, 23)
+    text = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False)
+    assert text.shape == (2, 23)
 
 
-def projected(own, x):
-    """q, k and v of Qwen3's attention before rotary positions, written out."""
+def project_qkv(attn, x):
+    """q, k and v of Qwen3's attention before rotary positions."""
 
-    def normed(x, weight):
+    def apply_norm(x, weight):
         x = x.unflatten(-1, (-1, 8))
         return (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight).flatten(2)
 
-    q, k, v = (x @ getattr(own, name).weight.T for name in ("q_proj", "k_proj", "v_proj"))
-    return normed(q, own.q_norm.weight), normed(k, own.k_norm.weight), v
+    q, k, v = (x @ getattr(attn, name).weight.T for name in ("q_proj", "k_proj", "v_proj"))
+    return apply_norm(q, attn.q_norm.weight), apply_norm(k, attn.k_norm.weight), v
 
 
-def for_queries(x):
-    """What two heads have, for the four that read it: 0, 0, 1, 1."""
+def repeat_for_queries(x):
+    """Repeats two heads for the four query heads that read them: 0, 0, 1, 1."""
     return torch.cat([x[..., :8], x[..., :8], x[..., 8:], x[..., 8:]], -1)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", replacing())
 def test_every_mixer_starts_from_attentions_projections(mixer):
-    """Filters pass q, k and v on unchanged. A mixer with one projection for q and k reads their mean."""
+    """The filters pass q, k and v unchanged. A mixer with one projection for q and k reads their mean."""
     check_start(mixer)
 
 
@@ -204,20 +206,20 @@ def test_trellis_with_one_projection_starts_from_the_mean_of_q_and_k():
 
 def check_start(mixer, **options):
     model = base_model("qwen3")
-    own, x = attention(model), torch.randn(2, 9, 32)
-    q, k, v = projected(own, x)
+    attn, x = attention(model), torch.randn(2, 9, 32)
+    q, k, v = project_qkv(attn, x)
     girih.replace_attention(model, mixer, **({"n": 1} if mixer == "delta_product" else {}), **options)
     part = attention(model).girih
-    close(part.o_proj(q), q @ own.o_proj.weight.T)
+    close(part.o_proj(q), q @ attn.o_proj.weight.T)
     if hasattr(part, "qkv_proj"):
         found, want = part.qkv_proj(x), torch.cat((q, k, v), -1)
     else:
-        close(part.v_proj(x), for_queries(v))
+        close(part.v_proj(x), repeat_for_queries(v))
         if hasattr(part, "q_proj"):
             close(part.q_proj(x), q)
-            found, want = part.k_proj(x), for_queries(k)
+            found, want = part.k_proj(x), repeat_for_queries(k)
         else:
-            found, want = part.qk_proj(x), (q + for_queries(k)) / 2
+            found, want = part.qk_proj(x), (q + repeat_for_queries(k)) / 2
     close(found, want)
     filters = [name for name in ("conv", "q_conv", "k_conv") if getattr(part, name, None) is not None]
     assert filters == (["conv"] if hasattr(part, "qkv_proj") else ["q_conv", "k_conv"])
@@ -229,7 +231,7 @@ def check_start(mixer, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_families_of_the_papers_are_converted(family, tmp_path):
-    """TPTT's Qwen2.5, OLMo and OLMoE."""
+    """The families of TPTT: Qwen2.5, OLMo and OLMoE."""
     want = base_model(family)(IDS).logits
     model = base_model(family)
     girih.inject(model, weight=0.0)
@@ -254,8 +256,8 @@ def test_families_of_the_papers_are_converted(family, tmp_path):
 def test_further_steps_start_from_differences_of_k_and_of_v():
     """TPTT, eq. 22: the m-th difference over time, divided by 2^m."""
     model = base_model("qwen3")
-    own, x = attention(model), torch.randn(2, 9, 32)
-    q, k, v = projected(own, x)
+    attn, x = attention(model), torch.randn(2, 9, 32)
+    q, k, v = project_qkv(attn, x)
     girih.replace_attention(model, "delta_product", n=4)
     part = attention(model).girih
     qkv = part.qkv_proj(x)
@@ -271,25 +273,25 @@ def test_further_steps_start_from_differences_of_k_and_of_v():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cross", [False, True])
-def test_the_weight_mixes_what_both_paths_give(cross):
+def test_weight_mixes_the_outputs_of_both_paths(cross):
     model = base_model("llama")
     girih.inject(model, cross=cross, weight=0.0)
     layer = attention(model)
     x = torch.randn(2, 9, 32)
     rotary = model.model.rotary_emb(x, torch.arange(9)[None])
 
-    def at(weight):
+    def output_at(weight):
         layer.girih.set_weight(weight)
         return layer(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
 
-    base, linear = at(0.0), at(1.0)
+    base, linear = output_at(0.0), output_at(1.0)
     expected = 0.7 * base + 0.3 * linear + (0.7 * base * 0.3 * linear if cross else 0.0)
-    close(at(0.3), expected)
+    close(output_at(0.3), expected)
 
 
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
-def test_one_output_projection_serves_both_paths_but_of_a_product(family, cross):
+def test_paths_share_one_output_projection_unless_crossed(family, cross):
     model = base_model(family)
     girih.inject(model, weight=0.5, cross=cross)
     layer, calls = attention(model), []
@@ -298,7 +300,7 @@ def test_one_output_projection_serves_both_paths_but_of_a_product(family, cross)
     assert len(calls) == (2 if cross else 1)
 
 
-def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
+def test_models_that_share_a_configuration_are_converted_separately(tmp_path):
     config = base_model("gemma3_text").config
     models = [type(base_model("gemma3_text"))(config).eval() for _ in range(3)]
     girih.replace_attention(models[0], num_slots=8)
@@ -317,7 +319,7 @@ def test_models_of_one_configuration_are_converted_one_by_one(tmp_path):
 
 
 @torch.no_grad()
-def test_a_copy_of_a_model_is_its_own():
+def test_copy_of_a_model_is_independent():
     model = converted(way="gsa")
     other = copy.deepcopy(model)
     expected = model(IDS).logits
@@ -337,16 +339,16 @@ def test_a_converted_model_can_be_pickled(kind, way):
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["injected", "gsa"])
-def test_what_accelerate_has_hooked_stays_hooked(way):
-    """As device_map does; its hooks call the forward that a module had when they came."""
+def test_hooks_of_accelerate_still_run(way):
+    """device_map adds such hooks. A hook calls the forward that the module had when the hook was added."""
     model, seen = base_model(), []
 
-    class Seeing(ModelHook):
+    class RecordingHook(ModelHook):
         def pre_forward(self, module, *args, **kwargs):
             seen.append(type(module).__name__)
             return args, kwargs
 
-    add_hook_to_module(attention(model), Seeing())
+    add_hook_to_module(attention(model), RecordingHook())
     expected = converted(way=way)(IDS).logits
     conversion = convert(model, way)
     assert model(IDS).logits.equal(expected) and len(seen) == 1
@@ -355,7 +357,7 @@ def test_what_accelerate_has_hooked_stays_hooked(way):
 
 
 @torch.no_grad()
-def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
+def test_two_conversions_of_different_layers(tmp_path):
     model = base_model("llama", num_hidden_layers=3)
     girih.replace_attention(model, "gated_deltanet", layers=[1])
     girih.inject(model, layers=[2], weight=0.25)
@@ -366,14 +368,14 @@ def test_some_layers_make_a_hybrid_and_two_conversions_stand_together(tmp_path):
 
 
 @pytest.mark.parametrize("convert_layers", [girih.inject, girih.replace_attention])
-def test_layers_may_be_named_by_anything_that_is_gone_through_once(convert_layers):
+def test_layers_may_be_any_iterable(convert_layers):
     conversion = convert_layers(base_model(), layers=(layer for layer in (0,)))
     assert conversion.spec.layers == (0,) and len(conversion.layers) == 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["window", "delta_product"])
-def test_in_bf16_what_must_be_exact_stays_in_fp32(way, tmp_path):
+def test_fp32_parameters_of_a_bf16_model_stay_in_fp32(way, tmp_path):
     base_model("llama").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     convert(model, way)
@@ -386,7 +388,7 @@ def test_in_bf16_what_must_be_exact_stays_in_fp32(way, tmp_path):
     assert loaded(IDS).logits.equal(model(IDS).logits)
 
 
-def test_attentions_and_hidden_states_can_be_asked_for():
+def test_attentions_and_hidden_states_are_returned():
     model = base_model("llama")
     model.set_attn_implementation("eager")
     girih.inject(model, layers=[0])
@@ -394,7 +396,7 @@ def test_attentions_and_hidden_states_can_be_asked_for():
     assert [a.shape for a in output.attentions] == [(2, 4, 20, 20)] * 2 and len(output.hidden_states) == 3
 
 
-# Options that the path of linear attention does not read; those of 2, "derivative", ... are the defaults.
+# Options that linear attention does not read. Some values, such as n=2 and "derivative", are the defaults.
 UNREAD = {"n": 2, "virtual_tokens": "derivative", "gate": "v", "gate_per": "head", "pool": "window"} | {
     "between_chunks": "gelu",
     "chunk": 4,
@@ -525,12 +527,12 @@ def wrong(**options):
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_name(call, message):
+def test_invalid_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-OTHERS = {
+UNSUPPORTED = {
     "bloom": ({"n_layer": 2, "n_head": 4}, "BloomAttention: its forward takes residual"),
     "codegen": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
@@ -546,7 +548,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id":
 
 
 def other_model(kind, **options):
-    """A model of a family that is not converted, or not all of it."""
+    """A model of a family that is not supported, or not in every configuration."""
     if "n_head" not in options:
         sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         options = sizes | options
@@ -555,9 +557,9 @@ def other_model(kind, **options):
 
 
 @pytest.mark.parametrize("convert", [girih.inject, girih.replace_attention])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_attention_that_does_more_than_its_projections_say_is_refused(kind, convert):
-    options, message = OTHERS[kind]
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_attention_is_refused(kind, convert):
+    options, message = UNSUPPORTED[kind]
     with pytest.raises(ValueError, match=message):
         convert(other_model(kind, **options))
 
@@ -599,19 +601,19 @@ NOT_CONVERTED = [
 
 
 @pytest.mark.parametrize(
-    ("own", "reason"), NOT_CONVERTED, ids=lambda part: part if isinstance(part, str) else ""
+    ("attributes", "reason"), NOT_CONVERTED, ids=lambda part: part if isinstance(part, str) else ""
 )
-def test_attention_that_does_not_fit_says_why(own, reason):
+def test_refused_attention_names_the_reason(attributes, reason):
     model = base_model("llama")
     for layer in model.model.layers:
-        for name, value in own.items():
+        for name, value in attributes.items():
             setattr(layer.self_attn, name, value)
     with pytest.raises(ValueError, match=f"LlamaAttention: .*{reason}"):
         girih.inject(model)
 
 
 @pytest.mark.parametrize(
-    ("own", "names"),
+    ("attributes", "names"),
     [
         ({"head_dim": None, "head_size": 8}, None),
         ({"is_causal": None, "causal": True}, None),
@@ -623,14 +625,14 @@ def test_attention_that_does_not_fit_says_why(own, reason):
     ],
     ids=str,
 )
-def test_attention_is_known_by_any_of_its_names(own, names):
+def test_attention_is_found_under_other_attribute_names(attributes, names):
     layer = attention(base_model("llama"))
-    for name, value in own.items():
+    for name, value in attributes.items():
         delattr(layer, name) if value is None else setattr(layer, name, value)
     assert find(layer) == (("q_proj", "k_proj", "v_proj"), "o_proj", names, 32, 4, 2, 8, False, True)
 
 
-SHARED = {
+SHARED_KEYS = {
     "gemma4_text": {
         "global_head_dim": 8,
         "hidden_size_per_layer_input": 8,
@@ -646,9 +648,10 @@ SHARED = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", SHARED)
-def test_layers_that_share_keys_are_not_passed_over(kind):
-    """Layers 2 and 3 have no keys; those that they read are of 0 and 1, or of 1 and 2 of five."""
+@pytest.mark.parametrize("kind", SHARED_KEYS)
+def test_layers_that_share_keys_are_converted_together(kind):
+    """Layers 2 and 3 have no keys. They read the keys of layers 0 and 1, or 1 and 2 in the model of five
+    layers."""
 
     def model(n):
         types = [
@@ -659,7 +662,7 @@ def test_layers_that_share_keys_are_not_passed_over(kind):
             "full_attention",
         ]
         sizes = {"num_hidden_layers": n, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
-        return other_model(kind, **SHARED[kind] | sizes, layer_types=types[:n], num_kv_shared_layers=2)
+        return other_model(kind, **SHARED_KEYS[kind] | sizes, layer_types=types[:n], num_kv_shared_layers=2)
 
     with pytest.raises(
         ValueError, match=r"layers is None.*num_kv_shared_layers.*at 2, 3; expected some of 0, 1"
@@ -671,38 +674,38 @@ def test_layers_that_share_keys_are_not_passed_over(kind):
         girih.replace_attention(model(4))
     with pytest.raises(ValueError, match="at 1, 2, 3, 4; expected some of 0"):
         girih.replace_attention(model(5), layers=[0, 1])
-    for how in (
+    for convert_model in (
         lambda m: girih.inject(m, layers=[0, 1]),
         lambda m: girih.replace_attention(m, layers=[0], num_slots=4),
     ):
         converted = model(5)
-        how(converted)
-        written = converted.generate(
+        convert_model(converted)
+        text = converted.generate(
             IDS[:1],
             attention_mask=torch.ones_like(IDS[:1]),
             max_new_tokens=4,
             do_sample=False,
             eos_token_id=None,
         )
-        logits = converted(written[:, :-1], use_cache=False).logits[:, 19:]
-        assert written[:, 20:].equal(logits.argmax(-1))
+        logits = converted(text[:, :-1], use_cache=False).logits[:, 19:]
+        assert text[:, 20:].equal(logits.argmax(-1))
 
 
-def test_the_dropout_behind_the_output_projection_stays():
-    """GPT-2's, on what replaces attention and on the path beside it."""
-    for how in (
+def test_dropout_after_the_output_projection_is_kept():
+    """The dropout of GPT-2 applies to the mixer that replaces attention and to the path beside attention."""
+    for convert_model in (
         lambda m: girih.replace_attention(m, num_slots=4),
         lambda m: girih.inject(m, weight=1.0),
     ):
         model = base_model("gpt2", resid_pdrop=0.5)
-        how(model)
+        convert_model(model)
         layer, x = attention(model).train(), torch.randn(1, 9, 32)
         y = layer(x)[0]
         assert 0.3 < (y == 0).float().mean() < 0.7
         assert (layer.eval()(x)[0] != 0).all()
 
 
-def test_a_refused_model_is_as_it_was():
+def test_refused_model_is_unchanged():
     model = base_model()
     with pytest.raises(ValueError, match="layers has 7"):
         girih.inject(model, layers=[0, 7])
@@ -712,7 +715,7 @@ def test_a_refused_model_is_as_it_was():
     assert type(attention(model)).__name__ == "LlamaAttention" and not hasattr(model.config, "girih")
 
 
-def test_what_was_not_converted_is_not_loaded(tmp_path):
+def test_from_pretrained_refuses_an_unconverted_model(tmp_path):
     base_model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no 'girih': this model was not converted"):
         girih.from_pretrained(tmp_path)
@@ -727,7 +730,7 @@ def test_examples_in_docstrings_run(module):
 
 
 @pytest.mark.parametrize(
-    ("saved", "message"),
+    ("entry", "message"),
     [
         ({"how": "guess"}, "config.girih holds .*guess"),
         ({"how": "inject", "order": 2}, "config.girih has order, which this version of girih does not know"),
@@ -735,15 +738,15 @@ def test_examples_in_docstrings_run(module):
         ({"how": "inject", "mixer": "linear_attention", "n": 3}, "n: linear_attention has no such option"),
     ],
 )
-def test_a_configuration_of_another_version_is_refused(saved, message, tmp_path):
+def test_a_configuration_of_another_version_is_refused(entry, message, tmp_path):
     converted().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"girih": [saved]}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"girih": [entry]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         girih.from_pretrained(tmp_path)
 
 
-def test_an_entry_has_the_options_that_its_path_reads():
+def test_entry_holds_the_options_of_its_path():
     spec = Injection("linear_attention", weight=0.25, cross=True, max_self_attn_length=4)
     assert to_json(spec) == {
         "how": "inject",
@@ -764,7 +767,7 @@ def test_an_entry_has_the_options_that_its_path_reads():
 
 @torch.no_grad()
 def test_a_linear_path_shares_every_weight(tmp_path):
-    """It has none of its own, and its state is as large after 20 tokens as after 3."""
+    """The path has no weights of its own. Its state has the same size after 20 tokens and after 3."""
     model = base_model("llama")
     keys = set(model.state_dict())
     girih.inject(model, "linear_attention", weight=1.0, max_self_attn_length=4)
@@ -782,15 +785,15 @@ def test_a_linear_path_shares_every_weight(tmp_path):
     )
 
 
-def test_what_loading_has_found_is_told(tmp_path):
+def test_loading_info_is_returned(tmp_path):
     converted().save_pretrained(tmp_path)
     model, info = girih.from_pretrained(tmp_path, output_loading_info=True)
     assert type(model).__name__ == "LlamaForCausalLM" and not info["missing_keys"]
 
 
 @pytest.mark.parametrize("way", ["injected", "gsa"])
-def test_weights_that_are_missing_are_told(way, tmp_path):
-    """As when a process without girih has loaded the model, which keeps its configuration."""
+def test_missing_weights_are_reported(way, tmp_path):
+    """A process without girih saves a model with this configuration and without the weights."""
     plain = base_model("llama")
     plain.config.girih = converted(way=way).config.girih
     plain.save_pretrained(tmp_path / "plain")
@@ -800,7 +803,7 @@ def test_weights_that_are_missing_are_told(way, tmp_path):
         girih.from_pretrained(tmp_path / "plain")
 
 
-def test_arguments_that_are_of_the_configuration_change_it(tmp_path):
+def test_from_pretrained_changes_fields_of_the_configuration(tmp_path):
     model = converted()
     model.save_pretrained(tmp_path)
     loaded = girih.from_pretrained(
@@ -822,7 +825,7 @@ def test_arguments_that_are_of_the_configuration_change_it(tmp_path):
 
 
 def state_of(model):
-    """What hooks and attributes every module has, and what its class is."""
+    """Class, training mode, attributes and number of hooks of every module."""
     hooks = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
     return [
         (type(m), m.training, set(vars(m)), [len(getattr(m, name)) for name in hooks])
@@ -831,7 +834,7 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_at_the_end_of_a_block_nothing_is_left_of_a_conversion(base, way, training):
+def test_with_block_undoes_the_conversion(base, way, training):
     model = copy.deepcopy(base).train(training)
     before = state_of(model)
     with convert(model, way):
@@ -841,10 +844,10 @@ def test_at_the_end_of_a_block_nothing_is_left_of_a_conversion(base, way, traini
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_conversions_either_can_be_undone_alone(first, tmp_path):
+def test_either_of_two_conversions_is_undone_alone(first, tmp_path):
     model = base_model("llama")
-    made = [girih.replace_attention(model, "gla", layers=[0]), girih.inject(model, layers=[1])]
-    made[first].undo()
+    conversions = [girih.replace_attention(model, "gla", layers=[0]), girih.inject(model, layers=[1])]
+    conversions[first].undo()
     kinds = ["ReplacedLlamaAttention", "InjectedLlamaAttention"]
     kinds[first] = "LlamaAttention"
     assert [type(layer.self_attn).__name__ for layer in model.model.layers] == kinds
@@ -854,11 +857,11 @@ def test_of_two_conversions_either_can_be_undone_alone(first, tmp_path):
     loaded = girih.from_pretrained(tmp_path)
     assert [type(layer.self_attn).__name__ for layer in loaded.model.layers] == kinds
     assert loaded(IDS).logits.equal(model(IDS).logits)
-    made[1 - first].undo()
+    conversions[1 - first].undo()
     assert model(IDS).logits.equal(base_model("llama")(IDS).logits) and not model._is_stateful
 
 
-def test_a_layer_that_has_become_another_since_is_not_undone():
+def test_undo_refuses_a_layer_whose_class_changed():
     model = base_model()
     conversion = girih.inject(model)
     layer = attention(model, 1)
@@ -869,7 +872,7 @@ def test_a_layer_that_has_become_another_since_is_not_undone():
 
 
 @torch.no_grad()
-def test_a_folder_within_a_folder_is_loaded_as_a_class_that_is_told(tmp_path):
+def test_subfolder_and_model_class(tmp_path):
     model = converted()
     model.save_pretrained(tmp_path / "within")
     loaded = girih.from_pretrained(tmp_path, subfolder="within")
@@ -883,7 +886,7 @@ def test_a_folder_within_a_folder_is_loaded_as_a_class_that_is_told(tmp_path):
         girih.from_pretrained(tmp_path / "within")
 
 
-def test_weights_of_other_sizes_are_told(tmp_path):
+def test_weights_of_other_sizes_are_reported(tmp_path):
     converted(way="gsa").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["girih"][0]["options"]["num_slots"] = 5
@@ -911,8 +914,8 @@ def test_narrow_filters_start_from_as_many_differences_as_they_hold(width):
         close(row, expected * expected.sigmoid() if width else expected)
 
 
-def with_attention_of(write):
-    """A Llama whose attention is its values, brought to its output by `write(attention, values)`."""
+def model_with_attention(write):
+    """A Llama whose attention returns its values. `write(attention, values)` computes the output."""
 
     class ValueAttention(LlamaAttention):
         def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **call):
@@ -929,11 +932,11 @@ def with_attention_of(write):
 
 
 @torch.no_grad()
-def test_attention_that_leaves_its_output_to_a_method_is_mixed_alike():
+def test_output_projection_inside_a_method():
     found = []
-    for write in (lambda own, o: own.o_proj(o), lambda own, o: own.project(o)):
+    for write in (lambda attn, o: attn.o_proj(o), lambda attn, o: attn.project(o)):
         for cross in (False, True):
-            model = with_attention_of(write)
+            model = model_with_attention(write)
             girih.inject(model, weight=0.4, cross=cross)
             cache, parts = DynamicCache(config=model.config), []
             for part in IDS.split([12, 1, 7], 1):
@@ -946,12 +949,12 @@ def test_attention_that_leaves_its_output_to_a_method_is_mixed_alike():
 
 
 def test_an_output_projection_that_is_called_twice_is_refused():
-    model = with_attention_of(lambda own, o: own.o_proj(o) + own.o_proj(o))
+    model = model_with_attention(lambda attn, o: attn.o_proj(o) + attn.o_proj(o))
     girih.inject(model)
     with pytest.raises(RuntimeError, match="o_proj was called a second time in one forward of .*Value"):
         model(IDS)
 
 
-def test_it_is_a_conversion():
+def test_repr_of_a_conversion():
     conversion = convert(base_model(), "gsa")
     assert isinstance(conversion, Conversion) and "mixer='gsa'" in repr(conversion)

@@ -1,4 +1,4 @@
-"""Encoders: mixers in the place of attention that is not causal read tokens both ways."""
+"""Encoders: a mixer that replaces attention without a causal mask reads the tokens in both directions."""
 
 import copy
 import pickle
@@ -43,8 +43,8 @@ ENCODERS = {
     "ultrabert": {"num_key_value_heads": 2},  # grouped queries
 }
 # transformers 5.17 has no UltraBERT.
-ENCODERS = {kind: own for kind, own in ENCODERS.items() if kind in CONFIG_MAPPING}
-KINDS = [kind for kind in ENCODERS if kind != "roberta"]  # RoBERTa's attention is BERT's
+ENCODERS = {kind: options for kind, options in ENCODERS.items() if kind in CONFIG_MAPPING}
+KINDS = [kind for kind in ENCODERS if kind != "roberta"]  # the attention of RoBERTa is the attention of BERT
 MIXERS = {
     "linear_attention": {},
     "gla": {},
@@ -58,9 +58,9 @@ MIXERS = {
 ONES = torch.ones_like(IDS)
 
 
-def encoder(kind="bert", auto=AutoModelForMaskedLM, **own):
+def encoder(kind="bert", auto=AutoModelForMaskedLM, **options):
     torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model(kind, **SIZES | ENCODERS.get(kind, {}) | own))
+    model = auto.from_config(AutoConfig.for_model(kind, **SIZES | ENCODERS.get(kind, {}) | options))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
@@ -70,8 +70,10 @@ def encoder(kind="bert", auto=AutoModelForMaskedLM, **own):
     return model.eval()
 
 
-def replaced(kind="bert", mixer="linear_attention", auto=AutoModelForMaskedLM, layers=None, **own):
-    model = encoder(kind, auto, **own)
+def replaced_encoder(
+    kind="bert", mixer="linear_attention", auto=AutoModelForMaskedLM, layers=None, **options
+):
+    model = encoder(kind, auto, **options)
     torch.manual_seed(1)
     girih.replace_attention(model, mixer, layers=layers, **MIXERS[mixer])
     with torch.no_grad():
@@ -88,17 +90,18 @@ def kind(request):
 
 @pytest.fixture(scope="module", params=["linear_attention", "gla", "gsa", "delta_product"])
 def model(kind, request):
-    return replaced(kind, request.param).double()
+    return replaced_encoder(kind, request.param).double()
 
 
-def projected(own, x):
-    """q, k and v of an encoder's attention, `[T, heads, 8]`, keys and values for each query head."""
-    if hasattr(own, "Wqkv"):
-        q, k, v = (x @ own.Wqkv.weight.T + own.Wqkv.bias).chunk(3, -1)
-    elif hasattr(own, "query"):
-        q, k, v = (x @ p.weight.T + p.bias for p in (own.query, own.key, own.value))
+def project_qkv(attn, x):
+    """q, k and v of an encoder's attention, `[T, heads, 8]`. Keys and values are repeated for each query
+    head."""
+    if hasattr(attn, "Wqkv"):
+        q, k, v = (x @ attn.Wqkv.weight.T + attn.Wqkv.bias).chunk(3, -1)
+    elif hasattr(attn, "query"):
+        q, k, v = (x @ p.weight.T + p.bias for p in (attn.query, attn.key, attn.value))
     else:
-        q, k, v = (x @ p.weight.T for p in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (x @ p.weight.T for p in (attn.q_proj, attn.k_proj, attn.v_proj))
     q, k, v = (y.unflatten(-1, (-1, 8)) for y in (q, k, v))
     return q, k.repeat_interleave(4 // k.shape[1], 1), v.repeat_interleave(4 // v.shape[1], 1)
 
@@ -113,7 +116,7 @@ def silu(x):
 
 
 def linear_weights(q, k, g):
-    """`[t, s]`: q_t k_s, with the decay from s to t, or between t and s where s comes after."""
+    """`[t, s]`: q_t k_s with the decay from s to t. For s after t, with the decay between t and s."""
     T = len(q)
     weights = torch.zeros(T, T, dtype=q.dtype)
     for t in range(T):
@@ -123,8 +126,8 @@ def linear_weights(q, k, g):
     return weights
 
 
-def slots_read(q, k, v, s, g):
-    """GSA's read by q of slots that have seen the tokens of k, v, s and g in their order."""
+def read_slots(q, k, v, s, g):
+    """Output of GSA for q, from slots that have read the tokens of k, v, s and g in order."""
     keys, values = torch.zeros(s.shape[1], 8, dtype=q.dtype), torch.zeros(s.shape[1], 8, dtype=q.dtype)
     for i in range(len(k)):
         keys = g[i].exp()[:, None] * keys + s[i][:, None] * k[i]
@@ -132,15 +135,15 @@ def slots_read(q, k, v, s, g):
     return (keys @ q).softmax(0) @ values
 
 
-def running_softmax_read(q, k, v, s):
-    """ABC's: every slot has the mean of the keys and of the values by the softmax of its logits."""
+def read_running_softmax(q, k, v, s):
+    """Output of ABC: a slot holds the mean of keys and of values, weighted by the softmax of its logits."""
     if not len(k):
         return torch.zeros(8, dtype=q.dtype)
     weights = s.softmax(0).T
     return (weights @ k @ q).softmax(0) @ (weights @ v)
 
 
-def delta_read(q, k, v, beta, g):
+def read_delta(q, k, v, beta, g):
     S = torch.zeros(8, 8, dtype=q.dtype)
     for i in range(len(k)):
         S = g[i].exp() * S
@@ -148,8 +151,8 @@ def delta_read(q, k, v, beta, g):
     return S.T @ q / 8**0.5
 
 
-def both(read, q, *rest):
-    """Of the tokens up to each, and of those after it from the last on."""
+def read_both_directions(read, q, *rest):
+    """Sum of two reads: one of the tokens up to t, one of the tokens after t in reversed order."""
     return torch.stack(
         [
             read(q[t], *(y[: t + 1] for y in rest)) + read(q[t], *(y[t + 1 :].flip(0) for y in rest))
@@ -158,9 +161,9 @@ def both(read, q, *rest):
     )
 
 
-def dense(mixer, own, x):
-    """The layer on one sequence x `[T, 32]`, written out for each head; before the output projection."""
-    part, (q, k, v) = own.girih, projected(own, x)
+def reference_output(mixer, attn, x):
+    """The layer on one sequence x `[T, 32]`, head by head, before the output projection."""
+    part, (q, k, v) = attn.girih, project_qkv(attn, x)
     T, outputs = len(x), []
     if mixer in ("linear_attention", "gla", "retnet", "mamba2"):
         g, skip = torch.zeros(T, 4, 8, dtype=x.dtype), 0
@@ -173,8 +176,8 @@ def dense(mixer, own, x):
             head = torch.arange(part.heads[1]).repeat_interleave(4 // part.heads[1])
             g = (1 - 2.0 ** (-5.0 - head.double())).log()[:, None].expand(T, 4, 8)
         else:
-            of_head, dt = part.decay(x[None])
-            g, dt = per_head(of_head[0])[..., None].expand(T, 4, 8), per_head(dt[0])
+            log_decay, dt = part.decay(x[None])
+            g, dt = per_head(log_decay[0])[..., None].expand(T, 4, 8), per_head(dt[0])
             skip, v = v * part.skip[:, None], v * dt[..., None]
         o = torch.stack([linear_weights(q[:, h], k[:, h], g[:, h]) @ v[:, h] / 8**0.5 for h in range(4)], 1)
         o = o + skip
@@ -185,10 +188,10 @@ def dense(mixer, own, x):
             if mixer == "gsa":
                 f = per_head((x @ part.f_proj.weight.T).unflatten(-1, (-1, 5)))[:, h]
                 g = torch.nn.functional.logsigmoid(f) / 8
-                outputs.append(both(slots_read, *heads, 1 - g.exp(), g))
+                outputs.append(read_both_directions(read_slots, *heads, 1 - g.exp(), g))
             elif mixer == "abc":
                 s = per_head((x @ part.f_proj.weight.T).unflatten(-1, (-1, 5)))[:, h]
-                outputs.append(both(running_softmax_read, *heads, s))
+                outputs.append(read_both_directions(read_running_softmax, *heads, s))
             else:
                 q_h, k_h = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in heads[:2])
                 beta = per_head(torch.sigmoid(x @ part.beta_proj.weight.T))[:, h] * (
@@ -197,7 +200,7 @@ def dense(mixer, own, x):
                 g = torch.zeros(T, dtype=x.dtype)
                 if part.decay is not None:
                     g = per_head(part.decay(x[None])[0][0])[:, h]
-                outputs.append(both(delta_read, q_h, k_h, heads[2], beta, g))
+                outputs.append(read_both_directions(read_delta, q_h, k_h, heads[2], beta, g))
         o = torch.stack(outputs, 1)
     if mixer in ("gsa", "abc"):
         o = silu(o.flatten(1))
@@ -209,28 +212,28 @@ def dense(mixer, own, x):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixer_computes_its_dense_form(kind, mixer):
-    """In float64. Every token sees all others, and itself once."""
-    own = attention(replaced(kind, mixer).double())
+def test_mixer_matches_its_equations(kind, mixer):
+    """Each token reads all other tokens, and itself once."""
+    attn = attention(replaced_encoder(kind, mixer).double())
     x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = own(x)[0]
+    y = attn(x)[0]
     for row in range(2):
-        want = dense(mixer, own, x[row])
+        want = reference_output(mixer, attn, x[row])
         if kind != "bert":
-            out = own.Wo if kind == "modernbert" else own.o_proj
+            out = attn.Wo if kind == "modernbert" else attn.o_proj
             want = out(want)
         close(y[row], want, 1e-9)
-    assert (own(x[:, :6])[0] - y[:, :6]).abs().amax(-1).min() > 1e-9
+    assert (attn(x[:, :6])[0] - y[:, :6]).abs().amax(-1).min() > 1e-9
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_linear_attention_knows_no_order(kind):
-    """It is a sum over all tokens, the same for every query."""
-    own = attention(replaced(kind, "linear_attention").double())
+def test_linear_attention_is_permutation_equivariant(kind):
+    """Linear attention is a sum over all tokens, the same sum for every query."""
+    attn = attention(replaced_encoder(kind, "linear_attention").double())
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     order = torch.randperm(9)
-    close(own(x[:, order])[0], own(x)[0][:, order], 1e-9)
+    close(attn(x[:, order])[0], attn(x)[0][:, order], 1e-9)
 
 
 def positions_of(mask):
@@ -239,7 +242,7 @@ def positions_of(mask):
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right", "both", "between"])
-def test_masked_tokens_do_nothing(model, side):
+def test_masked_tokens_have_no_effect(model, side):
     mask = ONES.clone()
     for place in {
         "left": [slice(0, 6)],
@@ -247,29 +250,29 @@ def test_masked_tokens_do_nothing(model, side):
         "between": [slice(4, 7), slice(9, 10)],
     }.get(side, [slice(0, 3), slice(16, 20)]):
         mask[0, place] = 0
-    kept = mask[0].bool()
+    valid = mask[0].bool()
     logits = model(IDS, attention_mask=mask, position_ids=positions_of(mask)).logits
     assert logits.isfinite().all()
-    close(logits[0, kept], model(IDS[:1, kept]).logits[0], 1e-9)
+    close(logits[0, valid], model(IDS[:1, valid]).logits[0], 1e-9)
     close(logits[1], model(IDS[1:]).logits[0], 1e-9)
     other = IDS.where(mask.bool(), 5)
     again = model(other, attention_mask=mask, position_ids=positions_of(mask)).logits
-    assert again[0, kept].equal(logits[0, kept]) and again[1].equal(logits[1])
+    assert again[0, valid].equal(logits[0, valid]) and again[1].equal(logits[1])
     close(model(IDS, attention_mask=ONES).logits, model(IDS).logits, 1e-9)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_attention_reads_the_masks_that_transformers_makes(model, implementation):
-    """Where only some layers are replaced, and where a layer is called by itself."""
-    own, x = attention(model), torch.randn(2, 6, 32, dtype=torch.float64)
+    """These masks reach a layer if only some layers are replaced, or if the layer is called directly."""
+    attn, x = attention(model), torch.randn(2, 6, 32, dtype=torch.float64)
     valid = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]]).bool()
     see = valid[:, None, None].expand(2, 1, 6, 6)
     if implementation == "eager":
         see = torch.zeros(see.shape, dtype=x.dtype).masked_fill(~see, torch.finfo(x.dtype).min)
-    y = own(x, attention_mask=see)[0]
-    for row, kept in enumerate(valid):
-        close(y[row, kept], own(x[row : row + 1, kept])[0][0], 1e-9)
+    y = attn(x, attention_mask=see)[0]
+    for row, row_valid in enumerate(valid):
+        close(y[row, row_valid], attn(x[row : row + 1, row_valid])[0][0], 1e-9)
 
 
 SEQUENCES = [[5, 9, 12, 7, 7, 11], [3], [8, 8, 4, 6, 12, 22, 9, 11, 5], [4, 31]]
@@ -277,7 +280,7 @@ SEQUENCES = [[5, 9, 12, 7, 7, 11], [3], [8, 8, 4, 6, 12, 22, 9, 11, 5], [4, 31]]
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["position_ids", "cu_seqlens", "seq_idx"])
-def test_packed_sequences_know_nothing_of_each_other(model, form):
+def test_packed_sequences_are_independent(model, form):
     ids = torch.tensor([[token for each in SEQUENCES for token in each]])
     lengths = [len(each) for each in SEQUENCES]
     call = {
@@ -289,27 +292,27 @@ def test_packed_sequences_know_nothing_of_each_other(model, form):
     close(model(ids, **{form: call[form]}).logits, want, 1e-9)
 
 
-def test_packed_sequences_beside_attention_that_reads_one_row_are_refused():
+def test_packed_sequences_beside_unconverted_attention_are_refused():
     positions = torch.cat((torch.arange(8), torch.arange(12)))[None]
-    model = replaced("bert", layers=[0])
+    model = replaced_encoder("bert", layers=[0])
     with pytest.raises(ValueError, match="layers: attention that stays reads packed sequences as one"):
         model(IDS[:1], position_ids=positions)
     assert model(IDS).logits.isfinite().all()
 
 
-def gradients(model, ids, mask, kept=None):
+def gradients(model, ids, mask, valid=None):
     model.zero_grad()
     logits = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    (logits if kept is None else logits[kept]).square().sum().backward()
+    (logits if valid is None else logits[valid]).square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_reach_every_parameter_and_not_what_is_masked(model):
+def test_gradients_reach_every_parameter_and_no_masked_token(model):
     model = copy.deepcopy(model)
     mask = ONES.clone()
     mask[0, :4], mask[0, 17:] = 0, 0
-    kept = mask.bool()
-    padded = gradients(model, IDS, mask, kept)
+    valid = mask.bool()
+    padded = gradients(model, IDS, mask, valid)
     unread = [name for name, p in model.named_parameters() if name not in padded]
     assert [name for name in unread if "pooler" not in name] == []
     assert [name for name, grad in padded.items() if not grad.abs().max() > 0] == []
@@ -319,15 +322,15 @@ def test_gradients_reach_every_parameter_and_not_what_is_masked(model):
         close(grad, one[name] + other[name], 1e-7)
 
 
-def test_the_gradient_is_that_of_finite_differences(model):
-    own = attention(model)
+def test_gradients_match_finite_differences(model):
+    attn = attention(model)
     x = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 4
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
 
-    def kept(x):
-        return own.girih(x, mask)[0][mask.bool()]
+    def valid_outputs(x):
+        return attn.girih(x, mask)[0][mask.bool()]
 
-    assert torch.autograd.gradcheck(kept, (x.requires_grad_(),), atol=1e-6, fast_mode=True)
+    assert torch.autograd.gradcheck(valid_outputs, (x.requires_grad_(),), atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -344,20 +347,20 @@ def test_gradient_checkpointing_changes_no_gradient(model, reentrant):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", ["linear_attention", "gsa", "delta_product"])
-def test_a_layer_compiles_whole(mixer):
+def test_layer_compiles_as_one_graph(mixer):
     torch.compiler.reset()
-    own, x = attention(replaced("modernbert", mixer)), torch.randn(2, 9, 32)
-    compiled = torch.compile(own, fullgraph=True, backend="aot_eager")
+    attn, x = attention(replaced_encoder("modernbert", mixer)), torch.randn(2, 9, 32)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
     see = (torch.arange(9) < 7).expand(2, 1, 9, 9)
     for mask in (None, see):
-        close(compiled(x, attention_mask=mask)[0], own(x, attention_mask=mask)[0])
+        close(compiled(x, attention_mask=mask)[0], attn(x, attention_mask=mask)[0])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", ["linear_attention", "gsa", "delta_product"])
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_autocast_and_bf16_stay_near(kind, mixer):
-    model = replaced(kind, mixer)
+    model = replaced_encoder(kind, mixer)
     want = model(IDS, attention_mask=ONES).logits
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(IDS, attention_mask=ONES).logits
@@ -368,7 +371,7 @@ def test_autocast_and_bf16_stay_near(kind, mixer):
 @pytest.mark.parametrize("mixer", ["linear_attention", "gsa", "delta_product"])
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_every_class_loads_it_converted(kind, mixer, tmp_path):
-    model = replaced(kind, mixer)
+    model = replaced_encoder(kind, mixer)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         want = model(IDS, output_hidden_states=True)
@@ -386,7 +389,7 @@ def test_every_class_loads_it_converted(kind, mixer, tmp_path):
 
 
 @torch.no_grad()
-def test_copies_pickles_and_undone_conversions_are_the_model(kind):
+def test_copy_pickle_and_undo(kind):
     base, model = encoder(kind), encoder(kind)
     conversion = girih.replace_attention(model, "gla")
     want = model(IDS).logits
@@ -400,7 +403,7 @@ def test_copies_pickles_and_undone_conversions_are_the_model(kind):
 
 @torch.no_grad()
 def test_some_layers_make_a_hybrid(kind, tmp_path):
-    model = replaced(kind, "gla", layers=[1])
+    model = replaced_encoder(kind, "gla", layers=[1])
     assert [type(attention(model, i)).__name__.startswith("Replaced") for i in (0, 1)] == [False, True]
     mask = ONES.clone()
     mask[0, 15:] = 0
@@ -412,12 +415,12 @@ def test_some_layers_make_a_hybrid(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_projections_of_encoders_are_found(kind):
-    of_kinds = {
+    expected = {
         "bert": Projections(("query", "key", "value"), None, None, 32, 4, 4, 8, causal=False),
         "modernbert": Projections(("Wqkv",), "Wo", None, 32, 4, 4, 8, causal=False),
         "ultrabert": Projections(("q_proj", "k_proj", "v_proj"), "o_proj", None, 32, 4, 2, 8, causal=False),
     }
-    assert find(attention(encoder(kind))) == of_kinds[kind]
+    assert find(attention(encoder(kind))) == expected[kind]
 
 
 @pytest.mark.parametrize("mixer", replacing())
@@ -445,7 +448,7 @@ def test_a_mixer_reads_both_ways_or_is_refused(mixer):
         ),
     ],
 )
-def test_options_that_look_back_are_refused(mixer, options, message):
+def test_options_of_causal_layers_are_refused(mixer, options, message):
     with pytest.raises(ValueError, match=message):
         girih.replace_attention(encoder(), mixer, **options)
     causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
@@ -457,13 +460,13 @@ def test_defaults_of_an_encoder_may_be_named():
     assert Replacement("mamba2").both_ways_options() == {"conv_size": 0}
 
 
-def test_a_layer_reads_no_tokens():
+def test_layer_without_tokens():
     layer = read_both_ways(GatedLinearAttention(16, 2, gate="none"))
     assert layer(torch.zeros(2, 0, 16))[0].shape == (2, 0, 16)
 
 
-def test_an_encoder_goes_on_from_no_cache():
-    model = replaced("bert", auto=AutoModel)
+def test_encoder_refuses_a_cache():
+    model = replaced_encoder("bert", auto=AutoModel)
     with pytest.raises(ValueError, match="cache: BothWays.* cannot go on from earlier ones"):
         model(IDS, **{CACHE: DynamicCache(config=model.config)})
     with pytest.raises(ValueError, match="cache: BothWays"):
@@ -471,7 +474,7 @@ def test_an_encoder_goes_on_from_no_cache():
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_linear_path_of_the_past_is_refused(kind):
+def test_inject_refuses_encoders(kind):
     with pytest.raises(
         ValueError,
         match=r"Attention: it is not causal .*inject reads the past alone; girih\.replace_attention\(model",
@@ -480,8 +483,8 @@ def test_a_linear_path_of_the_past_is_refused(kind):
 
 
 @torch.no_grad()
-def test_bert_that_is_a_decoder_is_replaced_as_one():
-    """Its cross-attention, and its output projection outside of attention, stay as they are."""
+def test_bert_as_a_decoder_is_converted_as_a_decoder():
+    """The cross-attention and the output projection outside attention are unchanged."""
     options = {"is_decoder": True, "add_cross_attention": True}
     model = encoder("bert", AutoModelForCausalLM, **options).double()
     with pytest.raises(ValueError, match="its output projection is in another module; replace_attention"):
@@ -498,7 +501,7 @@ def test_bert_that_is_a_decoder_is_replaced_as_one():
 
 
 @torch.no_grad()
-def test_the_decoder_of_modernbert_is_a_decoder():
+def test_decoder_of_modernbert_is_causal():
     base = encoder("modernbert-decoder", AutoModelForCausalLM)
     model = copy.deepcopy(base)
     with girih.inject(model, weight=0.0):
@@ -508,7 +511,7 @@ def test_the_decoder_of_modernbert_is_a_decoder():
     close(model(IDS[:, :9]).logits, whole[:, :9])
 
 
-def test_attention_that_does_more_is_not_taken_for_berts():
+def test_bert_attention_with_other_parameters_is_refused():
     model = encoder()
     for layer in model.bert.encoder.layer:
         layer.attention.self.distance_embedding = torch.nn.Embedding(9, 8)
@@ -518,8 +521,8 @@ def test_attention_that_does_more_is_not_taken_for_berts():
         girih.replace_attention(model)
 
 
-def test_an_encoder_beside_a_decoder_stays():
-    """As one of images."""
+def test_encoder_beside_a_decoder_is_not_converted():
+    """For example, an encoder of images."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     model.vision = encoder(KINDS[-1], AutoModel)
     conversion = girih.replace_attention(model, "gla")

@@ -1,4 +1,4 @@
-"""Attention that is called with `past_key_value`, of a model whose code is not transformers'."""
+"""Attention whose cache argument is `past_key_value`, in a model whose code is not part of transformers."""
 
 import ast
 import copy
@@ -19,7 +19,7 @@ from girih.models.adapters.attention_call import valid_tokens
 from openelm import CACHE, ElmCausalAttention, elm
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
-SERVED = [way for way in WAYS if "max_self_attn_length" not in WAYS[way]]
+SUPPORTED = [way for way in WAYS if "max_self_attn_length" not in WAYS[way]]
 ONES = torch.ones_like(IDS)
 
 
@@ -27,7 +27,7 @@ def layers(model):
     return [layer.attn for layer in model.transformer.layers]
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=SUPPORTED)
 def model(request):
     model = elm()
     convert(model, request.param)
@@ -36,7 +36,7 @@ def model(request):
 
 @torch.no_grad()
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_at_weight_0_the_model_computes_what_it_did_bit_for_bit(has_norms):
+def test_injection_at_weight_0_keeps_the_logits_bitwise(has_norms):
     base = elm(has_norms=has_norms)
     model = copy.deepcopy(base)
     mask = ONES.clone()
@@ -44,8 +44,10 @@ def test_at_weight_0_the_model_computes_what_it_did_bit_for_bit(has_norms):
     with girih.inject(model, weight=0.0, cross=True):
         for options in ({}, {"attention_mask": mask}):
             assert model(IDS, **options).logits.equal(base(IDS, **options).logits)
-        cache, own = (m(IDS[:, :9])[CACHE] for m in (model, base))
-        assert model(IDS[:, 9:], **{CACHE: cache}).logits.equal(base(IDS[:, 9:], **{CACHE: own}).logits)
+        cache, base_cache = (m(IDS[:, :9])[CACHE] for m in (model, base))
+        assert model(IDS[:, 9:], **{CACHE: cache}).logits.equal(
+            base(IDS[:, 9:], **{CACHE: base_cache}).logits
+        )
         layers(model)[0].girih.set_weight(0.5)
         assert (model(IDS).logits - base(IDS).logits).abs().max() > 0.1
     assert type(layers(model)[0]) is ElmCausalAttention and model(IDS).logits.equal(base(IDS).logits)
@@ -54,24 +56,24 @@ def test_at_weight_0_the_model_computes_what_it_did_bit_for_bit(has_norms):
 @torch.no_grad()
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_a_mixer_reads_slices_of_the_fused_projection(has_norms):
-    """Each layer's own numbers of heads; the norms of q and k where a layer has them."""
+    """Each layer has its own numbers of heads, and norms of q and k in one of the variants."""
     model, x = elm(has_norms=has_norms), torch.randn(2, 9, 32)
-    found = [find(own) for own in layers(model)]
+    found = [find(attn) for attn in layers(model)]
     assert [(each.heads, each.kv_heads) for each in found] == [(4, 2), (6, 3)]
     girih.replace_attention(model, "gsa", num_slots=8)
-    for own, heads, kv in zip(layers(model), (4, 6), (2, 3), strict=True):
-        q, k, v = (x @ part.T for part in own.qkv_proj.weight.split([heads * 8, kv * 8, kv * 8]))
+    for attn, heads, kv in zip(layers(model), (4, 6), (2, 3), strict=True):
+        q, k, v = (x @ part.T for part in attn.qkv_proj.weight.split([heads * 8, kv * 8, kv * 8]))
         if has_norms:
             q, k = (
                 (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight).flatten(2)
                 for y, norm in (
-                    (q.unflatten(-1, (-1, 8)), own.q_norm),
-                    (k.unflatten(-1, (-1, 8)), own.k_norm),
+                    (q.unflatten(-1, (-1, 8)), attn.q_norm),
+                    (k.unflatten(-1, (-1, 8)), attn.k_norm),
                 )
             )
-        close(own.girih.qkv_proj(x), torch.cat((q, k, v), -1))
+        close(attn.girih.qkv_proj(x), torch.cat((q, k, v), -1))
         o = torch.randn(2, 9, heads * 8)
-        close(own.girih.o_proj(o), o @ own.out_proj.weight.T)
+        close(attn.girih.o_proj(o), o @ attn.out_proj.weight.T)
 
 
 @torch.no_grad()
@@ -89,7 +91,7 @@ def test_attention_still_returns_three_values():
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("cuts", [(1,), (9,), (3, 4, 5, 19)], ids=str)
-def test_in_pieces_the_logits_are_those_of_the_whole(model, cuts, side):
+def test_logits_of_several_calls_match_one_call(model, cuts, side):
     model, mask = copy.deepcopy(model).double(), ONES.clone()
     if side != "none":
         mask[0, slice(0, 6) if side == "left" else slice(14, 20)] = 0
@@ -101,34 +103,34 @@ def test_in_pieces_the_logits_are_those_of_the_whole(model, cuts, side):
         cache = out.get(CACHE)
         parts.append(out.logits)
     parts = torch.cat(parts, 1)
-    for row, kept in enumerate(mask.bool()):
-        close(parts[row, kept], whole.logits[row, kept], 1e-8)
-        close(parts[row, kept], model(IDS[row : row + 1, kept], use_cache=False).logits[0], 1e-8)
+    for row, valid in enumerate(mask.bool()):
+        close(parts[row, valid], whole.logits[row, valid], 1e-8)
+        close(parts[row, valid], model(IDS[row : row + 1, valid], use_cache=False).logits[0], 1e-8)
 
 
-def written(model, ids, mask, **options):
+def generate_text(model, ids, mask, **options):
     return model.generate(
         ids, attention_mask=mask, max_new_tokens=8, **({"do_sample": False, "eos_token_id": None} | options)
     )
 
 
 @torch.no_grad()
-def test_texts_are_those_of_full_forwards(model):
+def test_text_matches_full_forwards(model):
     mask = ONES.clone()
     mask[0, :7] = 0
-    text = written(model, IDS, mask)
+    text = generate_text(model, IDS, mask)
     for row, first in enumerate((7, 0)):
         ids = IDS[row : row + 1, first:]
-        assert text[row : row + 1, first:].equal(written(model, ids, torch.ones_like(ids)))
+        assert text[row : row + 1, first:].equal(generate_text(model, ids, torch.ones_like(ids)))
         for _ in range(8):
             ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
         assert text[row : row + 1, first:].equal(ids)
-    beams = [written(model, IDS, ONES, num_beams=3, use_cache=use_cache) for use_cache in (True, False)]
+    beams = [generate_text(model, IDS, ONES, num_beams=3, use_cache=use_cache) for use_cache in (True, False)]
     assert beams[0].equal(beams[1])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_step_of_training_reaches_every_parameter_with_checkpoints_too(model, reentrant):
+def test_gradients_reach_every_parameter_with_checkpointing(model, reentrant):
     model = copy.deepcopy(model).train()
 
     def gradients():
@@ -139,13 +141,13 @@ def test_a_step_of_training_reaches_every_parameter_with_checkpoints_too(model, 
     want = gradients()
     assert [name for name, grad in want.items() if not grad.abs().max() > 0] == []
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.transformer.token_embeddings.register_forward_hook(lambda *of: of[2].requires_grad_())
+    model.transformer.token_embeddings.register_forward_hook(lambda *args: args[2].requires_grad_())
     for name, grad in gradients().items():
         close(grad, want[name])
 
 
 @torch.no_grad()
-def test_under_autocast_the_logits_are_near(model):
+def test_logits_under_autocast_are_close(model):
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(IDS).logits
     assert (logits - model(IDS).logits).abs().max() < 0.3 * model(IDS).logits.abs().max()
@@ -195,12 +197,12 @@ def test_a_model_with_its_own_code_is_loaded_converted(way, tmp_path, monkeypatc
     shutil.rmtree(tmp_path)
 
 
-def test_a_window_needs_attention_that_says_how_its_masks_look():
+def test_window_needs_a_config_and_a_mask_row_for_each_token():
     with pytest.raises(ValueError, match="max_self_attn_length: a ElmCausalAttention has no config"):
         girih.inject(elm(), max_self_attn_length=4)
     model = elm()
-    for own in layers(model):
-        own.config = model.config
+    for attn in layers(model):
+        attn.config = model.config
     girih.inject(model, max_self_attn_length=4)
     with pytest.raises(
         ValueError, match=r"max_self_attn_length: attention_mask .* expected a row for each of 20"
@@ -209,7 +211,7 @@ def test_a_window_needs_attention_that_says_how_its_masks_look():
 
 
 class Pair(ElmCausalAttention):
-    """As attention of transformers 4.48 to 4.56."""
+    """Returns two values, as the attention of transformers 4.48 to 4.56."""
 
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, cache_position=None):
         attention = functools.partial(ElmCausalAttention.forward, self)
@@ -218,7 +220,7 @@ class Pair(ElmCausalAttention):
 
 
 class Present(ElmCausalAttention):
-    """As older attention, whose weights come last."""
+    """Returns the weights last, as older attention."""
 
     def forward(self, hidden_states, attention_mask=None, past_key_value=None):
         def unused():
@@ -231,7 +233,7 @@ class Present(ElmCausalAttention):
 
 
 class Renamed(ElmCausalAttention):
-    """As attention that returns its cache under another name."""
+    """Returns the cache under another name."""
 
     def forward(self, hidden_states, attention_mask=None, past_key_value=None, use_cache=True):
         y, weights, _ = ElmCausalAttention.forward(self, hidden_states, attention_mask, past_key_value)
@@ -270,7 +272,7 @@ def test_which_variable_holds_the_cache(lines, expected):
     assert names.get("present", "present") == expected
 
 
-def test_what_a_forward_returns_is_read_from_its_code():
+def test_returned_names_are_read_from_the_code():
     kinds = (ElmCausalAttention, Pair, Present, Renamed, Varying)
     expected = [("attn_weights", "past_key_value"), ("weights",), ("past_key_value", "weights")]
     expected += [("weights", "past_key_value"), None]
@@ -282,7 +284,7 @@ def test_what_a_forward_returns_is_read_from_its_code():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [Pair, Present, Renamed])
-def test_as_many_values_are_returned_as_before(kind):
+def test_number_of_returned_values_is_unchanged(kind):
     config, x = elm().config, torch.randn(2, 5, 32)
     for way in ("injected", "gsa"):
         model = elm()
@@ -295,7 +297,7 @@ def test_as_many_values_are_returned_as_before(kind):
 
 
 @torch.no_grad()
-def test_a_forward_that_does_not_list_its_values_is_not_replaced():
+def test_forward_with_varying_results_is_not_replaced():
     model = elm()
     for layer in model.transformer.layers:
         layer.attn.__class__ = Varying
@@ -308,8 +310,8 @@ def test_a_forward_that_does_not_list_its_values_is_not_replaced():
     assert len(layers(model)[0](x)) == 2 and len(layers(model)[0](x, output_attentions=True)) == 3
 
 
-def test_rows_of_padding_that_are_opened_are_padding():
-    """In masks of the tokens' rows, as transformers 4.38 to 4.52 made them for sdpa."""
+def test_opened_rows_of_padding_are_padding():
+    """The masks have a row for each token, as transformers 4.38 to 4.52 built them for sdpa."""
     x, least = torch.zeros(2, 6, 1), torch.finfo(torch.float32).min
     valid = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
     see = torch.ones(6, 6).tril().bool() & valid[:, None, None]
@@ -324,7 +326,7 @@ def test_rows_of_padding_that_are_opened_are_padding():
 @pytest.mark.parametrize("window", [2, 3, 9])
 @pytest.mark.parametrize("past", [0, 2])
 def test_masks_over_all_positions_may_have_a_window(window, past):
-    """Rows and keys are positions, of which more come; a row sees the last few tokens alone."""
+    """Rows and keys are positions, also later ones. A row sees only the last few tokens."""
     x, least = torch.zeros(2, 6, 1), torch.finfo(torch.float32).min
     valid = torch.ones(2, 9).bool()
     valid[0, :3] = False

@@ -1,4 +1,5 @@
-"""Which tokens a converted layer reads: padding on either side, packed sequences, whatever says so."""
+"""Tokens that a converted layer reads: padding on either side, and packed sequences in every form of the
+arguments."""
 
 import copy
 
@@ -16,40 +17,43 @@ COLLATORS = {
     "cu_seq_lens_q alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
     "seq_idx": {"return_seq_idx": True, "return_position_ids": False},
 }
-HOW = [("llama", way) for way in WAYS] + [(family, "both, gelu") for family in FAMILIES if family != "llama"]
+CASES = [("llama", way) for way in WAYS] + [
+    (family, "both, gelu") for family in FAMILIES if family != "llama"
+]
 
 
-@pytest.fixture(scope="module", params=HOW, ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def model(request):
     return converted(*request.param)
 
 
-def packed(**options):
+def make_packed_batch(**options):
     batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in SEQUENCES])
     batch.pop("labels")
     return batch
 
 
-def alone(model):
+def logits_of_each(model):
     return torch.cat([model(torch.tensor([ids])).logits for ids in SEQUENCES], 1)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", COLLATORS)
-def test_packed_sequences_know_nothing_of_each_other(model, form):
-    output = model(**packed(**COLLATORS[form]))
-    close(output.logits, alone(model))
+def test_packed_sequences_are_independent(model, form):
+    output = model(**make_packed_batch(**COLLATORS[form]))
+    close(output.logits, logits_of_each(model))
     assert output.past_key_values is None
 
 
 @torch.no_grad()
 def test_cu_seqlens_alone_packs_too(model):
-    batch = packed(return_flash_attn_kwargs=True, return_position_ids=False)
-    close(model(batch["input_ids"], cu_seqlens=batch["cu_seq_lens_q"]).logits, alone(model))
+    batch = make_packed_batch(return_flash_attn_kwargs=True, return_position_ids=False)
+    close(model(batch["input_ids"], cu_seqlens=batch["cu_seq_lens_q"]).logits, logits_of_each(model))
 
 
-def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
-    """In fp64, but for Gemma's norms, which are fp32: for some weights fp32 leaves gradients three digits."""
+def test_gradients_of_packed_sequences_match_separate_sequences(model):
+    """In float64, except for the norms of Gemma in fp32. In fp32 some gradients have only three correct
+    digits."""
     model = copy.deepcopy(model).double()
 
     def gradients(logits):
@@ -57,29 +61,32 @@ def test_gradients_of_packed_sequences_are_those_of_the_sequences(model):
         logits.square().sum().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    of_packed, of_each = gradients(model(**packed()).logits), gradients(alone(model))
-    for name, grad in of_each.items():
-        close(of_packed[name], grad, 1e-5)
+    packed_gradients, separate_gradients = (
+        gradients(model(**make_packed_batch()).logits),
+        gradients(logits_of_each(model)),
+    )
+    for name, grad in separate_gradients.items():
+        close(packed_gradients[name], grad, 1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx"])
 @pytest.mark.parametrize("positions", [False, True], ids=["", "positions do not restart"])
-def test_a_mask_of_ones_and_other_positions_let_no_sequence_see_another(model, form, positions):
+def test_packed_sequences_with_masks_and_positions_are_independent(model, form, positions):
     if model.config.model_type == "girih":
         pytest.skip("girih's own models take packed sequences without a mask only")
-    batch = packed(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = make_packed_batch(return_flash_attn_kwargs=True, return_seq_idx=True)
     value = batch["cu_seq_lens_q" if form == "cu_seqlens" else form]
     call = {"attention_mask": torch.ones_like(batch["input_ids"])}
     if positions:
         call["position_ids"] = torch.arange(18)[None]
     if positions and form == "position_ids":
         pytest.skip("nothing else says where they start")
-    close(model(batch["input_ids"], **call | {form: value}).logits, alone(model))
+    close(model(batch["input_ids"], **call | {form: value}).logits, logits_of_each(model))
 
 
 def test_a_padding_mask_of_packed_sequences_is_refused():
-    batch = packed(return_flash_attn_kwargs=True)
+    batch = make_packed_batch(return_flash_attn_kwargs=True)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, -1] = 0
     with pytest.raises(ValueError, match="attention_mask: packed sequences have no padding"):
@@ -93,18 +100,18 @@ def test_a_mask_of_blocks_alone_is_refused(way):
     blocks = [torch.ones(len(ids), len(ids)).tril() for ids in SEQUENCES]
     mask = torch.block_diag(*blocks).bool()[None, None]
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    batch = packed()
+    batch = make_packed_batch()
     for each in (mask, added):
         with pytest.raises(ValueError, match="attention_mask: a token does not see the one before it"):
             model(batch["input_ids"], attention_mask=each, use_cache=False)
-        close(model(**batch, attention_mask=each, use_cache=False).logits, alone(model))
+        close(model(**batch, attention_mask=each, use_cache=False).logits, logits_of_each(model))
     causal = torch.ones(18, 18, dtype=torch.bool).tril()[None, None]
     close(model(batch["input_ids"], attention_mask=causal).logits, model(batch["input_ids"]).logits)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right", "between"])
-def test_masked_tokens_do_nothing(model, side):
+def test_masked_tokens_have_no_effect(model, side):
     mask = torch.ones_like(IDS)
     if side == "between":
         if model.config.model_type in ("mistral", "gemma3_text", "girih") or getattr(
@@ -114,17 +121,17 @@ def test_masked_tokens_do_nothing(model, side):
         mask[0, 4:7] = 0
     else:
         mask[0, slice(0, 6) if side == "left" else slice(14, 20)] = 0
-    kept = mask[0].bool()
+    valid = mask[0].bool()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(IDS, attention_mask=mask, position_ids=positions).logits
-    close(logits[0, kept], model(IDS[:1, kept]).logits[0])
+    close(logits[0, valid], model(IDS[:1, valid]).logits[0])
     close(logits[1], model(IDS[1:]).logits[0])
     ones = torch.ones_like(mask)
     close(model(IDS, attention_mask=ones).logits, model(IDS).logits)
 
 
 @torch.no_grad()
-def test_eager_masks_say_the_same(model):
+def test_eager_masks_match_sdpa_masks(model):
     implementation = model.config._attn_implementation
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0
@@ -138,18 +145,18 @@ def test_eager_masks_say_the_same(model):
 
 
 @torch.no_grad()
-def test_where_no_attention_is_left_no_mask_of_pairs_is_made():
+def test_model_without_attention_builds_no_mask_of_pairs():
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0
     seen = []
 
-    def see(module, args, kwargs):
+    def record_mask(module, args, kwargs):
         seen.append(kwargs["attention_mask"])
 
     model = base_model("llama")
     girih.replace_attention(model, layers=[0], num_slots=8)
     for module in (attention(model, 0), attention(model, 1)):
-        module.register_forward_pre_hook(see, with_kwargs=True)
+        module.register_forward_pre_hook(record_mask, with_kwargs=True)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     model(IDS, attention_mask=mask, position_ids=positions)
     assert [m.shape for m in seen] == [(2, 1, 20, 20)] * 2
@@ -165,13 +172,14 @@ def test_where_no_attention_is_left_no_mask_of_pairs_is_made():
 @torch.no_grad()
 def test_a_cache_of_packed_sequences_is_refused(model):
     with pytest.raises(ValueError, match="no cache (is kept of|for) packed sequences"):
-        model(**packed(), use_cache=True)
+        model(**make_packed_batch(), use_cache=True)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["both, gelu", "gsa"])
 def test_a_layer_called_by_itself_reads_its_own_arguments(way):
-    """As inside of a model that passes nothing on: masks of attention, positions, bounds."""
+    """A model may pass no arguments of girih to its layers. The layer then reads attention masks, positions
+    and bounds."""
     layer = attention(converted("llama", way))
     x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
     rotary = (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
@@ -216,21 +224,21 @@ def test_masks_of_another_shape_are_refused(mask, message):
 
 def test_a_token_is_masked_where_it_does_not_see_itself():
     x, valid = torch.zeros(2, 3, 8), torch.tensor([[0, 1, 1], [1, 1, 0]]).bool()
-    past, room = 2, 4  # two tokens before, four empty places of a static cache behind
+    past, room = 2, 4  # two tokens before, and four empty slots of a static cache after
     see = torch.zeros(2, 1, 3, past + 3 + room, dtype=torch.bool)
     see[:, 0, range(3), range(past, past + 3)] = valid
     assert valid_tokens(x, see, past).equal(valid)
     assert valid_tokens(x, see[..., : past + 3], past).equal(valid)
-    assert valid_tokens(x, see[..., 1 : past + 3], past).equal(valid)  # a window has dropped a key
+    assert valid_tokens(x, see[..., 1 : past + 3], past).equal(valid)  # a window has dropped one key
     assert valid_tokens(x, see[:1], past).equal(valid[:1].expand(2, -1))
 
 
 @torch.no_grad()
-def test_embeddings_in_the_place_of_words_are_read_alike(model):
+def test_inputs_embeds_match_input_ids(model):
     embed = model.get_input_embeddings()
-    batch = packed(return_flash_attn_kwargs=True, return_position_ids=False)
+    batch = make_packed_batch(return_flash_attn_kwargs=True, return_position_ids=False)
     embedded = embed(batch.pop("input_ids"))
-    close(model(inputs_embeds=embedded, **batch).logits, alone(model))
+    close(model(inputs_embeds=embedded, **batch).logits, logits_of_each(model))
     mask = torch.ones_like(IDS)
     mask[0, 14:] = 0
     expected = model(IDS, attention_mask=mask).logits
@@ -239,8 +247,8 @@ def test_embeddings_in_the_place_of_words_are_read_alike(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["window", "gsa"])
-def test_arguments_without_names_are_those_with_names(way):
-    """Of the model and of a layer."""
+def test_positional_arguments_match_keyword_arguments(way):
+    """For the model and for a layer."""
     model = converted("llama", way)
     mask = torch.ones_like(IDS)
     mask[0, :6] = 0
@@ -256,7 +264,7 @@ def test_arguments_without_names_are_those_with_names(way):
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_window_is_cut_from_any_mask_of_attention_and_from_none(implementation):
+def test_window_applies_to_every_kind_of_mask(implementation):
     model = converted("llama", "window")
     model.set_attn_implementation(implementation)
     layer, x = attention(model), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))

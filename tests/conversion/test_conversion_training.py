@@ -1,4 +1,4 @@
-"""Converted models in training: adapters, schedules of the weight, checkpointing, compilers."""
+"""Training of converted models: adapters, schedules of the weight, checkpointing, compilation."""
 
 import copy
 from importlib.util import module_from_spec, spec_from_file_location
@@ -30,7 +30,7 @@ def lora(family, **options):
     )
 
 
-def trained(model, steps=6, lr=3e-2):
+def train_model(model, steps=6, lr=3e-2):
     model.train()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=lr)
@@ -54,13 +54,13 @@ def logits(model):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_on_a_converted_model_train_are_saved_and_loaded(family, way, tmp_path):
-    """The new part, named girih, trains too if peft is asked to save it."""
+    """The new part, named girih, also trains if peft is told to save it."""
     model = converted(family, way)
     model.save_pretrained(tmp_path / "model")
     adapted = peft.get_peft_model(model, lora(family, modules_to_save=["girih"]))
     names = {name for name, p in adapted.named_parameters() if p.requires_grad}
     assert any("lora_" in name for name in names) and any(".girih." in name for name in names)
-    trained(adapted).save_pretrained(tmp_path / "adapter")
+    train_model(adapted).save_pretrained(tmp_path / "adapter")
     base = girih.from_pretrained(tmp_path / "model")
     before = logits(base)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -77,14 +77,14 @@ def test_an_adapted_model_is_injected(family, tmp_path):
     girih.inject(adapted, weight=0.5, n=2)
     assert not torch.allclose(logits(adapted), without, atol=1e-2)
     assert all("lora_" in name for name, p in adapted.named_parameters() if p.requires_grad)
-    trained(adapted).save_pretrained(tmp_path)
+    train_model(adapted).save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base_model(family), tmp_path).eval()
     girih.inject(loaded, weight=0.5, n=2)
     assert logits(loaded).equal(logits(adapted))
 
 
 def test_both_paths_go_through_the_adapters(family):
-    """Either order is one model."""
+    """Both orders of inject and get_peft_model give the same model."""
     models = []
     for first in ("inject", "adapt"):
         model = base_model(family)
@@ -106,12 +106,12 @@ def test_what_peft_would_not_save_is_refused():
         girih.replace_attention(adapted)
     with pytest.raises(ValueError, match="learned: .* call inject first, then get_peft_model"):
         girih.inject(adapted, learned=True)
-    added = base_model()
-    added._hf_peft_config_loaded = True  # as transformers' add_adapter leaves it
+    model = base_model()
+    model._hf_peft_config_loaded = True  # set by add_adapter of transformers
     with pytest.raises(ValueError, match="call replace_attention first, then get_peft_model"):
-        girih.replace_attention(added)
-    girih.inject(added)
-    assert not any(p.requires_grad for name, p in added.named_parameters() if ".girih." in name)
+        girih.replace_attention(model)
+    girih.inject(model)
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".girih." in name)
 
 
 class Rows(Dataset):
@@ -144,8 +144,8 @@ SCHEDULES = {
 }
 
 
-def logged(trainer):
-    """Of every step, and of every record of the Trainer."""
+def logged_weights(trainer):
+    """The logged weight of every step."""
     history = trainer.state.log_history
     steps = [entry["mag_weight"] for entry in history if set(entry) == {"mag_weight", "step"}]
     return steps
@@ -157,13 +157,13 @@ def test_a_schedule_moves_the_weight_of_every_layer_and_logs_it(schedule, tmp_pa
     model = converted()
     run = trainer(model, tmp_path, girih.MixSchedule(schedule, **options))
     run.train()
-    assert logged(run) == expected
+    assert logged_weights(run) == expected
     assert [attention(model, i).girih.weight.item() for i in range(2)] == [expected[-1]] * 2
     model.save_pretrained(tmp_path)
     assert attention(girih.from_pretrained(tmp_path)).girih.weight.item() == expected[-1]
 
 
-def test_a_schedule_that_is_told_nothing_rises():
+def test_default_schedule_is_gradual():
     schedule = girih.MixSchedule()
     weights = [schedule.weight(step) for step in (0, 50, 100, 1000)]
     assert weights == pytest.approx([0.01, 0.255, 0.5, 0.5])
@@ -174,39 +174,39 @@ def test_a_learned_weight_is_logged(tmp_path):
     girih.inject(model, learned=True, weight=0.25)
     run = trainer(model, tmp_path, girih.MixSchedule("learned"))
     run.train()
-    weights = logged(run)
+    weights = logged_weights(run)
     assert len(weights) == 6 and len(set(weights)) == 6 and weights[0] == pytest.approx(0.25, abs=0.01)
     assert weights[-1] == pytest.approx(
         sum(attention(model, i).girih.current_weight().item() for i in range(2)) / 2
     )
 
 
-def test_reporters_are_told_the_weight(tmp_path):
-    """TensorBoard's and others, which the Trainer has before the callbacks that it is given."""
-    seen, began = [], []
+def test_reporters_receive_the_weight(tmp_path):
+    """Reporters such as TensorBoard, which the Trainer calls before the callbacks of the user."""
+    seen, started = [], []
 
     class Reporter(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            began.append(type(self))
+            started.append(type(self))
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             seen.append(dict(logs))
 
-    class Later(Reporter):
+    class LaterReporter(Reporter):
         pass
 
     schedule = girih.MixSchedule("gradual", first=0.0, final=0.5, steps=4)
     run = trainer(converted(), tmp_path, Reporter())
     run.add_callback(schedule)
-    run.add_callback(Later())
+    run.add_callback(LaterReporter())
     run.train()
-    assert began == [Reporter, Later]
-    of_steps = [logs["mag_weight"] for logs in seen if "loss" in logs]
-    assert of_steps == [0.125, 0.125, 0.375, 0.375, 0.5, 0.5]
+    assert started == [Reporter, LaterReporter]
+    step_weights = [logs["mag_weight"] for logs in seen if "loss" in logs]
+    assert step_weights == [0.125, 0.125, 0.375, 0.375, 0.5, 0.5]
     assert run.callback_handler.callbacks.count(schedule) == 1
 
 
-def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
+def test_resumed_training_matches_uninterrupted_training(tmp_path):
     schedule = {"first": 0.0, "final": 0.5, "steps": 6}
     models, logs = [], []
     for kind in ("whole", "resumed"):
@@ -220,7 +220,7 @@ def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
         run = trainer(model, tmp_path / kind, girih.MixSchedule("gradual", **schedule), **options)
         run.train(resume_from_checkpoint=kind == "resumed" or None)
         models.append(model)
-        logs.append(logged(run))
+        logs.append(logged_weights(run))
     assert logs[0] == logs[1] == [step / 12 for step in range(6)]
     for (name, a), b in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
         assert a.equal(b), name
@@ -239,12 +239,12 @@ def test_training_goes_on_from_a_checkpoint_as_it_would_have(tmp_path):
         (lambda: girih.MixSchedule("cyclic", levels=()), r"levels is \(\); expected weights"),
     ],
 )
-def test_schedules_that_make_no_sense_are_refused(make, message):
+def test_invalid_schedules_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_schedule_and_a_model_have_to_agree(tmp_path):
+def test_schedule_must_match_the_model(tmp_path):
     with pytest.raises(ValueError, match="model has no mixture .* call girih.inject first"):
         trainer(base_model(), tmp_path, girih.MixSchedule()).train()
     with pytest.raises(ValueError, match="schedule is 'learned', but the model was made with learned=False"):
@@ -278,7 +278,7 @@ def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_converted_layer_compiles_whole(way):
+def test_converted_layer_compiles_as_one_graph(way):
     torch.compiler.reset()
     model = converted("llama", way)
     layer = attention(model)
@@ -293,7 +293,8 @@ def test_a_converted_layer_compiles_whole(way):
     call["girih_tokens"] = None
     call["attention_mask"] = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
     close(compiled(**call)[0], layer(**call)[0])
-    if hasattr(layer.girih, "set_weight") and not layer.girih.learned:  # a buffer moves without another graph
+    # a change of the buffer does not recompile
+    if hasattr(layer.girih, "set_weight") and not layer.girih.learned:
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         layer.girih.set_weight(0.125)
         close(compiled(**call)[0], layer(**call)[0])
@@ -301,7 +302,7 @@ def test_a_converted_layer_compiles_whole(way):
 
 
 @pytest.mark.parametrize("way", ["window", "both, gelu", "gsa"])
-def test_a_converted_model_compiles_whole(way):
+def test_converted_model_compiles_as_one_graph(way):
     torch.compiler.reset()
     model = converted("llama", way, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -322,7 +323,7 @@ def test_a_converted_model_compiles_whole(way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_unit_rows_have_the_same_gradients_by_every_way(dtype):
+def test_unit_rows_have_the_same_gradients_in_every_mode(dtype):
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     dz = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = x.detach().double().requires_grad_()
@@ -340,8 +341,8 @@ def test_unit_rows_have_the_same_gradients_by_every_way(dtype):
 
 def test_norms_and_the_weight_do_not_decay():
     model = converted("llama", "window")
-    kept = [name for name in decay_parameter_names(model) if ".girih." in name]
-    assert kept == [] and any(".girih." in name for name, _ in model.named_parameters())
+    decayed = [name for name in decay_parameter_names(model) if ".girih." in name]
+    assert decayed == [] and any(".girih." in name for name, _ in model.named_parameters())
 
 
 def test_fp16_and_autocast_stay_finite():
@@ -356,7 +357,7 @@ def test_fp16_and_autocast_stay_finite():
 
 
 def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
-    """On a model and a text of no time, in two steps."""
+    """Two steps on a small model and a short text."""
     base_model("girih", vocab_size=256).save_pretrained(tmp_path / "model")
     (tmp_path / "text").write_text("the memory reads what it is told " * 800)
     found = spec_from_file_location("tutorial", Path(__file__).parents[2] / "examples" / "inject_memory.py")

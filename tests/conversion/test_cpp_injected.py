@@ -1,4 +1,5 @@
-"""Models that girih.inject has put a linear path into: what Python saves, C++ reads, computes and writes."""
+"""Models with a linear path injected by girih.inject: C++ loads the files of Python, computes the same and
+saves them."""
 
 import json
 
@@ -21,7 +22,7 @@ SIZES = {
     "initializer_range": 0.3,
 }
 HYBRID = ["attention", "gsa", "attention"]
-EVERY = {
+VARIANTS = {
     "defaults": {},
     "n = 1": {"n": 1},
     "rotary, n = 3": {"n": 3, "virtual_tokens": "rotary"},
@@ -41,15 +42,15 @@ EVERY = {
     "linear": {"weight": 1.0, "norm_eps": 0.1},
     "one layer": {"layers": [2], "weight": 0.9},
 }
-FEW = ["defaults", "window, kv", "gelu", "learned cross"]
+SOME = ["defaults", "window, kv", "gelu", "learned cross"]
 
 
-def injected(options, seed=0, **fields):
-    """A model whose norms and weights of mixtures are off their starts."""
+def injected_model(options, seed=0, **fields):
+    """A model with random norms and mixture weights."""
     torch.manual_seed(seed)
     mixer = fields.pop("mixer", HYBRID)
-    own = {} if "gsa" in mixer else {"num_slots": 64}
-    model = GirihForCausalLM(GirihConfig(**SIZES | {"mixer": mixer} | own | fields)).eval()
+    extra = {} if "gsa" in mixer else {"num_slots": 64}
+    model = GirihForCausalLM(GirihConfig(**SIZES | {"mixer": mixer} | extra | fields)).eval()
     for each in options if isinstance(options, list) else [options]:
         girih.inject(model, **each)
     with torch.no_grad():
@@ -59,16 +60,16 @@ def injected(options, seed=0, **fields):
     return model
 
 
-def read(python, folder):
+def load_cpp(python, folder):
     python.save_pretrained(folder)
     return _C.LanguageModel.from_pretrained(str(folder))
 
 
-@pytest.fixture(scope="module", params=EVERY)
+@pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, tmp_path_factory):
-    """In float64."""
-    python = injected(EVERY[request.param]).double()
-    return python, read(python, tmp_path_factory.mktemp("model"))
+    """The model in both languages, in float64."""
+    python = injected_model(VARIANTS[request.param]).double()
+    return python, load_cpp(python, tmp_path_factory.mktemp("model"))
 
 
 def tensors(model):
@@ -103,8 +104,8 @@ def test_logits_are_equal(pair):
 
 
 @torch.no_grad()
-def test_the_path_counts(pair):
-    """The logits are not those without it, or nothing here would tell one option from another."""
+def test_path_changes_the_logits(pair):
+    """The path changes the logits; otherwise these tests could not distinguish the options."""
     python, cpp = pair
     ids = ids_of(2, 9)
     base = GirihForCausalLM(GirihConfig(**SIZES, mixer=HYBRID)).double().eval()
@@ -114,7 +115,7 @@ def test_the_path_counts(pair):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[6, 1, 2, 6], [1] * 15, [1, 3, 11]], ids=str)
-def test_states_carry_on_alike(pair, cuts):
+def test_states_continue_equally(pair, cuts):
     python, cpp = pair
     ids = ids_of(2, 15)
     whole = python(ids).logits
@@ -129,7 +130,7 @@ def test_states_carry_on_alike(pair, cuts):
 
 
 @torch.no_grad()
-def test_masks_do_alike_call_after_call(pair):
+def test_masked_calls_are_equal(pair):
     python, cpp = pair
     cache, state = None, _C.State()
     for T in (6, 7, 1, 5):
@@ -167,7 +168,7 @@ def test_greedy_text_is_equal(pair):
 
 
 def test_python_reads_what_cpp_saves(pair, tmp_path):
-    """Its configuration too."""
+    """The configuration is also the same."""
     python, cpp = pair
     cpp.save_pretrained(str(tmp_path))
     again = GirihForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
@@ -183,13 +184,13 @@ def test_python_reads_what_cpp_saves(pair, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", FEW)
+@pytest.mark.parametrize("way", SOME)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_logits_of_a_dtype_are_equal(way, dtype, tmp_path):
-    python = injected(EVERY[way]).to(dtype)
-    cpp = read(python, tmp_path)
-    kept = [name for name in tensors(python) if name.endswith((".girih.weight", ".girih.logit"))]
-    assert kept and all(tensors(cpp)[name].dtype == torch.float32 for name in kept)
+    python = injected_model(VARIANTS[way]).to(dtype)
+    cpp = load_cpp(python, tmp_path)
+    fp32_names = [name for name in tensors(python) if name.endswith((".girih.weight", ".girih.logit"))]
+    assert fp32_names and all(tensors(cpp)[name].dtype == torch.float32 for name in fp32_names)
     ids = ids_of(2, 40)
     found, want = cpp.forward(ids)[0], python(ids).logits
     assert found.dtype == want.dtype == dtype
@@ -204,11 +205,11 @@ def test_logits_of_a_dtype_are_equal(way, dtype, tmp_path):
     ids=str,
 )
 def test_injected_models_of_other_attention_are_equal(fields, tmp_path):
-    """The window of a configuration is attention's: the linear path sees all tokens."""
-    own = {"num_kv_heads": 4, "chunk": 4} if "lattice" in fields["mixer"] else {}
-    own |= {"num_slots": 8} if "lattice" in fields["mixer"] else {}
-    python = injected({}, **fields | own).double()
-    cpp = read(python, tmp_path)
+    """The window of the configuration belongs to attention. The linear path reads all tokens."""
+    extra = {"num_kv_heads": 4, "chunk": 4} if "lattice" in fields["mixer"] else {}
+    extra |= {"num_slots": 8} if "lattice" in fields["mixer"] else {}
+    python = injected_model({}, **fields | extra).double()
+    cpp = load_cpp(python, tmp_path)
     ids = ids_of(2, 13)
     close(cpp.forward(ids)[0], python(ids).logits)
     assert cpp.generate(ids, 12).equal(greedy(python, ids, 12))
@@ -216,9 +217,11 @@ def test_injected_models_of_other_attention_are_equal(fields, tmp_path):
 
 @torch.no_grad()
 def test_layers_may_be_injected_apart(tmp_path):
-    """Each with its options, in any order."""
-    python = injected([{"layers": [2], "n": 1, "cross": True}, {"layers": [0], "learned": True}]).double()
-    cpp = read(python, tmp_path)
+    """Each injection has its own options and its own layers, in any order."""
+    python = injected_model(
+        [{"layers": [2], "n": 1, "cross": True}, {"layers": [0], "learned": True}]
+    ).double()
+    cpp = load_cpp(python, tmp_path)
     ids = ids_of(2, 9)
     close(cpp.forward(ids)[0], python(ids).logits)
     cpp.save_pretrained(str(tmp_path / "again"))
@@ -228,8 +231,8 @@ def test_layers_may_be_injected_apart(tmp_path):
 
 @torch.no_grad()
 def test_at_weight_0_it_is_the_base_model_bit_for_bit(tmp_path):
-    python = injected({"weight": 0.0})
-    read(python, tmp_path / "injected")
+    python = injected_model({"weight": 0.0})
+    load_cpp(python, tmp_path / "injected")
     config = json.loads((tmp_path / "injected" / "config.json").read_text())
     base = tmp_path / "base"
     base.mkdir()
@@ -245,9 +248,9 @@ def test_at_weight_0_it_is_the_base_model_bit_for_bit(tmp_path):
 
 
 @pytest.mark.skipif(not BIN.exists(), reason="the programs were not built here")
-@pytest.mark.parametrize("way", FEW)
+@pytest.mark.parametrize("way", SOME)
 def test_a_model_that_python_trained_writes_the_same_text_by_girih_generate(way, tmp_path):
-    model = injected(EVERY[way], vocab_size=256, num_slots=6).train()
+    model = injected_model(VARIANTS[way], vocab_size=256, num_slots=6).train()
     text = b"a girih is the pattern that is drawn with five tiles; the tiles are drawn with girihs. "
     ids = torch.tensor([[*text * 2]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -273,20 +276,23 @@ def test_a_model_that_python_trained_writes_the_same_text_by_girih_generate(way,
         texts.append(bytes(greedy(loaded, ids, 60)[0].tolist()))
     assert len(set(texts)) == 3
     for prompt, want in zip(prompts, texts, strict=True):
-        written, _ = run("girih-generate", tmp_path, prompt, "--max-new-tokens", 60, "--quiet")
-        assert written == want + b"\n"
+        output, _ = run("girih-generate", tmp_path, prompt, "--max-new-tokens", 60, "--quiet")
+        assert output == want + b"\n"
     together, _ = run("girih-generate", tmp_path, *prompts, "--max-new-tokens", 60, "--quiet")
     assert together == b"".join(want + b"\n" for want in texts)
 
 
-@pytest.mark.parametrize("way", FEW)
-def test_training_goes_on_alike_in_both(way, tmp_path):
+@pytest.mark.parametrize("way", SOME)
+def test_training_is_equal_in_both_languages(way, tmp_path):
     """Schedule, loss, gradients and steps of AdamW."""
-    python = injected(EVERY[way]).double().train()
-    cpp = read(python, tmp_path)
+    python = injected_model(VARIANTS[way]).double().train()
+    cpp = load_cpp(python, tmp_path)
     ids = ids_of(2, 20)
     options = {"first": 0.2, "final": 0.9, "steps": 3}
-    mine, theirs = girih.MixSchedule("gradual", **options), _C.MixSchedule("gradual", **options)
+    python_schedule, cpp_schedule = (
+        girih.MixSchedule("gradual", **options),
+        _C.MixSchedule("gradual", **options),
+    )
     runs = []
     for model in (python, cpp):
         parameters = tensors(model)
@@ -296,11 +302,11 @@ def test_training_goes_on_alike_in_both(way, tmp_path):
         for step in range(4):
             if "learned" not in way:
                 if model is cpp:
-                    theirs.set_weights(cpp, step)
+                    cpp_schedule.set_weights(cpp, step)
                 else:
                     for module in python.modules():
                         if isinstance(module, girih.nn.MemoryAsGate):
-                            module.set_weight(mine.weight(step))
+                            module.set_weight(python_schedule.weight(step))
             loss = model.loss(ids) if model is cpp else model(ids, labels=ids).loss
             optimizer.zero_grad()
             loss.backward()
@@ -345,31 +351,31 @@ def test_schedules_have_the_weights_of_python(schedule, options):
     ],
     ids=str,
 )
-def test_schedules_are_refused_in_the_words_of_python(schedule, options):
+def test_schedule_errors_match_python(schedule, options):
     messages = []
     for kind in (girih.MixSchedule, _C.MixSchedule):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError) as error:
             kind(schedule, **options)
-        messages.append(str(refused.value))
+        messages.append(str(error.value))
     assert messages[0] == messages[1]
 
 
-def test_an_unknown_schedule_names_those_there_are():
+def test_unknown_schedule_error_lists_the_schedules():
     with pytest.raises(ValueError, match="schedule is 'linear'; expected one of constant, gradual, cyclic"):
         _C.MixSchedule("linear")
 
 
 def test_a_schedule_moves_every_mixture_and_refuses_what_it_cannot_move(tmp_path):
-    cpp = read(injected({}), tmp_path / "buffer")
+    cpp = load_cpp(injected_model({}), tmp_path / "buffer")
     _C.MixSchedule("cyclic", levels=[0.25, 0.75], steps=1).set_weights(cpp, 1)
     weights = [x.item() for name, x in cpp.named_buffers().items() if name.endswith("girih.weight")]
     assert weights == [0.75, 0.75]
     cpp.save_pretrained(str(tmp_path / "moved"))
-    moved = GirihForCausalLM.from_pretrained(tmp_path / "moved")
-    assert [m.current_weight().item() for m in girih.conversion.schedule.mixtures(moved)] == weights
+    reloaded = GirihForCausalLM.from_pretrained(tmp_path / "moved")
+    assert [m.current_weight().item() for m in girih.conversion.schedule.mixtures(reloaded)] == weights
     schedule = _C.MixSchedule("constant")
     with pytest.raises(ValueError, match="weight is learned by this mixture"):
-        schedule.set_weights(read(injected({"learned": True}), tmp_path / "learned"), 0)
+        schedule.set_weights(load_cpp(injected_model({"learned": True}), tmp_path / "learned"), 0)
     plain = _C.LanguageModel(json.dumps(SIZES | {"mixer": HYBRID}))
     with pytest.raises(ValueError, match="model has no mixture whose weight a schedule could move"):
         schedule.set_weights(plain, 0)
@@ -382,13 +388,13 @@ def test_a_schedule_moves_every_mixture_and_refuses_what_it_cannot_move(tmp_path
 
 @pytest.fixture
 def folder(tmp_path):
-    injected({}).save_pretrained(tmp_path)
+    injected_model({}).save_pretrained(tmp_path)
     return tmp_path
 
 
 def refusal(folder, entry=None, weights=False, **fields):
-    """What loading says with these in the entry of config.json, or in the file; of weights that are missing
-    nothing is known yet."""
+    """The error of loading, with these fields in the entry of config.json or in the file. Without weights the
+    files are deleted, so the error comes before any weight is read."""
     config = json.loads((folder / "config.json").read_text())
     config |= fields
     if entry is not None:
@@ -396,9 +402,9 @@ def refusal(folder, entry=None, weights=False, **fields):
     (folder / "config.json").write_text(json.dumps(config))
     if not weights:
         (folder / "model.safetensors").unlink(missing_ok=True)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         _C.LanguageModel.from_pretrained(str(folder))
-    return str(refused.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -426,11 +432,11 @@ def refusal(folder, entry=None, weights=False, **fields):
     ],
     ids=str,
 )
-def test_what_cpp_does_not_serve_is_refused_by_name_before_anything_is_loaded(folder, entry, words):
+def test_unsupported_entries_are_refused_before_loading(folder, entry, words):
     assert words in refusal(folder, entry)
 
 
-def test_entries_that_are_none_are_refused(folder):
+def test_invalid_entries_are_refused(folder):
     entry = json.loads((folder / "config.json").read_text())["girih"][0]
     assert "girih is an object; expected a list" in refusal(folder, girih=entry)
     assert "girih holds 3; expected what girih.inject saved" in refusal(folder, girih=[3])
@@ -438,8 +444,8 @@ def test_entries_that_are_none_are_refused(folder):
     assert "the model has no attention" in refusal(folder, girih=[entry], mixer="gsa")
 
 
-def test_no_entry_is_a_model_without_a_path(folder):
-    """Saved after it was loaded without girih: the path's weights are those of no layer."""
+def test_path_weights_without_an_entry_are_refused(folder):
+    """The model was saved after loading without girih, so no layer has the weights of the path."""
     assert 'girih.path.norm.weight" is unknown to this model' in refusal(folder, weights=True, girih=None)
 
 

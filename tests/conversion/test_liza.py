@@ -1,4 +1,4 @@
-"""The linear path of LiZA, against its equations written out token by token."""
+"""The linear path of LiZA, compared with its equations token by token."""
 
 import itertools
 import math
@@ -36,12 +36,11 @@ def inputs(tokens=T, rows=2):
 
 
 def qkv(x):
-    """q, k and v of x."""
     return x.split([HEADS * D, KV_HEADS * D, KV_HEADS * D], -1)
 
 
-def written_out(path, x, spec):
-    """One row x `[T, channels]`, by maths: Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
+def reference_path(path, x, spec):
+    """One row x `[T, channels]`, by Furfaro 2025, eq. 4, 5, 6, 16, 22, 23, 24."""
     raw = x.view(len(x), -1, D)
 
     def unit(column, s):  # eq. 4
@@ -90,7 +89,7 @@ LINEAR = {"mixer": "linear_attention"}
 
 @torch.no_grad()
 def test_linear_attention_is_a_mean_of_values():
-    """Furfaro 2025, Algorithm 1, and eq. 3 with beta = 1, as one matrix of weights a head."""
+    """Furfaro 2025, Algorithm 1, and eq. 3 with beta = 1, as one matrix of weights for each head."""
     path, x = path_of(**LINEAR), inputs()
     assert list(path.parameters()) == []
     y, _ = path(qkv(x))
@@ -125,8 +124,8 @@ def test_phi_keeps_its_digits_and_its_gradient():
 @torch.no_grad()
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
-def test_sums_of_16_bits_outlive_the_range_of_fp16(dtype, tolerance, autocast):
-    """phi(q) phi(k) is 600 a token, whose sum over 3000 tokens is beyond 65504."""
+def test_16_bit_sums_beyond_the_range_of_fp16(dtype, tolerance, autocast):
+    """phi(q) phi(k) is about 600 a token, so the sum over 3000 tokens exceeds 65504."""
     path, tokens = PATHS["linear_attention"](SIZES, Injection(**LINEAR)), 3000
     x = (
         9 + torch.randn(1, tokens, (HEADS + 2 * KV_HEADS) * D, generator=torch.Generator().manual_seed(0))
@@ -140,8 +139,8 @@ def test_sums_of_16_bits_outlive_the_range_of_fp16(dtype, tolerance, autocast):
 
 
 @pytest.mark.parametrize("rows", ["masked", "far below"])
-def test_tokens_without_weight_give_numbers(rows):
-    """A token that is masked, and one whose e^q is 0 in fp32."""
+def test_tokens_of_zero_weight_give_finite_results(rows):
+    """The token is masked, or its e^q is 0 in fp32."""
     path, x = PATHS["linear_attention"](SIZES, Injection(**LINEAR)), inputs().float()
     mask = torch.ones(2, T, dtype=torch.long)
     if rows == "masked":
@@ -153,7 +152,7 @@ def test_tokens_without_weight_give_numbers(rows):
     assert y.isfinite().all() and gradient.isfinite().all()
 
 
-EVERY = (
+VARIANTS = (
     [
         {"n": n, "virtual_tokens": virtual, "gate": gate, "pool": pool}
         for n, virtual, gate, pool in itertools.product(
@@ -171,13 +170,13 @@ EVERY = (
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", EVERY, ids=lambda o: " ".join(map(str, o.values())))
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda o: " ".join(map(str, o.values())))
 def test_the_path_computes_its_equations(options):
     path, x = path_of(**options), inputs()
     y, _ = path(qkv(x))
     for row in range(2):
         torch.testing.assert_close(
-            y[row], written_out(path, x[row], Injection(**options)), atol=1e-9, rtol=1e-7
+            y[row], reference_path(path, x[row], Injection(**options)), atol=1e-9, rtol=1e-7
         )
 
 
@@ -190,7 +189,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)
-def test_its_state_continues_it_in_any_pieces(options):
+def test_state_continues_a_sequence(options):
     path, x = path_of(**options), inputs()
     whole, _ = path(qkv(x))
     for cuts in ((4,), (1, 2), tuple(range(1, T))):
@@ -206,21 +205,21 @@ def test_its_state_continues_it_in_any_pieces(options):
 @torch.no_grad()
 @pytest.mark.parametrize("options", STATES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_call_that_keeps_nothing_leaves_the_state_alone(options, tokens):
+def test_call_without_use_cache_leaves_the_state_unchanged(options, tokens):
     path, x = path_of(**options), inputs()
     _, state = path(qkv(x[:, :4]), use_cache=True)
     before = [part.clone() for part in tree_leaves(state) if isinstance(part, torch.Tensor)]
     want, _ = path(qkv(x[:, : 4 + tokens]))
     for _ in range(2):
-        y, kept = path(qkv(x[:, 4 : 4 + tokens]), None, state, False)
+        y, new_state = path(qkv(x[:, 4 : 4 + tokens]), None, state, False)
         torch.testing.assert_close(y, want[:, 4:], atol=1e-9, rtol=1e-7)
-        assert kept is None
+        assert new_state is None
     after = [part for part in tree_leaves(state) if isinstance(part, torch.Tensor)]
     assert len(before) >= 2 and all(a.equal(b) for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)
-def test_packed_and_masked_sequences_are_each_by_itself(options):
+def test_packed_and_masked_sequences_match_separate_sequences(options):
     path, x = path_of(**options), inputs(rows=1)
     packed, state = path(qkv(x), cu_seqlens=torch.tensor([0, 4, 4, 5, T]), use_cache=True)
     alone = [path(qkv(x[:, a:b]), use_cache=True) for a, b in ((0, 4), (4, 5), (5, T))]
@@ -229,14 +228,14 @@ def test_packed_and_masked_sequences_are_each_by_itself(options):
     mask = torch.ones(1, T, dtype=torch.long)
     mask[0, [0, 1, 5, 10]] = 0
     masked, state = path(qkv(x), mask, use_cache=True)
-    kept, expected = path(qkv(x[:, mask[0].bool()]), use_cache=True)
-    torch.testing.assert_close(masked[:, mask[0].bool()], kept, atol=1e-9, rtol=1e-7)
+    unmasked, expected = path(qkv(x[:, mask[0].bool()]), use_cache=True)
+    torch.testing.assert_close(masked[:, mask[0].bool()], unmasked, atol=1e-9, rtol=1e-7)
     after, _ = path(qkv(x[:, :3]), None, state, True)
     torch.testing.assert_close(after, path(qkv(x[:, :3]), None, expected, True)[0], atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)
-def test_its_gradient_is_that_of_finite_differences(options):
+def test_gradients_match_finite_differences(options):
     path, x = path_of(**options), inputs(tokens=5, rows=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: path(qkv(x))[0], (x,), atol=1e-6)
 
@@ -245,11 +244,12 @@ def test_its_gradient_is_that_of_finite_differences(options):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("pool", ["past", "window"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str)
-def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, tolerance, autocast):
-    """The sum of 9000 keys of mean -8 is beyond fp16's 65504; the sigmoid of their mean is 0.0003."""
+def test_16_bit_step_sizes_beyond_the_range_of_fp16(pool, dtype, tolerance, autocast):
+    """The sum of 9000 keys of mean -8 exceeds 65504, the maximum of fp16. The sigmoid of the
+    mean is 0.0003."""
     path, tokens = LinearPath(SIZES, Injection(n=1, pool=pool)).to(dtype), 9000
-    own = torch.float32 if autocast else dtype
-    k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(own)
+    k_dtype = torch.float32 if autocast else dtype
+    k = -8 + torch.randn(1, tokens, KV_HEADS, D, generator=torch.Generator().manual_seed(0)).to(k_dtype)
     with torch.autocast("cpu", dtype, enabled=autocast):
         beta, *_ = path.step_sizes(k, k, None, False, None)
     wide = k.double()
@@ -261,7 +261,7 @@ def test_step_sizes_of_16_bits_outlive_the_range_of_their_sum(pool, dtype, toler
     assert ((beta.double() / mean.sigmoid())[:, late] - 1).abs().max() < 10 * tolerance
 
 
-def with_part(state, i, change):
+def change_part(state, i, change):
     """The state with its i-th tensor changed."""
     number = itertools.count()
     return map_state(lambda part: change(part) if next(number) == i else part, state)
@@ -270,7 +270,7 @@ def with_part(state, i, change):
 @torch.no_grad()
 @pytest.mark.parametrize("options", STATES, ids=str)
 @pytest.mark.parametrize("cross", [False, True])
-def test_an_injected_layers_state_is_refused_before_any_of_it_is_written(options, cross):
+def test_invalid_state_of_a_layer_is_refused_before_any_write(options, cross):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "num_kv_heads": 2}
     model = GirihForCausalLM(GirihConfig(mixer="attention", **sizes)).eval()
@@ -280,22 +280,20 @@ def test_an_injected_layers_state_is_refused_before_any_of_it_is_written(options
     parts = []
     map_state(lambda part: parts.append(part) or part, state)
     before = [part.clone() for part in parts]
-    wrong = [with_part(state, i, f) for i in range(len(parts)) for f in (lambda p: p[:1], torch.Tensor.int)]
+    wrong = [change_part(state, i, f) for i in range(len(parts)) for f in (lambda p: p[:1], torch.Tensor.int)]
     wrong += [MixState(state.base, None), MixState(None, state.mixer), MixState(state.base, state.base)]
     for other in wrong:
         with pytest.raises(ValueError, match="state"):
             layer(x[:, :1], None, other, True)
-    assert all(now.equal(then) for now, then in zip(parts, before, strict=True))
+    assert all(now.equal(old) for now, old in zip(parts, before, strict=True))
     layer(x[:, :1], None, state, True)
-    assert not any(
-        now.equal(then) for now, then in zip(parts, before, strict=True) if now.is_floating_point()
-    )
+    assert not any(now.equal(old) for now, old in zip(parts, before, strict=True) if now.is_floating_point())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"pool": "window"}, {"gate": "kv", "n": 3}], ids=str)
 @pytest.mark.parametrize("prefill_in_bf16", [False, True])
-def test_a_text_goes_on_under_autocast_and_outside_of_it(options, prefill_in_bf16):
+def test_cache_inside_and_outside_autocast(options, prefill_in_bf16):
     model = base_model("llama").eval()
     girih.inject(model, **options)
     want = model(IDS[:, :7]).logits
@@ -309,15 +307,15 @@ def test_a_text_goes_on_under_autocast_and_outside_of_it(options, prefill_in_bf1
 
 
 @torch.no_grad()
-def test_a_converted_models_state_is_refused_before_its_keys_are_written():
+def test_invalid_state_of_a_model_is_refused_before_keys_are_written():
     model = base_model("llama").eval()
     girih.inject(model)
     cache = model(IDS[:, :5], use_cache=True).past_key_values
     layer = cache.layers[0]
-    kept, layer.state = layer.state, map_state(lambda part: part[:1], layer.state)
+    saved_state, layer.state = layer.state, map_state(lambda part: part[:1], layer.state)
     with pytest.raises(ValueError, match="state has 1 sequences; expected 2"):
         model(IDS[:, 5:6], past_key_values=cache)
-    layer.state = kept
+    layer.state = saved_state
     torch.testing.assert_close(
         model(IDS[:, 5:6], past_key_values=cache).logits,
         model(IDS[:, :6]).logits[:, 5:],
@@ -326,15 +324,16 @@ def test_a_converted_models_state_is_refused_before_its_keys_are_written():
     )
 
 
-def test_pairs_need_an_even_width():
+def test_rotary_tokens_need_an_even_head_dim():
     with pytest.raises(
         ValueError, match="virtual_tokens is 'rotary', which turns pairs of channels; heads have 5"
     ):
         LinearPath(SIZES._replace(head_dim=5), Injection(n=3, virtual_tokens="rotary"))
 
 
-def test_rows_of_unit_length_stay_in_16_bits_and_their_lengths_do_not():
-    """What rounding does to one channel it does not do to the next; a rounded length would move them all."""
+def test_unit_rows_are_16_bit_and_their_lengths_are_not():
+    """The output has independent rounding errors in each channel. A rounded length would change
+    all channels."""
     x = 3 * torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         y = unit(x)
@@ -342,7 +341,7 @@ def test_rows_of_unit_length_stay_in_16_bits_and_their_lengths_do_not():
     assert (y.double().norm(dim=-1) - 1).abs().max() < 2**-8
 
 
-def test_the_gradient_of_rows_without_length_is_that_of_the_least():
+def test_gradients_of_rows_of_length_zero_match_normalize():
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[1], x[2], x[3, 1:] = 0, x[2] * 1e-7, 0
     dz, gradients = torch.randn_like(x), []
@@ -353,8 +352,8 @@ def test_the_gradient_of_rows_without_length_is_that_of_the_least():
     torch.testing.assert_close(*gradients)
 
 
-class FromTheHost(TorchDispatchMode):
-    """Counts tensors that are made of numbers of Python, which a GPU would be waited for to get."""
+class HostTensorCounter(TorchDispatchMode):
+    """Counts tensors created from Python numbers. Each would make the host wait for the GPU."""
 
     def __init__(self):
         super().__init__()
@@ -366,9 +365,9 @@ class FromTheHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", STATES, ids=str)
-def test_no_numbers_come_from_the_host(options):
+def test_no_tensors_come_from_the_host(options):
     path, x = path_of(**options), inputs()
-    with FromTheHost() as found:
+    with HostTensorCounter() as found:
         y, _ = path(qkv(x.requires_grad_()), cu_seqlens=None)
         y.sum().backward()
         with torch.no_grad():
@@ -378,7 +377,7 @@ def test_no_numbers_come_from_the_host(options):
 
 
 def test_rows_of_two_dtypes_are_read_as_the_wider(monkeypatch):
-    """As norms with fp32 weights leave them under autocast."""
+    """Norms with fp32 weights return such rows under autocast."""
     path, seen = LinearPath(SIZES, Injection(n=1)), []
     q, k, v = (x.float() for x in qkv(inputs()))
     monkeypatch.setattr(liza, "has_kernel", lambda x: True)
@@ -392,7 +391,7 @@ def test_rows_of_two_dtypes_are_read_as_the_wider(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", STATES, ids=str)
-def test_a_state_goes_on_through_padding_and_through_packed_sequences(options):
+def test_state_continues_padded_and_packed_sequences(options):
     path, x = path_of(**options), inputs()
     mask = torch.ones(2, T, dtype=torch.long)
     mask[0, [2, 5]], mask[1, 4:7] = 0, 0
@@ -400,10 +399,10 @@ def test_a_state_goes_on_through_padding_and_through_packed_sequences(options):
     for a, b in ((0, 4), (4, 8), (8, T)):
         y, state = path(qkv(x[:, a:b]), mask[:, a:b], state, True)
         parts.append(y)
-    for row, kept in enumerate(mask.bool()):
-        alone, _ = path(qkv(x[row : row + 1, kept]))
-        torch.testing.assert_close(torch.cat(parts, 1)[row, kept], alone[0], atol=1e-9, rtol=1e-7)
-    first, second = [[0, 4], [0, 2]], [[4, T], [2, 5]]  # of both rows
+    for row, valid in enumerate(mask.bool()):
+        alone, _ = path(qkv(x[row : row + 1, valid]))
+        torch.testing.assert_close(torch.cat(parts, 1)[row, valid], alone[0], atol=1e-9, rtol=1e-7)
+    first, second = [[0, 4], [0, 2]], [[4, T], [2, 5]]  # bounds of both rows
     state, packed = None, []
     for bounds in (first, second):
         row = torch.cat([x[i : i + 1, a:b] for i, (a, b) in enumerate(bounds)], 1)

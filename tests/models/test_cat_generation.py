@@ -1,4 +1,5 @@
-"""CAT writes text from K headers and one chunk: the same text, one row a token, one compression a chunk."""
+"""CAT generates from headers and the current chunk: the text of full forwards, one row a token, one
+compression a chunk."""
 
 import itertools
 import json
@@ -21,7 +22,7 @@ MODELS = {
 }
 
 
-def made(dtype=torch.double, **options):
+def build_model(dtype=torch.double, **options):
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 31,
@@ -31,14 +32,14 @@ def made(dtype=torch.double, **options):
         "num_slots": 4,
         "chunk": CHUNK,
         "max_position_embeddings": 4096,
-        "initializer_range": 0.2,  # large enough for logits that differ
+        "initializer_range": 0.2,  # large enough for distinct logits
     }
     return GirihForCausalLM(config_of(**sizes | options)).to(dtype).eval()
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
-    return made(**MODELS[request.param])
+    return build_model(**MODELS[request.param])
 
 
 def tokens(*shape, seed=1):
@@ -50,15 +51,15 @@ def close(a, b):
 
 
 def bytes_of(cache):
-    """Of the tensors of a cache's states."""
+    """Bytes of the tensors in the states of a cache."""
     found = []
     map_state(found.append, tuple(layer.state for layer in cache.layers))
     return sum(part.nbytes for part in found)
 
 
 @torch.no_grad()
-def whole_cat(model, ids):
-    """maths.md, section 5, row by row: ids `[T]` -> logits `[T, vocab_size]`."""
+def reference_logits(model, ids):
+    """Logits `[T, vocab_size]` of ids `[T]`, computed row by row as in maths.md, section 5."""
     cat, config = model.model, model.config
     C, T, theta = config.chunk, len(ids), config.rope_theta
 
@@ -96,18 +97,18 @@ def whole_cat(model, ids):
 
 @pytest.mark.parametrize("name", ["model", "running"])
 @torch.no_grad()
-def test_the_model_is_its_equation_whole_and_token_by_token(name):
-    model, ids = made(**MODELS[name]), tokens(1, 3 * CHUNK + 2)
-    expected = whole_cat(model, ids[0])
+def test_logits_match_the_equations(name):
+    model, ids = build_model(**MODELS[name]), tokens(1, 3 * CHUNK + 2)
+    expected = reference_logits(model, ids[0])
     close(model(ids).logits[0], expected)
     cache = model.new_cache()
     stepped = [model(token, past_key_values=cache).logits[0] for token in ids.split(1, 1)]
     close(torch.cat(stepped), expected)
 
 
-def test_every_token_sees_its_past_alone(model):
-    """What comes out at t has a gradient exactly for tokens 0..t: CAT's chunks through their headers, the own
-    one through its tokens, never through what will be made of it."""
+def test_logits_depend_only_on_past_tokens(model):
+    """The logits at t have a gradient for exactly the tokens 0..t. Earlier chunks act through their headers,
+    the current chunk through its tokens. The header of the current chunk has no effect."""
     T, embedded = 3 * CHUNK + 2, []
 
     def keep(module, arguments, output):
@@ -127,12 +128,12 @@ def test_every_token_sees_its_past_alone(model):
         seen = set()
         for token, vector in embedded:
             seen |= set(token[vector.grad.abs().sum(-1) > 0].tolist())
-        assert seen == set(ids[0, : t + 1].tolist()) | (seen & {0}), t  # 0 fills up the last chunk
+        assert seen == set(ids[0, : t + 1].tolist()) | (seen & {0}), t  # 0 pads the last chunk
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @torch.no_grad()
-def test_a_changed_token_changes_itself_and_later_ones_alone(model, cached):
+def test_changed_token_affects_only_later_logits(model, cached):
     T = 3 * CHUNK + 1
     ids = tokens(1, T)
 
@@ -148,30 +149,30 @@ def test_a_changed_token_changes_itself_and_later_ones_alone(model, cached):
     for t in range(T):
         other = ids.clone()
         other[0, t] = (other[0, t] + 1) % 31
-        moved = (logits(other) - before).abs().amax(-1)
-        assert moved[:t].max().item() < 1e-12 if t else True
-        assert moved[t] > 1e-6
+        difference = (logits(other) - before).abs().amax(-1)
+        assert difference[:t].max().item() < 1e-12 if t else True
+        assert difference[t] > 1e-6
 
 
 @torch.no_grad()
-def test_a_chunk_never_sees_what_is_made_of_it():
-    """f(c_k) reaches the rows of chunk k + 1 and later ones: the logits from the last token of chunk k on."""
-    model, ids = made(mixer="cat"), tokens(1, 4 * CHUNK)
+def test_compressed_chunk_affects_only_later_chunks():
+    """f(c_k) changes the rows of chunk k + 1 and later: the logits from the last token of chunk k on."""
+    model, ids = build_model(mixer="cat"), tokens(1, 4 * CHUNK)
     before = model(ids).logits[0]
     for k in range(3):
 
-        def bend(module, arguments, output, k=k):
+        def perturb(module, arguments, output, k=k):
             output[:, k] += 1.0
             return output
 
-        handle = model.model.compressor.register_forward_hook(bend)
-        moved = (model(ids).logits[0] - before).abs().amax(-1) > 1e-9
+        handle = model.model.compressor.register_forward_hook(perturb)
+        difference = (model(ids).logits[0] - before).abs().amax(-1) > 1e-9
         handle.remove()
-        assert moved.tolist() == [t >= (k + 1) * CHUNK - 1 for t in range(4 * CHUNK)]
+        assert difference.tolist() == [t >= (k + 1) * CHUNK - 1 for t in range(4 * CHUNK)]
 
 
-def counted(model):
-    """Counts, by kind, what the model computes: rows of the decoder and compressed chunks."""
+def count_work(model):
+    """Counts decoder rows, compressed chunks and compressor calls."""
     counts = {"rows": 0, "chunks": 0, "calls": 0}
 
     def rows(module, arguments, output):
@@ -190,13 +191,13 @@ def counted(model):
 
 
 @torch.no_grad()
-def test_a_token_is_one_row_and_a_finished_chunk_one_compression():
-    model = made(mixer="cat")
-    counts = counted(model)
+def test_one_row_a_token_and_one_compression_a_chunk():
+    model = build_model(mixer="cat")
+    counts = count_work(model)
     prompt, new = 2 * CHUNK + 3, 3 * CHUNK + 2
     cache = model.new_cache()
     model(tokens(2, prompt), past_key_values=cache)
-    assert counts == {"rows": 2 * 3 * CHUNK, "chunks": 2 * 2, "calls": 1}  # the finished chunks alone
+    assert counts == {"rows": 2 * 3 * CHUNK, "chunks": 2 * 2, "calls": 1}  # only the finished chunks
     for t in range(prompt, prompt + new):
         counts.update(rows=0, chunks=0, calls=0)
         model(tokens(2, 1), past_key_values=cache)
@@ -206,10 +207,10 @@ def test_a_token_is_one_row_and_a_finished_chunk_one_compression():
 
 @torch.no_grad()
 def test_padded_sequences_compress_their_chunks_when_they_end():
-    """At different tokens: with them at most as many others, for a power of two."""
-    model, lengths = made(mixer="cat"), [7, 5, 2, 7]
+    """Chunks end at different tokens in different sequences. A call compresses only the chunks that end."""
+    model, lengths = build_model(mixer="cat"), [7, 5, 2, 7]
     mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths])
-    counts, cache = counted(model), model.new_cache()
+    counts, cache = count_work(model), model.new_cache()
     model(tokens(4, 7), attention_mask=mask, past_key_values=cache)
     for t in range(1, 2 * CHUNK + 1):
         counts.update(rows=0, chunks=0, calls=0)
@@ -221,20 +222,24 @@ def test_padded_sequences_compress_their_chunks_when_they_end():
 @pytest.mark.parametrize("mixer", ["cat", ["cat", "cat"]], ids=str)
 @pytest.mark.parametrize("chunk", [8, 32])
 @torch.no_grad()
-def test_the_cache_takes_a_chunkth_of_a_transformers(mixer, chunk):
-    """Bytes of K and V a token; beside them a chunk of slots, and at most ROOM spare ones, in each layer."""
+def test_cache_grows_by_one_slot_a_chunk(mixer, chunk):
+    """The cache grows by 1/chunk of a transformer's K and V a token. Each layer also holds one chunk of
+    slots, and at most ROOM spare slots."""
     sizes = {"chunk": chunk, "hidden_size": 8, "num_heads": 1, "dtype": torch.float32}
-    cat, transformer = made(mixer=mixer, **sizes), made(mixer="attention", **sizes)
+    cat, transformer = build_model(mixer=mixer, **sizes), build_model(mixer="attention", **sizes)
     lengths = (32 * ROOM, 96 * ROOM)
-    held = {
+    cache_bytes = {
         m: [bytes_of(m(tokens(1, T), use_cache=True).past_key_values) for T in lengths]
         for m in (cat, transformer)
     }
-    grown = {m: b - a for m, (a, b) in held.items()}
-    assert grown[cat] * chunk == grown[transformer]
-    a_slot = 2 * 2 * 8 * 4  # K and V of two layers
-    beside = 2 * (chunk + 2) * 8 * 8 + 100  # the chunk's tokens or inputs, its header, positions
-    assert held[cat][1] <= held[transformer][1] / chunk + (chunk + 1 + ROOM) * a_slot + beside
+    growth = {m: b - a for m, (a, b) in cache_bytes.items()}
+    assert growth[cat] * chunk == growth[transformer]
+    slot_bytes = 2 * 2 * 8 * 4  # K and V of two layers
+    other_bytes = 2 * (chunk + 2) * 8 * 8 + 100  # tokens or inputs of the chunk, header, positions
+    assert (
+        cache_bytes[cat][1]
+        <= cache_bytes[transformer][1] / chunk + (chunk + 1 + ROOM) * slot_bytes + other_bytes
+    )
     cache = cat(tokens(1, lengths[0]), use_cache=True).past_key_values
     states = [layer.state for layer in cache.layers]
     map_state(
@@ -243,27 +248,28 @@ def test_the_cache_takes_a_chunkth_of_a_transformers(mixer, chunk):
     before = bytes_of(cache)
     for token in tokens(1, 2 * chunk).split(1, 1):
         cat(token, past_key_values=cache)
-    assert bytes_of(cache) <= before + ROOM * a_slot
+    assert bytes_of(cache) <= before + ROOM * slot_bytes
 
 
 @torch.no_grad()
 def greedy(model, ids, new, **options):
-    """Each token from a forward of the whole text."""
+    """Greedy text. Each token comes from a forward of the whole text."""
     for _ in range(new):
         ids = torch.cat((ids, model(ids, use_cache=False, **options).logits[:, -1:].argmax(-1)), 1)
     return ids
 
 
-def test_greedy_text_is_that_of_the_full_forward(model):
-    """Over more headers than a new cache has room for."""
+def test_greedy_text_matches_full_forwards(model):
+    """The text has more headers than a new cache has room for."""
     ids = tokens(2, 3)
     new = (ROOM + 3) * CHUNK
     assert model.generate(ids, max_new_tokens=new, do_sample=False).equal(greedy(model, ids, new))
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prefill_chunk_size": 3}], ids=str)
-def test_padded_prompts_are_continued_as_they_are_alone(model, way):
-    """Their chunks lie across one another; beams, or a prompt in pieces, keep them apart."""
+def test_padded_prompts_generate_the_text_of_each_alone(model, way):
+    """Chunks end at different tokens in different sequences. Beams and prompts in several calls keep the rows
+    apart."""
     lengths, T, new = [9, 6, 1, 4], 9, 2 * CHUNK + 3
     ids = tokens(4, T)
     mask = torch.stack([torch.arange(T) >= T - n for n in lengths]).long()
@@ -277,7 +283,7 @@ def test_padded_prompts_are_continued_as_they_are_alone(model, way):
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_are_chosen_and_repeated_wherever_they_stand(model):
+def test_cache_rows_are_repeated_and_reordered(model):
     ids, lengths = tokens(3, 7), [7, 4, 2]
     mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths])
     cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
@@ -292,8 +298,8 @@ def test_rows_of_a_cache_are_chosen_and_repeated_wherever_they_stand(model):
 
 
 @torch.no_grad()
-def test_text_goes_on_in_pieces_of_any_length(model):
-    """f(a, b, ...) of any cuts, in chunks and across them, is f of the whole."""
+def test_calls_of_any_length_match_one_call(model):
+    """Calls of any lengths, inside chunks and across them, equal one call of the whole text."""
     ids = tokens(2, 5 * CHUNK)
     whole = model(ids).logits
     for pieces in ([1, 1, 1, 1, 5, 1, 10], [CHUNK, 2 * CHUNK, 1, 2 * CHUNK - 1], [3, 9, 4, 1, 1, 1, 1]):
@@ -304,10 +310,10 @@ def test_text_goes_on_in_pieces_of_any_length(model):
 
 
 @torch.no_grad()
-def test_steps_write_a_cache_that_stays_where_it_is():
-    """With room for what comes no step makes another, nor depends on how far the text is: a CUDA graph's
-    replay reads and writes the same tensors."""
-    model, total = made(mixer="cat"), 2 * ROOM * CHUNK - 1
+def test_steps_reuse_the_tensors_of_the_cache():
+    """With enough room, no step allocates cache tensors and no step depends on the length of the text. A CUDA
+    graph reads and writes the same tensors at every replay."""
+    model, total = build_model(mixer="cat"), 2 * ROOM * CHUNK - 1
     cache = model(tokens(2, 3), use_cache=True).past_key_values
     layer = cache.layers[0]
     layer.state = layer.state.with_room(total)
@@ -315,13 +321,13 @@ def test_steps_write_a_cache_that_stays_where_it_is():
     for token in tokens(2, total - 3).split(1, 1):
         model(token, past_key_values=cache)
         assert map_state(torch.Tensor.data_ptr, layer.state._replace(seq_lengths=None)) == first
-    kept = deepcopy(cache)
-    model(tokens(2, 1), past_key_values=cache)  # one more than there was room for
-    assert layer.state.kv[0].k.shape[1] == kept.layers[0].state.kv[0].k.shape[1] + ROOM
+    snapshot = deepcopy(cache)
+    model(tokens(2, 1), past_key_values=cache)  # one token more than the room
+    assert layer.state.kv[0].k.shape[1] == snapshot.layers[0].state.kv[0].k.shape[1] + ROOM
 
 
 def test_gradients_pass_from_call_to_call():
-    model, ids = made(mixer="cat"), tokens(2, 2 * CHUNK + 2)
+    model, ids = build_model(mixer="cat"), tokens(2, 2 * CHUNK + 2)
     target = torch.randn(2, 2 * CHUNK + 2, 31, dtype=torch.double)
 
     def gradients(logits):
@@ -338,8 +344,8 @@ def test_gradients_pass_from_call_to_call():
             close(apart[name], whole[name])
 
 
-def test_what_a_cache_cannot_do_is_refused():
-    model = made(mixer="cat", max_position_embeddings=8)
+def test_unsupported_cache_calls_are_refused():
+    model = build_model(mixer="cat", max_position_embeddings=8)
     cache = model(tokens(1, 8), use_cache=True).past_key_values
     with pytest.raises(
         ValueError, match="input_ids has 9 tokens; expected at most max_position_embeddings, 8"
@@ -361,22 +367,22 @@ CHUNKS = [4, 8, 16, 32]
 
 @pytest.fixture(scope="module")
 def adaptive():
-    return made(mixer="cat", chunks=CHUNKS, chunk=8, max_position_embeddings=128)
+    return build_model(mixer="cat", chunks=CHUNKS, chunk=8, max_position_embeddings=128)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_one_model_writes_with_any_of_its_chunks(adaptive, chunk):
+def test_adaptive_model_generates_with_each_chunk(adaptive, chunk):
     ids = tokens(3, 9)
     mask = torch.stack([torch.arange(9) >= 9 - n for n in (9, 4, 7)]).long()
     options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "chunk": chunk}
-    written = adaptive.generate(ids, attention_mask=mask, **options)
+    generated = adaptive.generate(ids, attention_mask=mask, **options)
     for i, n in enumerate((9, 4, 7)):
-        assert written[i, 9 - n :].equal(greedy(adaptive, ids[i : i + 1, 9 - n :], 30, chunk=chunk)[0])
+        assert generated[i, 9 - n :].equal(greedy(adaptive, ids[i : i + 1, 9 - n :], 30, chunk=chunk)[0])
 
 
 @torch.no_grad()
-def test_a_chunk_has_its_own_header_and_map_and_is_a_model_of_that_chunk(adaptive):
-    """An adaptive model at chunk C is the model of chunk C with C's header, columns and places."""
+def test_adaptive_model_matches_the_model_of_each_chunk(adaptive):
+    """An adaptive model at chunk C equals the model of chunk C with its header, columns and positions."""
     ids, width = tokens(2, 70), adaptive.config.compressor_hidden_size
     logits = {chunk: adaptive(ids, chunk=chunk).logits for chunk in CHUNKS}
     for a, b in itertools.combinations(CHUNKS, 2):
@@ -384,35 +390,38 @@ def test_a_chunk_has_its_own_header_and_map_and_is_a_model_of_that_chunk(adaptiv
     assert adaptive(ids).logits.equal(logits[8])
     weights = adaptive.state_dict()
     for i, chunk in enumerate(CHUNKS):
-        alone = made(mixer="cat", chunk=chunk, max_position_embeddings=128)
+        alone = build_model(mixer="cat", chunk=chunk, max_position_embeddings=128)
         before = sum(CHUNKS[:i]) * width
-        own = dict(weights)
-        own["model.header"] = weights["model.header"][i]
+        chunk_weights = dict(weights)
+        chunk_weights["model.header"] = weights["model.header"][i]
         columns = slice(before, before + chunk * width)
-        own["model.compressor.proj.weight"] = weights["model.compressor.proj.weight"][:, columns]
-        own["model.compressor.position.weight"] = weights["model.compressor.position.weight"][:: chunk // 4]
-        alone.load_state_dict(own)
+        chunk_weights["model.compressor.proj.weight"] = weights["model.compressor.proj.weight"][:, columns]
+        chunk_weights["model.compressor.position.weight"] = weights["model.compressor.position.weight"][
+            :: chunk // 4
+        ]
+        alone.load_state_dict(chunk_weights)
         close(alone(ids).logits, logits[chunk])
 
 
 def test_training_draws_a_chunk_a_step_and_learns_all(tmp_path):
-    model = made(
+    model = build_model(
         torch.float32, mixer="cat", chunks=CHUNKS, max_position_embeddings=64, initializer_range=None
     )
     ids, drawn = tokens(4, 40), set()
-    model.model.compressor.register_forward_hook(lambda module, given, out: drawn.add(given[0].shape[-1]))
+    model.model.compressor.register_forward_hook(lambda module, args, out: drawn.add(args[0].shape[-1]))
     before = {chunk: model(ids, labels=ids, chunk=chunk).loss.item() for chunk in CHUNKS}
-    optimizer, taken = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    optimizer, drawn_chunks = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     model.train()
     for _ in range(40):
         drawn.clear()
         model(ids, labels=ids).loss.backward()
-        assert all(p.grad is not None for p in model.parameters())  # as data parallel training asks
-        taken += drawn
+        # data parallel training needs every gradient
+        assert all(p.grad is not None for p in model.parameters())
+        drawn_chunks += drawn
         optimizer.step()
         optimizer.zero_grad()
-    assert len(taken) == 40 and set(taken) == set(CHUNKS)
-    assert min(taken.count(chunk) for chunk in CHUNKS) >= 3
+    assert len(drawn_chunks) == 40 and set(drawn_chunks) == set(CHUNKS)
+    assert min(drawn_chunks.count(chunk) for chunk in CHUNKS) >= 3
     model.eval()
     assert all(model(ids, labels=ids, chunk=chunk).loss.item() < before[chunk] - 0.5 for chunk in CHUNKS)
     model.save_pretrained(tmp_path)
@@ -432,16 +441,16 @@ def test_packed_sequences_take_any_chunk(adaptive):
             close(packed[:, a:b], adaptive(ids[:, a:b], chunk=chunk).logits)
 
 
-def test_a_chunk_that_a_model_has_not_is_refused(adaptive):
+def test_unknown_chunk_is_refused(adaptive):
     ids = tokens(1, 5)
     with pytest.raises(
         ValueError, match="chunk is 5; expected one of 4, 8, 16, 32, which the model was made"
     ):
         adaptive(ids, chunk=5)
     with pytest.raises(ValueError, match="chunk is 8; expected one of 4, which"):
-        made(mixer="cat")(ids, chunk=8)
+        build_model(mixer="cat")(ids, chunk=8)
     with pytest.raises(ValueError, match="chunk is 4; expected none"):
-        made(mixer=["cat", "cat"])(ids, chunk=4)
+        build_model(mixer=["cat", "cat"])(ids, chunk=4)
     cache = adaptive(ids, chunk=16, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="chunk is 8; expected 16, with which the cache was begun"):
         adaptive(ids, past_key_values=cache, chunk=8)
@@ -462,14 +471,14 @@ def test_a_chunk_that_a_model_has_not_is_refused(adaptive):
         ([4, "8"], 'chunks is "8"; expected an integer'),
     ],
 )
-def test_chunks_that_do_not_fit_are_refused(chunks, message):
+def test_invalid_chunks_are_refused(chunks, message):
     with pytest.raises(ValueError, match=message):
-        made(mixer="cat", chunks=chunks)
+        build_model(mixer="cat", chunks=chunks)
 
 
 def test_chunks_are_for_the_whole_model():
     with pytest.raises(ValueError, match="chunks is \\[4, 8\\]; expected none: only the CAT model"):
-        made(mixer=["cat", "cat"], chunks=[4, 8])
+        build_model(mixer=["cat", "cat"], chunks=[4, 8])
 
 
 # ---- C++ ----------------------------------------------------------------------------------------------
@@ -477,9 +486,9 @@ def test_chunks_are_for_the_whole_model():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cpp_writes_the_same_text(name, tmp_path):
-    """Over chunks that end at different tokens in each sequence, and over more headers than a new cache has
-    room for."""
-    model = made(torch.float32, **MODELS[name])
+    """Chunks end at different tokens in each sequence. The text has more headers than a new cache has room
+    for."""
+    model = build_model(torch.float32, **MODELS[name])
     model.save_pretrained(tmp_path)
     ids, new = tokens(3, 9), (ROOM + 3) * CHUNK
     mask = torch.stack([torch.arange(9) >= 9 - n for n in (9, 4, 7)]).long()
@@ -491,7 +500,7 @@ def test_cpp_writes_the_same_text(name, tmp_path):
     )
 
 
-def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
+def test_cpp_adaptive_model_matches_python(adaptive, tmp_path):
     model = deepcopy(adaptive).float()
     model.save_pretrained(tmp_path)
     cpp, ids = _C.LanguageModel.from_pretrained(str(tmp_path)), tokens(2, 20)
@@ -501,12 +510,12 @@ def test_cpp_chooses_a_chunk_too(adaptive, tmp_path):
         with torch.no_grad():
             want = model(ids, chunk=chunk).logits
             torch.testing.assert_close(cpp.forward(ids)[0], want, atol=1e-4, rtol=1e-4)
-        written = model.generate(ids, max_new_tokens=40, do_sample=False, chunk=chunk)
-        assert cpp.generate(ids, 40).equal(written)
+        generated = model.generate(ids, max_new_tokens=40, do_sample=False, chunk=chunk)
+        assert cpp.generate(ids, 40).equal(generated)
     with pytest.raises(ValueError) as python:
         adaptive(ids, chunk=5)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         cpp.set_chunk(5)
-    assert str(refused.value) == str(python.value)
+    assert str(error.value) == str(python.value)
     with pytest.raises(ValueError, match="chunk is 4; expected none: only the CAT model"):
         _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)

@@ -1,4 +1,4 @@
-"""The C++ language model on its own: what it writes, what it reads, what it refuses and when."""
+"""The C++ language model alone: generation, files and refusals."""
 
 import json
 import re
@@ -25,28 +25,28 @@ SIZES = {
 }
 
 
-def new(**fields):
+def new_model(**fields):
     torch.manual_seed(0)
     return _C.LanguageModel(json.dumps(SIZES | fields))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    new().save_pretrained(str(tmp_path))
+    new_model().save_pretrained(str(tmp_path))
     return tmp_path
 
 
 def refusal(folder, kind=(ValueError, RuntimeError)):
-    with pytest.raises(kind) as refused:
+    with pytest.raises(kind) as error:
         _C.LanguageModel.from_pretrained(str(folder))
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 @torch.no_grad()
 def test_parameters_of_any_layout_are_saved_as_they_are(tmp_path):
-    """As a transposed copy leaves them."""
-    model = new()
+    """The parameters are transposed, not contiguous."""
+    model = new_model()
     for p in model.named_parameters().values():
         if p.dim() == 2:
             p.data = p.data.mT.contiguous().mT
@@ -57,23 +57,23 @@ def test_parameters_of_any_layout_are_saved_as_they_are(tmp_path):
         _C.LanguageModel.from_pretrained(str(tmp_path)),
         GirihForCausalLM.from_pretrained(tmp_path),
     ):
-        of = loaded.named_parameters()
-        for name, p in (of if isinstance(of, dict) else dict(of)).items():
+        parameters = loaded.named_parameters()
+        for name, p in (parameters if isinstance(parameters, dict) else dict(parameters)).items():
             assert p.equal(want[name]), name
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-def follow(ids, count=8, *, eos=None, pad=None):
-    """Greedy text of `new()` with rows that end, made of what it writes without an end."""
-    text = new().generate(ids, count)
+def expected_text(ids, count=8, *, eos=None, pad=None):
+    """Expected greedy text with rows that end, made from the text of `new_model()` without an end."""
+    text = new_model().generate(ids, count)
     ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
     longest = ids.shape[1]
     for row in text:
-        at = next((i for i in range(ids.shape[1], len(row)) if row[i] in ends), len(row) - 1)
-        row[at + 1 :] = pad if pad is not None else ends[0] if ends else 0
-        longest = max(longest, at + 1)
+        end = next((i for i in range(ids.shape[1], len(row)) if row[i] in ends), len(row) - 1)
+        row[end + 1 :] = pad if pad is not None else ends[0] if ends else 0
+        longest = max(longest, end + 1)
     return text[:, :longest]
 
 
@@ -81,30 +81,34 @@ def prompt():
     return torch.arange(6).view(3, 2)
 
 
-def test_an_end_is_the_configurations_unless_it_is_given():
+def test_eos_of_the_call_replaces_eos_of_the_configuration():
     ids = prompt()
-    text = new().generate(ids, 8)
+    text = new_model().generate(ids, 8)
     first, second = text[0, 3].item(), text[1, 4].item()
     for eos in (first, [first, second], [first]):
-        assert new(eos_token_id=eos).generate(ids, 8).equal(follow(ids, eos=eos))
-        assert new().generate(ids, 8, eos_token_id=eos).equal(follow(ids, eos=eos))
-    assert not follow(ids, eos=first).equal(follow(ids, eos=second))
-    assert new(eos_token_id=first).generate(ids, 8, eos_token_id=second).equal(follow(ids, eos=second))
-    assert new(eos_token_id=first).generate(ids, 8, eos_token_id=[]).equal(text)
-    padded = new(eos_token_id=first, pad_token_id=12)
-    assert padded.generate(ids, 8).equal(follow(ids, eos=first, pad=12))
+        assert new_model(eos_token_id=eos).generate(ids, 8).equal(expected_text(ids, eos=eos))
+        assert new_model().generate(ids, 8, eos_token_id=eos).equal(expected_text(ids, eos=eos))
+    assert not expected_text(ids, eos=first).equal(expected_text(ids, eos=second))
+    assert (
+        new_model(eos_token_id=first)
+        .generate(ids, 8, eos_token_id=second)
+        .equal(expected_text(ids, eos=second))
+    )
+    assert new_model(eos_token_id=first).generate(ids, 8, eos_token_id=[]).equal(text)
+    padded = new_model(eos_token_id=first, pad_token_id=12)
+    assert padded.generate(ids, 8).equal(expected_text(ids, eos=first, pad=12))
 
 
-def test_generation_config_says_what_ends_a_sequence(folder):
+def test_generation_config_sets_eos(folder):
     ids = prompt()
-    ends = [int(row[3]) for row in new().generate(ids, 8)]
+    ends = [int(row[3]) for row in new_model().generate(ids, 8)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends[:2], "max_length": 20}))
     model = _C.LanguageModel.from_pretrained(str(folder))
-    assert model.generate(ids, 8).equal(follow(ids, eos=ends[:2]))
+    assert model.generate(ids, 8).equal(expected_text(ids, eos=ends[:2]))
 
 
-def test_generation_config_says_what_pads_too(folder, tmp_path):
-    """Each token that it names; the others stay the configuration's."""
+def test_generation_config_sets_each_special_token(folder, tmp_path):
+    """Tokens that generation_config does not name keep the value of the configuration."""
     config = json.loads((folder / "config.json").read_text())
     tokens = {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 5}
     (folder / "config.json").write_text(json.dumps(config | tokens))
@@ -127,26 +131,26 @@ def test_generation_config_says_what_pads_too(folder, tmp_path):
     ],
     ids=str,
 )
-def test_wrong_words_for_generate_are_refused(arguments, words):
+def test_invalid_generate_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        new().generate(prompt(), *arguments)
+        new_model().generate(prompt(), *arguments)
 
 
-def test_generate_goes_on_from_a_token_at_least_and_may_write_none():
+def test_generate_needs_a_prompt_token_and_may_add_none():
     with pytest.raises(ValueError, match=r"ids has shape \[3, 0\]; expected .* at least one token"):
-        new().generate(prompt()[:, :0], 2)
-    assert new().generate(prompt(), 0).equal(prompt())
-    assert new().generate(prompt()).shape == (3, 2 + 64)
+        new_model().generate(prompt()[:, :0], 2)
+    assert new_model().generate(prompt(), 0).equal(prompt())
+    assert new_model().generate(prompt()).shape == (3, 2 + 64)
 
 
-def test_text_ends_where_all_rows_have_ended():
+def test_generation_stops_when_all_rows_have_ended():
     ids = prompt()
-    ends = sorted({int(row[3]) for row in new().generate(ids, 8)})
-    assert new().generate(ids, 8, eos_token_id=ends).shape[1] <= 4
+    ends = sorted({int(row[3]) for row in new_model().generate(ids, 8)})
+    assert new_model().generate(ids, 8, eos_token_id=ends).shape[1] <= 4
 
 
 @pytest.mark.parametrize("eos", [3, [3], [3, 5], None])
-def test_ends_keep_their_kind_between_languages(eos, tmp_path):
+def test_eos_type_is_kept_between_languages(eos, tmp_path):
     config = config_of(**SIZES, eos_token_id=eos)
     assert config.eos_token_id == eos
     GirihForCausalLM(config).save_pretrained(tmp_path / "python")
@@ -154,8 +158,8 @@ def test_ends_keep_their_kind_between_languages(eos, tmp_path):
     assert GirihConfig.from_pretrained(tmp_path / "cpp").eos_token_id == eos
 
 
-def test_temperature_flattens_what_is_drawn():
-    model, ids = new(), torch.zeros(2000, 1, dtype=torch.int64)
+def test_temperature_flattens_the_sampled_distribution():
+    model, ids = new_model(), torch.zeros(2000, 1, dtype=torch.int64)
     p = model.forward(ids[:1])[0][0, -1]
     for temperature in (0.5, 1.0, 3.0):
         torch.manual_seed(0)
@@ -166,8 +170,8 @@ def test_temperature_flattens_what_is_drawn():
     assert set(model.generate(ids, 1, 3.0, 3)[:, 1].tolist()) == set(likely)
 
 
-def test_loss_counts_no_label_of_minus_100():
-    model, ids = new(), torch.randint(13, (2, 9))
+def test_loss_ignores_labels_of_minus_100():
+    model, ids = new_model(), torch.randint(13, (2, 9))
     labels = ids.masked_fill(torch.rand(2, 9) < 0.5, -100)
     log_p = model.forward(ids)[0][:, :-1].log_softmax(-1)
     counted = labels[:, 1:] != -100
@@ -179,8 +183,8 @@ def test_loss_counts_no_label_of_minus_100():
 
 
 @pytest.mark.parametrize("case", ["no label", "one token"])
-def test_a_loss_of_nothing_is_no_number_and_its_gradients_are_zeros(case):
-    model, ids = new(), torch.randint(13, (2, 9 if case == "no label" else 1))
+def test_loss_without_labels_is_nan_with_zero_gradients(case):
+    model, ids = new_model(), torch.randint(13, (2, 9 if case == "no label" else 1))
     loss = model.loss(ids, torch.full_like(ids, -100) if case == "no label" else None)
     assert loss.isnan()
     loss.backward()
@@ -189,18 +193,18 @@ def test_a_loss_of_nothing_is_no_number_and_its_gradients_are_zeros(case):
 
 
 @pytest.mark.parametrize("wrong", [13, -1])
-def test_a_label_that_is_no_class_is_refused(wrong):
+def test_label_out_of_range_is_refused(wrong):
     ids = torch.randint(13, (2, 9))
     labels = ids.clone()
     labels[1, 5] = wrong
     with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)"):
-        new().loss(ids, labels)
+        new_model().loss(ids, labels)
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, ["cat", "gsa"]], ids=str)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
 @torch.no_grad()
-def test_no_sequence_and_no_token_have_no_logits(mixer, shape):
+def test_empty_batches_and_sequences_have_empty_logits(mixer, shape):
     config = config_of(**SIZES | {"mixer": mixer, "chunk": 4})
     model = _C.LanguageModel(config.to_json_string(use_diff=False))
     for use_cache in (False, True):
@@ -210,7 +214,7 @@ def test_no_sequence_and_no_token_have_no_logits(mixer, shape):
 
 @pytest.mark.parametrize("mixer", ["attention", "mag", "cat", ["gsa", "cat"]], ids=str)
 @torch.no_grad()
-def test_packed_sequences_have_no_cache_where_there_are_keys(mixer):
+def test_packed_sequences_have_no_attention_cache(mixer):
     model = _C.LanguageModel(config_of(**SIZES | {"mixer": mixer}).to_json_string(use_diff=False))
     ids, bounds = torch.randint(13, (1, 5)), torch.tensor([0, 2, 5])
     calls = [{"use_cache": True}]
@@ -222,7 +226,7 @@ def test_packed_sequences_have_no_cache_where_there_are_keys(mixer):
 
 
 def test_a_state_of_another_model_is_refused():
-    """In a process of its own, which a crash ends."""
+    """Runs in another process, so that a crash does not end the tests."""
     pairs = [("gsa", "gla"), ("gsa", "attention"), ("attention", "gsa"), ("attention", "mag")]
     pairs += [("cat", "gsa"), ("gsa", "cat")]
     code = (
@@ -246,11 +250,11 @@ def test_a_state_of_another_model_is_refused():
 def test_a_write_that_fails_leaves_no_file(tmp_path):
     (tmp_path / "model.safetensors" / "taken").mkdir(parents=True)
     with pytest.raises(RuntimeError, match=r"model\.safetensors: cannot be written"):
-        new().save_pretrained(str(tmp_path))
+        new_model().save_pretrained(str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_file_that_finds_no_room_leaves_the_one_before(folder):
+def test_write_without_disk_space_leaves_the_old_file(folder):
     before = (folder / "model.safetensors").read_bytes()
     code = (
         "import json, resource, signal, sys; from girih import _C\n"
@@ -268,16 +272,16 @@ def test_a_file_that_finds_no_room_leaves_the_one_before(folder):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_a_folder_is_made_with_all_above_it(tmp_path):
-    new().save_pretrained(str(tmp_path / "some" / "where"))
+def test_save_creates_parent_folders(tmp_path):
+    new_model().save_pretrained(str(tmp_path / "some" / "where"))
     assert {p.name for p in (tmp_path / "some" / "where").iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path):
-    """Of headers that end at different places: each size has more digits than the one before."""
+    """The headers have different lengths: every vocab_size has more digits than the one before."""
     ends = set()
     for vocab_size in (1, 13, 130, 1300, 13000):
-        new(vocab_size=vocab_size).save_pretrained(str(tmp_path))
+        new_model(vocab_size=vocab_size).save_pretrained(str(tmp_path))
         data = (tmp_path / "model.safetensors").read_bytes()
         (size,) = struct.unpack("<Q", data[:8])
         assert size % 8 == 0
@@ -285,21 +289,21 @@ def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path):
     assert len(ends) > 1
 
 
-def test_a_head_beside_tied_embeddings_is_passed_over(folder):
-    """As other programs write it."""
+def test_lm_head_beside_tied_embeddings_is_ignored(folder):
+    """Other programs write the head although it is tied."""
     tensors = load_file(folder / "model.safetensors")
     head = {"lm_head.weight": torch.zeros(13, 16)}
     save_file(tensors | head, folder / "model.safetensors")
     model = _C.LanguageModel.from_pretrained(str(folder))
-    assert model.forward(prompt())[0].equal(new().forward(prompt())[0])
-    new(tie_word_embeddings=False).save_pretrained(str(folder))
+    assert model.forward(prompt())[0].equal(new_model().forward(prompt())[0])
+    new_model(tie_word_embeddings=False).save_pretrained(str(folder))
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | head, folder / "model.safetensors")
     assert _C.LanguageModel.from_pretrained(str(folder)).forward(prompt())[0].eq(0).all()
 
 
 def test_buffers_are_saved_and_read(tmp_path):
-    """The weight of a mixture as a schedule left it."""
+    """The weight of a mixture, changed as a schedule changes it."""
     fields = SIZES | {"mixer": "mag", "mag_mixer": "gsa"}
     model = _C.LanguageModel(json.dumps(fields))
     before = model.forward(prompt())[0]
@@ -331,8 +335,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(folder):
     assert f"1 parameters are missing, {name} among them" in refusal(folder)
 
 
-def header(folder, change):
-    """The header of the folder's file, changed as an object or as bytes; the tensors stay."""
+def change_header(folder, change):
+    """Changes the header of the file, as an object or as bytes. The tensors stay."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
@@ -375,25 +379,25 @@ NORM = "model.norm.weight"
     ],
 )
 def test_a_damaged_header_is_refused(change, words, folder):
-    header(folder, change)
+    change_header(folder, change)
     error = refusal(folder)
     assert error.startswith(f"{folder}/model.safetensors: ") and words in error and len(error) < 400
 
 
 @pytest.mark.parametrize("shape", [[0, 3], [2**62, 2**62, 0]], ids=str)
-def test_a_tensor_without_elements_is_one_of_the_file(shape, folder):
-    """It has no bytes, whatever its other sizes; the model does not know its name."""
+def test_empty_tensor_is_read(shape, folder):
+    """The tensor has no bytes, whatever its other sizes. Only its name is unknown to the model."""
 
     def with_one_more(entries):
         end = max(entry["data_offsets"][1] for entry in entries.values() if "data_offsets" in entry)
         entries["more"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
 
-    header(folder, with_one_more)
+    change_header(folder, with_one_more)
     error = refusal(folder)
     assert error.startswith(f"{folder}/model.safetensors: ") and "more" in error and "unknown" in error
 
 
-def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
+def test_truncated_and_extended_files_are_refused(folder):
     file = folder / "model.safetensors"
     data = file.read_bytes()
     for wrong, words in (
@@ -405,7 +409,7 @@ def test_a_file_that_is_cut_off_or_goes_on_is_refused(folder):
     ):
         file.write_bytes(wrong)
         assert words in refusal(folder)
-    with file.open("wb") as large:  # its header would be whole, but no header is so long
+    with file.open("wb") as large:  # the file could hold this header, but no header may be so long
         large.write(struct.pack("<Q", 100_000_001))
         large.truncate(100_000_009)
     assert "header is cut off" in refusal(folder)
@@ -430,7 +434,7 @@ def test_an_index_names_files_of_its_folder(folder):
     assert "is in another file too" in refusal(folder)
 
 
-def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
+def test_unreadable_configuration_is_refused(folder):
     file = folder / "config.json"
     for wrong in (b"", b"\xff\xfe", b"[" * 10**6, b'{"vocab_size": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"):
         file.write_bytes(wrong)
@@ -458,32 +462,30 @@ def test_a_configuration_that_is_no_file_or_no_text_is_refused(folder):
     ],
     ids=str,
 )
-def test_a_model_that_finds_no_memory_is_refused_before_it_asks(sizes):
-    refused = pytest.raises(
-        ValueError, match=r"hidden_size.* give at least .* parameters; expected at most"
-    )
+def test_model_larger_than_memory_is_refused_before_allocation(sizes):
+    error = pytest.raises(ValueError, match=r"hidden_size.* give at least .* parameters; expected at most")
     config = config_of(**SIZES | sizes)
-    with refused:
+    with error:
         _C.LanguageModel(config.to_json_string(use_diff=False))
-    with refused:
+    with error:
         GirihForCausalLM(config)
 
 
-def test_a_model_of_shapes_alone_asks_for_no_memory():
+def test_models_on_meta_and_fake_tensors_allocate_no_memory():
     config = config_of(**SIZES | {"hidden_size": 2**20})
     with torch.device("meta"):
         assert GirihForCausalLM(config).num_parameters() > 2**40
     with FakeTensorMode():
         assert GirihForCausalLM(config).num_parameters() > 2**40
-    with init_empty_weights():  # which moves every parameter by itself
+    with init_empty_weights():  # moves each parameter to the meta device by itself
         config = config_of(**SIZES | {"hidden_size": 2**14, "num_hidden_layers": 64})
         assert GirihForCausalLM(config).num_parameters() > 2**37
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, ["mag", "cat", "lattice"]], ids=str)
 @pytest.mark.parametrize("more", [{}, {"num_slots": 512, "head_dim": 64}, {"chunk": 63, "n": 5}], ids=str)
-def test_what_is_held_against_memory_is_less_than_a_model_has(mixer, more, tmp_path):
-    """And not much less."""
+def test_memory_check_uses_a_lower_bound_of_the_parameters(mixer, more, tmp_path):
+    """The bound is at most the number of parameters and more than half of it."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_hidden_layers": 3, "vocab_size": 500, "mixer": mixer}
     text = config_of(**sizes | more).to_json_string(use_diff=False)
     has = sum(p.numel() for p in _C.LanguageModel(text).named_parameters().values())
@@ -493,7 +495,7 @@ def test_what_is_held_against_memory_is_less_than_a_model_has(mixer, more, tmp_p
     assert 0.5 * has < least <= has
 
 
-def test_files_are_held_against_shapes_before_memory_is_asked_for(folder):
+def test_file_sizes_and_shapes_are_checked_before_allocation(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1}))
     assert re.match(r".*vocab_size, .* give at least .* that its files hold", refusal(folder))

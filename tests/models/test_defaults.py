@@ -1,5 +1,5 @@
-"""Defaults and first values by number. Both languages share the code that completes a configuration, so a
-comparison of the two shows no mistake in it."""
+"""Defaults and initial values as numbers. Both languages share the code that completes a configuration, so a
+comparison of the languages cannot show a mistake in that code."""
 
 import inspect
 import json
@@ -94,63 +94,63 @@ BOUNDS |= dict.fromkeys(["shrinkage", "norm_eps", "initializer_range"], (0, 1e30
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_number_has_its_bounds(name):
-    """Outside it is refused by them; at them it is not, whatever else may be wrong with it."""
+def test_bounds_of_every_number(name):
+    """The bounds refuse every value outside them. At a bound, only another check may refuse the value."""
     least, most = BOUNDS[name]
 
-    def refused_by_bounds(value):
-        given = json.dumps({name: [value] if name == "chunks" else value})
+    def is_refused_by_bounds(value):
+        text = json.dumps({name: [value] if name == "chunks" else value})
         try:
-            torch.ops.girih.complete_configuration(given)
-        except ValueError as refused:
-            return bool(re.fullmatch(rf"{name} is \S+; expected \S+ to [-+.\de]+", str(refused)))
+            torch.ops.girih.complete_configuration(text)
+        except ValueError as error:
+            return bool(re.fullmatch(rf"{name} is \S+; expected \S+ to [-+.\de]+", str(error)))
         return False
 
     real = isinstance(CONFIGURATION[name], float)
     below = math.nextafter(least, -math.inf) if real else least - 1
     above = math.nextafter(most, math.inf) if real else most + 1
-    assert refused_by_bounds(below) and refused_by_bounds(above)
-    assert not refused_by_bounds(least) and not refused_by_bounds(most)
+    assert is_refused_by_bounds(below) and is_refused_by_bounds(above)
+    assert not is_refused_by_bounds(least) and not is_refused_by_bounds(most)
 
 
 def test_every_number_is_in_the_table_of_bounds():
     for name in CONFIGURATION.keys() - {"mixer"}:
-        with pytest.raises(ValueError, match=f"{name} is .*; expected ") as refused:
+        with pytest.raises(ValueError, match=f"{name} is .*; expected ") as error:
             torch.ops.girih.complete_configuration(json.dumps({name: "word"}))
-        if str(refused.value).endswith(("an integer", "a number", "a list of integers")):
+        if str(error.value).endswith(("an integer", "a number", "a list of integers")):
             assert name in BOUNDS, name
 
 
-# What follows from the given fields.
-FOLLOWS = [
+# Fields that are derived from the given fields.
+DERIVED = [
     ({"hidden_size": 64, "num_heads": 2}, {"head_dim": 32, "num_kv_heads": 2, "initializer_range": 0.125}),
-    ({"hidden_size": 96}, {"intermediate_size": 256}),  # 8/3
-    ({"hidden_size": 100}, {"intermediate_size": 288}),  # 266.7, up to a multiple of 32
+    ({"hidden_size": 96}, {"intermediate_size": 256}),  # 8/3 of hidden_size
+    ({"hidden_size": 100}, {"intermediate_size": 288}),  # 266.7, rounded up to a multiple of 32
     ({"hidden_size": 384}, {"intermediate_size": 1024}),
     ({"mixer": "cat", "num_hidden_layers": 1}, {"compressor_layers": 1}),
     ({"mixer": "cat", "num_hidden_layers": 7}, {"compressor_layers": 3}),
-    # Half of 256, down to a multiple of head_dim.
+    # Half of 256, rounded down to a multiple of head_dim.
     ({"mixer": "cat", "head_dim": 48}, {"compressor_hidden_size": 96}),
     ({"mixer": "cat", "head_dim": 200}, {"compressor_hidden_size": 200}),
 ]
 
 
-@pytest.mark.parametrize("given, follows", FOLLOWS, ids=str)
-def test_what_follows_from_other_fields(given, follows):
-    config = GirihConfig(**given)
-    assert {name: getattr(config, name) for name in follows} == follows
+@pytest.mark.parametrize("fields, derived", DERIVED, ids=str)
+def test_derived_fields(fields, derived):
+    config = GirihConfig(**fields)
+    assert {name: getattr(config, name) for name in derived} == derived
 
 
 NORM = {"norm_eps": 1e-6}
 HEADS = {"num_kv_heads": None, "head_dim": None}
 CHUNKED = {"num_slots": 64, "head_dim": None, "chunk": 16, "gated": True, "conv_size": 4} | NORM
 WIDTHS = HEADS | {"expand_k": 1.0, "expand_v": 1.0}
-PLACES = HEADS | {"rope_theta": 10000.0}
+POSITIONS = HEADS | {"rope_theta": 10000.0}
 LAYERS = {
-    "Attention": PLACES | {"causal": True, "window": None},
+    "Attention": POSITIONS | {"causal": True, "window": None},
     "Block": NORM,
-    "ChunkAttention": PLACES | {"running_positions": False},
-    "CompressAttend": PLACES | {"chunk": 16, "running_positions": False},
+    "ChunkAttention": POSITIONS | {"running_positions": False},
+    "CompressAttend": POSITIONS | {"chunk": 16, "running_positions": False},
     "DecayGate": {"largest_step": 0.1},
     "DeltaProduct": WIDTHS
     | NORM
@@ -212,7 +212,7 @@ CALLS = {getattr(girih.nn, name): defaults for name, defaults in LAYERS.items()}
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_arguments_that_are_left_out(call):
+def test_default_arguments(call):
     parameters = inspect.signature(call).parameters.values()
     assert {p.name: p.default for p in parameters if p.default is not p.empty} == CALLS[call]
 
@@ -254,11 +254,11 @@ def test_a_bare_call_to_an_operator_takes_the_described_defaults():
 
 # ---- first values ------------------------------------------------------------------------------------------
 
-HEADS_ENOUGH = 512  # to see both ends of a range
+MANY_HEADS = 512  # enough samples to reach both ends of a range
 
 
 def parameters_of(language, **fields):
-    """A new model's parameters and buffers by name, without the part of the name that says the layer."""
+    """Parameters and buffers of a new model by name, without the prefix of the layer."""
     fields = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2} | fields
     torch.manual_seed(0)
     config = GirihConfig(**fields)
@@ -272,7 +272,7 @@ def parameters_of(language, **fields):
 
 
 def check_uniform(x, least, most):
-    """Spread evenly from least to most: the ends are reached within 1 %, the mean is in the middle."""
+    """Checks a uniform distribution: the ends are reached within 1 %, the mean is in the middle."""
     width = most - least
     assert least - 1e-6 * width <= x.min() <= least + 0.01 * width
     assert most - 0.01 * width <= x.max() <= most + 1e-6 * width
@@ -280,7 +280,7 @@ def check_uniform(x, least, most):
 
 
 def check_normal(x, deviation):
-    """Of mean 0 and this deviation, each within four standard errors."""
+    """Checks a mean of 0 and this deviation, each within four standard errors."""
     assert abs(x.mean()) < 4 * deviation / math.sqrt(x.numel())
     assert abs(x.std() / deviation - 1) < 4 / math.sqrt(2 * x.numel())
 
@@ -292,7 +292,7 @@ def language(request):
 
 @pytest.mark.parametrize("mixer, largest", [("gated_deltanet", 0.01), ("trellis", 1e-4), ("lattice", 0.01)])
 def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, mixer, largest):
-    sizes = {"num_heads": HEADS_ENOUGH, "head_dim": 2, "conv_size": 0}
+    sizes = {"num_heads": MANY_HEADS, "head_dim": 2, "conv_size": 0}
     sizes |= {"num_slots": 1, "chunk": 1} if mixer in ("trellis", "lattice") else {}
     found = parameters_of(language, mixer=mixer, **sizes)
     check_uniform(found["decay.A_log"], 0.0, math.log(16))
@@ -300,7 +300,7 @@ def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, m
 
 
 def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
-    found = parameters_of(language, mixer="mamba2", num_heads=HEADS_ENOUGH, head_dim=2, state_size=2)
+    found = parameters_of(language, mixer="mamba2", num_heads=MANY_HEADS, head_dim=2, state_size=2)
     check_uniform(found["A_log"].exp(), 1.0, 16.0)
     steps = torch.nn.functional.softplus(found["dt_bias"])
     check_uniform(steps.log(), math.log(1e-3), math.log(1e-1))
@@ -310,7 +310,7 @@ def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
 def test_a_decay_gate_starts_as_its_docstring_says():
     for largest in (0.1, 1e-3):
         torch.manual_seed(0)
-        gate = girih.nn.DecayGate(8, HEADS_ENOUGH, largest)
+        gate = girih.nn.DecayGate(8, MANY_HEADS, largest)
         check_uniform(gate.A_log.double(), 0.0, math.log(16))
         step = torch.nn.functional.softplus(gate.dt_bias.double())
         assert largest / 100 * 0.99 < step.min() < largest / 100 * 1.1
@@ -359,7 +359,8 @@ def test_mixtures_start_at_their_weight(language):
 
 
 def test_headers_start_as_large_as_the_rows_beside_them(language):
-    """The layer's header has size 1, as its normed inputs; the model's has that of its embeddings."""
+    """The header of a layer has size 1, like its normed inputs. The header of a model has the size of the
+    embeddings."""
     layer = parameters_of(language, mixer=["cat"], hidden_size=512)
     check_normal(layer["header"], 1.0)
     model = parameters_of(language, mixer="cat", hidden_size=512, initializer_range=0.3)

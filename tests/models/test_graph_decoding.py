@@ -1,8 +1,8 @@
-"""A token of generation is one CUDA graph, and nothing else changes.
+"""Decoding steps run as CUDA graphs, and the generated text is the text without graphs.
 
-On the CPU a stand-in for torch.cuda.CUDAGraph replays what PyTorch's operators did, as a graph does: with the
-tensors and the numbers of the time when it was recorded, whatever the host has come to know since, in memory
-that all graphs use in turn.
+On the CPU, GraphRecorder replaces torch.cuda.CUDAGraph. A replay runs the recorded operators again with the
+tensors and numbers of the recording. As in the shared memory of CUDA graphs, a replay overwrites the outputs
+of all other recorders.
 """
 
 import copy
@@ -43,33 +43,33 @@ def tensors(out):
 
 
 class GraphRecorder(TorchDispatchMode):
-    """Notes operators, and undoes what they wrote into tensors that were there before."""
+    """Records operators, and undoes their writes to tensors that existed before the recording."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.undo, self.made = [], [], set()
+        self.calls, self.undo, self.new_storages = [], [], set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         schema = function._schema
         if "is_nonzero" in schema.name or "_local_scalar_dense" in schema.name:
             raise RuntimeError("a graph tells the host nothing")
-        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         for a in schema.arguments:
-            if a.alias_info is not None and a.alias_info.is_write and named[a.name] is not None:
-                written = named[a.name]
-                if written.untyped_storage().data_ptr() not in self.made:
-                    self.undo.append((written, written.clone()))
+            if a.alias_info is not None and a.alias_info.is_write and arguments[a.name] is not None:
+                tensor = arguments[a.name]
+                if tensor.untyped_storage().data_ptr() not in self.new_storages:
+                    self.undo.append((tensor, tensor.clone()))
         out = function(*args, **kwargs)
         aliases = [r.alias_info for r in schema.returns]
         fresh = [] if any(aliases) else tensors(out)
-        self.made |= {x.untyped_storage().data_ptr() for x in fresh}
+        self.new_storages |= {x.untyped_storage().data_ptr() for x in fresh}
         if not any(aliases) or any(alias is not None and alias.is_write for alias in aliases):
-            self.calls.append((function, args, kwargs, fresh))  # all but views
+            self.calls.append((function, args, kwargs, fresh))  # all calls except views
         return out
 
-    def spoil(self):
-        """Another graph ran."""
+    def overwrite_outputs(self):
+        """Overwrite the outputs, as the replay of another graph does."""
         for *_, outs in self.calls:
             for x in outs:
                 x.fill_(torch.nan if x.is_floating_point() else 1)
@@ -83,10 +83,8 @@ class GraphRecorder(TorchDispatchMode):
 
 @pytest.fixture
 def graphs(monkeypatch, device):
-    """Counts captures and replays of graphs; `off()` makes every step run without graphs.
-
-    Replays call `before` and `after`.
-    """
+    """Counts captures and replays of graphs. `off()` makes every step run without graphs. Replays call
+    `before` and `after`."""
     counts = {"recorded": 0, "replayed": 0}
     on_device, can_capture, recorders = graph.record, graph.can_capture, []
 
@@ -101,23 +99,23 @@ def graphs(monkeypatch, device):
                     call()
             finally:
                 with torch.no_grad():
-                    for written, before in reversed(recorder.undo):
-                        written.copy_(before)
+                    for tensor, before in reversed(recorder.undo):
+                        tensor.copy_(before)
             recorders.append(weakref.ref(recorder))
 
             def replay():
                 for other in [*recorders]:
                     if other() not in (None, recorder):
-                        other().spoil()
+                        other().overwrite_outputs()
                 recorder.replay()
 
-        def counted():
+        def counted_replay():
             graphs.before()
             counts["replayed"] += 1
             replay()
             graphs.after()
 
-        return counted
+        return counted_replay
 
     class Graphs:
         recorded = property(lambda _: counts["recorded"])
@@ -144,7 +142,7 @@ def model_of(name, device, **options):
         "num_slots": 8,
         "num_hidden_layers": 2,
         "chunk": 8,
-        "initializer_range": 0.2,  # larger weights than training starts from, that the past tells
+        "initializer_range": 0.2,  # larger than the training default, so that the logits depend on the past
     }
     model = GirihForCausalLM(config_of(**sizes | MODELS[name] | options)).eval()
     return model.to(device, torch.float64 if device == "cpu" else torch.float32)
@@ -165,27 +163,27 @@ def tokens(model, *shape, seed=1):
     return ids.to(model.device)
 
 
-def written(model, ids, **options):
+def generate_text(model, ids, **options):
     return model.generate(
         ids, **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "use_cache": True} | options
     )
 
 
-def same_text(graphs, model, ids, **options):
-    """Of both; how many steps were replayed."""
+def check_same_text(graphs, model, ids, **options):
+    """Checks that the text is the same with and without graphs. Returns the number of replayed steps."""
     before = graphs.replayed
-    text = written(model, ids, **options)
+    text = generate_text(model, ids, **options)
     replayed = graphs.replayed - before
     graphs.off()
-    expected = written(model, ids, **options)
+    expected = generate_text(model, ids, **options)
     graphs.off(False)
     assert text.equal(expected) and graphs.replayed == before + replayed
     return replayed
 
 
 def expected_replays(model, lengths=(7,), new=NEW):
-    """Of the new tokens the first comes of the prompt; of each kind of step the first runs by itself. CAT's
-    kinds are the numbers of chunks that end, rounded up to powers of two where the lengths differ."""
+    """The prompt gives the first new token, and the first step of each kind runs eagerly. The kind of a CAT
+    step is the number of chunks that end, rounded up to a power of two if the lengths differ."""
     kinds = set()
     if "cat" not in model.config.mixers:
         kinds.add(0)
@@ -198,31 +196,31 @@ def expected_replays(model, lengths=(7,), new=NEW):
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_text_is_the_same_with_graphs(graphs, model, batch):
+def test_graphs_generate_the_same_text(graphs, model, batch):
     ids = tokens(model, batch, 7)
-    assert same_text(graphs, model, ids) == expected_replays(model)
+    assert check_same_text(graphs, model, ids) == expected_replays(model)
     text = ids
     with torch.no_grad():
         for _ in range(NEW):
             text = torch.cat((text, model(text, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-    assert written(model, ids).equal(text)
+    assert generate_text(model, ids).equal(text)
 
 
-def test_padded_prompts_are_continued_the_same(graphs, model):
+def test_padded_prompts(graphs, model):
     ids, lengths = tokens(model, 3, 7), (7, 3, 1)
     mask = torch.stack([torch.arange(7) >= 7 - n for n in lengths]).long().to(model.device)
-    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
+    assert check_same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
 
 
-def test_beams_change_places(graphs, model):
-    replayed = same_text(graphs, model, tokens(model, 2, 7), num_beams=3, num_return_sequences=2)
+def test_beam_search(graphs, model):
+    replayed = check_same_text(graphs, model, tokens(model, 2, 7), num_beams=3, num_return_sequences=2)
     assert replayed == expected_replays(model)
 
 
-def test_samples_are_the_same(graphs, model):
+def test_sampling(graphs, model):
     def sample():
         torch.manual_seed(5)
-        return written(model, tokens(model, 2, 7), do_sample=True, top_k=10)
+        return generate_text(model, tokens(model, 2, 7), do_sample=True, top_k=10)
 
     text = sample()
     assert graphs.replayed == expected_replays(model)
@@ -231,63 +229,64 @@ def test_samples_are_the_same(graphs, model):
 
 
 def test_a_prompt_of_one_token_and_of_pieces(graphs, model):
-    same_text(graphs, model, tokens(model, 2, 1))
-    same_text(graphs, model, tokens(model, 2, 9), prefill_chunk_size=4)
+    check_same_text(graphs, model, tokens(model, 2, 1))
+    check_same_text(graphs, model, tokens(model, 2, 9), prefill_chunk_size=4)
 
 
-def test_inference_mode_is_as_good(graphs, hybrid):
+def test_inference_mode(graphs, hybrid):
     with torch.inference_mode():
-        assert same_text(graphs, hybrid, tokens(hybrid, 2, 7)) == NEW - 2
+        assert check_same_text(graphs, hybrid, tokens(hybrid, 2, 7)) == NEW - 2
         Steps(hybrid).take(5)
 
 
-def test_an_assistant_is_no_step(graphs, hybrid):
+def test_assisted_decoding_uses_no_graphs(graphs, hybrid):
     ids = tokens(hybrid, 1, 9)
-    text = written(hybrid, ids)
+    text = generate_text(hybrid, ids)
     before = graphs.replayed
-    assert written(hybrid, ids, prompt_lookup_num_tokens=4).equal(text)
-    assert written(hybrid, ids, assistant_model=hybrid).equal(text)
+    assert generate_text(hybrid, ids, prompt_lookup_num_tokens=4).equal(text)
+    assert generate_text(hybrid, ids, assistant_model=hybrid).equal(text)
     assert graphs.replayed == before == NEW - 2
 
 
 @pytest.mark.parametrize("name", ["attention", "hybrid", "grouped"])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 2}], ids=str)
-def test_keys_that_need_room_get_it(graphs, name, way, device, monkeypatch):
-    """Their tensors are others then, and so is the graph."""
+def test_cache_grows_when_full(graphs, name, way, device, monkeypatch):
+    """A larger cache has new tensors, so the step is captured again."""
     monkeypatch.setattr(attention, "choose_capacity", lambda n: n + 8)
     model = model_of(name, device)
-    assert 0 < same_text(graphs, model, tokens(model, 2, 7), **way) < NEW - 6
+    assert 0 < check_same_text(graphs, model, tokens(model, 2, 7), **way) < NEW - 6
     assert graphs.recorded == 4
 
 
 @pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_cat_needs_room_too(graphs, name, device, padded):
-    """16 headers of it."""
+def test_cat_cache_grows_when_full(graphs, name, device, padded):
+    """A cache has room for 16 headers."""
     model = model_of(name, device, chunk=2)
     mask = torch.ones(2, 7, dtype=torch.long, device=device)
     mask[0, :3] = not padded
-    replayed = same_text(graphs, model, tokens(model, 2, 7), attention_mask=mask, max_new_tokens=60)
+    replayed = check_same_text(graphs, model, tokens(model, 2, 7), attention_mask=mask, max_new_tokens=60)
     assert 45 < replayed < 60 - 1 - 2 * 2
 
 
 @pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
-def test_sequences_of_cat_at_every_place_of_their_chunks(graphs, name, device):
-    """One graph serves every step that ends this number of chunks, in any sequences, and after beams move."""
+def test_cat_sequences_at_every_position_of_a_chunk(graphs, name, device):
+    """One graph serves all steps with the same number of ending chunks, in any sequences, also after beams
+    move."""
     model, lengths = model_of(name, device), range(1, 10)
     mask = torch.stack([torch.arange(9) >= 9 - n for n in lengths]).long().to(device)
     ids = tokens(model, len(lengths), 9)
-    assert same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
-    assert same_text(graphs, model, ids, attention_mask=mask, num_beams=2) > 0
-    text = written(model, ids, attention_mask=mask)
+    assert check_same_text(graphs, model, ids, attention_mask=mask) == expected_replays(model, lengths)
+    assert check_same_text(graphs, model, ids, attention_mask=mask, num_beams=2) > 0
+    text = generate_text(model, ids, attention_mask=mask)
     for n, padded, row in zip(lengths, ids, text, strict=True):
-        assert row[9:].equal(written(model, padded[None, 9 - n :])[0, n:])
+        assert row[9:].equal(generate_text(model, padded[None, 9 - n :])[0, n:])
 
 
 @pytest.mark.parametrize("name", ["cat", "layers_of_cat"])
 @torch.no_grad()
 def test_a_cache_of_equal_lengths_is_restored_to_others(graphs, name, device):
-    """A graph of equal lengths does not look which chunks have ended."""
+    """A graph for equal lengths does not check which chunks have ended."""
     model, ids = model_of(name, device), tokens(model_of(name, device), 4, 8)
     mask = torch.ones(4, 8, dtype=torch.long, device=device)
     mask[3, :3] = 0
@@ -307,12 +306,12 @@ def test_a_cache_of_equal_lengths_is_restored_to_others(graphs, name, device):
         torch.testing.assert_close(found, want)
 
 
-def test_texts_one_after_the_other_and_in_turn(graphs, model):
-    """Of other batches, and of two caches of one model."""
+def test_texts_in_sequence_and_in_turn(graphs, model):
+    """Texts of different batch sizes in sequence, then two caches of one model in turn."""
     for batch in (2, 1, 2):
-        same_text(graphs, model, tokens(model, batch, 7, seed=batch))
+        check_same_text(graphs, model, tokens(model, batch, 7, seed=batch))
     prompts = [tokens(model, 2, 7, seed=seed) for seed in (1, 2)]
-    expected = [written(model, ids)[:, 7:] for ids in prompts]
+    expected = [generate_text(model, ids)[:, 7:] for ids in prompts]
     with torch.no_grad():
         outputs = [model(ids, use_cache=True) for ids in prompts]
         ids = [output.logits[:, -1:].argmax(-1) for output in outputs]
@@ -325,17 +324,17 @@ def test_texts_one_after_the_other_and_in_turn(graphs, model):
 
 
 def test_texts_of_several_threads(graphs, hybrid):
-    """Of one stream, and so of the same memory."""
+    """The threads share one stream and one memory pool."""
     graphs.after = lambda: time.sleep(1e-3)
     steps = [Steps(hybrid, prompt=n) for n in (7, 8, 9)]
     with ThreadPoolExecutor(len(steps)) as threads:
-        for taken in [threads.submit(one.take, 15) for one in steps]:
-            taken.result()
+        for future in [threads.submit(one.take, 15) for one in steps]:
+            future.result()
     assert graphs.replayed == 3 * 14
 
 
 class Steps:
-    """Token by token; what comes out beside what the whole text gives."""
+    """Generates token by token, and compares the logits with a forward of the whole text."""
 
     def __init__(self, model, batch=2, prompt=7):
         self.model, self.text = model, tokens(model, batch, prompt)
@@ -359,12 +358,12 @@ class Steps:
         assert self.cache.get_seq_length() == self.text.shape[1]
 
 
-def test_what_a_step_returns_is_not_written_by_the_next(graphs, hybrid):
+def test_step_does_not_overwrite_earlier_outputs(graphs, hybrid):
     steps = Steps(hybrid)
     first = steps.take(3)
-    kept = first.logits.clone()
+    saved = first.logits.clone()
     steps.take(2)
-    assert first.logits.equal(kept) and graphs.replayed == 4
+    assert first.logits.equal(saved) and graphs.replayed == 4
     with torch.no_grad():
         states = [hybrid.model(tokens(hybrid, 2, 1), past_key_values=steps.cache)[0] for _ in range(2)]
     assert not states[0].equal(states[1])
@@ -373,13 +372,13 @@ def test_what_a_step_returns_is_not_written_by_the_next(graphs, hybrid):
 def test_a_cache_is_restored_and_copied_between_steps(graphs, model):
     steps = Steps(model)
     steps.take(4)
-    then, text, copied = steps.cache.checkpoint(), steps.text, copy.deepcopy(steps.cache)
+    checkpoint, text, copied = steps.cache.checkpoint(), steps.text, copy.deepcopy(steps.cache)
     steps.take(5)
-    for cache in (then.checkpoint(), copied):
+    for cache in (checkpoint.checkpoint(), copied):
         other = Steps(model)
         other.cache, other.text = cache, text
         other.take(5)
-    steps.cache.restore(then)
+    steps.cache.restore(checkpoint)
     steps.text = text
     before = graphs.replayed
     steps.take(4)
@@ -387,12 +386,13 @@ def test_a_cache_is_restored_and_copied_between_steps(graphs, model):
         assert graphs.replayed == before + 4
 
 
-def test_what_a_graph_makes_stays_in_it(graphs, model):
-    """The first token after a prompt is rolled back, so that the next is recorded; other graphs run then."""
+def test_other_graphs_do_not_overwrite_the_cache(graphs, model):
+    """The first token after the prompt is rolled back, so the next step is captured. Other graphs run in
+    between."""
     steps, other = Steps(model), Steps(model, prompt=5)
-    then, text = steps.cache.checkpoint(), steps.text
+    checkpoint, text = steps.cache.checkpoint(), steps.text
     steps.take()
-    steps.cache.restore(then)
+    steps.cache.restore(checkpoint)
     steps.text = text
     steps.take(2)
     other.take(5)
@@ -400,7 +400,7 @@ def test_what_a_graph_makes_stays_in_it(graphs, model):
     steps.take(3)
 
 
-def test_beams_may_change_places_out_of_inference_mode(graphs, hybrid):
+def test_cache_is_reordered_outside_inference_mode(graphs, hybrid):
     steps = Steps(hybrid)
     with torch.inference_mode():
         steps = Steps(hybrid)
@@ -412,7 +412,7 @@ def test_beams_may_change_places_out_of_inference_mode(graphs, hybrid):
     assert graphs.replayed == 3 + 3
 
 
-def test_a_cache_that_starts_anew_keeps_nothing(graphs, hybrid):
+def test_reset_cache_frees_its_state(graphs, hybrid):
     steps = Steps(hybrid)
     steps.take(4)
     keys = weakref.ref(steps.cache.layers[1].state.k)
@@ -424,21 +424,21 @@ def test_a_cache_that_starts_anew_keeps_nothing(graphs, hybrid):
     assert replayed(graphs, steps, 4) == 3
 
 
-def test_a_cache_keeps_no_model(graphs, device):
+def test_cache_does_not_keep_the_model_alive(graphs, device):
     model = model_of("hybrid", device)
     steps = Steps(model)
     steps.take(4)
-    cache, gone = steps.cache, weakref.ref(model.model)
+    cache, base_model = steps.cache, weakref.ref(model.model)
     assert cache.steps.graphs and cache.steps.snapshot is not None
     del model, steps
     gc.collect()
-    assert gone() is None and not cache.steps.graphs and cache.steps.snapshot is None
+    assert base_model() is None and not cache.steps.graphs and cache.steps.snapshot is None
     other = model_of("hybrid", device)
     with torch.no_grad():
         assert other(tokens(other, 2, 1), past_key_values=cache).logits.isfinite().all()
 
 
-def test_a_text_goes_on_after_more_than_a_token(graphs, model):
+def test_calls_of_several_tokens_between_steps(graphs, model):
     steps = Steps(model)
     for more in (3, 1, 20):
         steps.take(4)
@@ -449,7 +449,7 @@ def test_a_text_goes_on_after_more_than_a_token(graphs, model):
     steps.take(4)
 
 
-def test_rows_are_chosen_and_repeated(graphs, model):
+def test_cache_rows_are_repeated_and_selected(graphs, model):
     steps = Steps(model)
     steps.take(4)
     steps.cache.batch_repeat_interleave(2)
@@ -467,7 +467,7 @@ def replayed(graphs, steps, count=1, **options):
     return graphs.replayed - before
 
 
-def test_what_prevents_a_graph_runs_by_itself(graphs, hybrid):
+def test_calls_without_graph_support_run_eagerly(graphs, hybrid):
     steps = Steps(hybrid)
     steps.take(2)
     assert replayed(graphs, steps) == 1
@@ -476,7 +476,7 @@ def test_what_prevents_a_graph_runs_by_itself(graphs, hybrid):
     assert replayed(graphs, steps) == 0
     hybrid.eval()
     assert replayed(graphs, steps) == 1
-    with torch.autograd.graph.save_on_cpu(), TorchDispatchModeOfNothing():
+    with torch.autograd.graph.save_on_cpu(), NoOpDispatchMode():
         assert replayed(graphs, steps) == 0
     assert replayed(graphs, steps) == 1
     mask = torch.ones(2, steps.text.shape[1] + 1, dtype=torch.long, device=hybrid.device)
@@ -489,7 +489,7 @@ def test_what_prevents_a_graph_runs_by_itself(graphs, hybrid):
         output.logits.sum().backward()
 
 
-class TorchDispatchModeOfNothing(TorchDispatchMode):
+class NoOpDispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **kwargs or {})
 
@@ -514,36 +514,37 @@ class TorchDispatchModeOfNothing(TorchDispatchMode):
     ],
     ids=["hook", "forward", "module", "weight", "data", "transposed"],
 )
-def test_a_changed_model_is_seen(graphs, hybrid, change):
+def test_changes_of_the_model_take_effect(graphs, hybrid, change):
     steps = Steps(hybrid)
     assert replayed(graphs, steps, 4) == 3
     change(hybrid)
-    steps_alone = Steps(hybrid)  # what was read before stays as it was read: only a new text can be checked
+    # the old cache holds keys from before the change, so only a new text can be checked
+    steps_alone = Steps(hybrid)
     steps_alone.take(4)
     with torch.no_grad():
         token = tokens(hybrid, 2, 1)
-        then = steps.cache.checkpoint()
+        checkpoint = steps.cache.checkpoint()
         found = hybrid(token, past_key_values=steps.cache).logits
         graphs.off()
-        assert hybrid(token, past_key_values=then).logits.equal(found)
+        assert hybrid(token, past_key_values=checkpoint).logits.equal(found)
 
 
-def test_a_hook_of_one_moment_is_of_that_moment(graphs, hybrid):
+def test_hook_disables_graphs_until_removed(graphs, hybrid):
     steps, seen = Steps(hybrid), []
     steps.take()
     hook = hybrid.model.norm.register_forward_hook(lambda *_: seen.append(1))
-    assert replayed(graphs, steps, 2) == 0 and len(seen) == 4  # two of them of what is compared
+    assert replayed(graphs, steps, 2) == 0 and len(seen) == 4  # the reference forwards make two of the calls
     hook.remove()
     assert replayed(graphs, steps, 4) >= 3
 
 
-def test_what_fails_leaves_the_cache_as_it_was(graphs, hybrid, monkeypatch):
+def test_failed_step_leaves_the_cache_unchanged(graphs, hybrid, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
     steps = Steps(hybrid)
     steps.take()
-    for place, name in ((Attention, "step"), (graphs, "before")):  # while it is recorded; as it runs at first
+    for place, name in ((Attention, "step"), (graphs, "before")):  # during the capture; at the first replay
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), torch.no_grad():
             patch.setattr(place, name, fail)
             hybrid(tokens(hybrid, 2, 1), past_key_values=steps.cache)
@@ -552,70 +553,70 @@ def test_what_fails_leaves_the_cache_as_it_was(graphs, hybrid, monkeypatch):
     assert replayed(graphs, steps, 3) == 3
 
 
-def test_weights_that_move_in_place_need_no_other_graph(graphs, hybrid):
+def test_in_place_weight_changes_reuse_the_graph(graphs, hybrid):
     steps = Steps(hybrid)
     steps.take(3)
     with torch.no_grad():
         hybrid.model.layers[0].mlp.up_proj.weight.mul_(2)
-        then, token = steps.cache.checkpoint(), tokens(hybrid, 2, 1)
+        checkpoint, token = steps.cache.checkpoint(), tokens(hybrid, 2, 1)
         before = graphs.replayed
         found = hybrid(token, past_key_values=steps.cache).logits
         assert graphs.replayed == before + 1
         graphs.off()
-        assert hybrid(token, past_key_values=then).logits.equal(found)
+        assert hybrid(token, past_key_values=checkpoint).logits.equal(found)
 
 
-class Counting(Attention):
-    """A module of a program's own: it may do anything."""
+class CountingAttention(Attention):
+    """A module class of the user, which may do anything."""
 
     calls = 0
 
     def forward(self, *args, **kwargs):
-        Counting.calls += 1
+        CountingAttention.calls += 1
         return super().forward(*args, **kwargs)
 
 
-def test_modules_of_others_run_by_themselves(graphs, hybrid):
+def test_user_modules_run_eagerly(graphs, hybrid):
     mixer = hybrid.model.layers[1].mixer
-    mixer.__class__, Counting.calls = Counting, 0
-    text = written(hybrid, tokens(hybrid, 2, 7))
-    assert graphs.replayed == 0 and Counting.calls == NEW
+    mixer.__class__, CountingAttention.calls = CountingAttention, 0
+    text = generate_text(hybrid, tokens(hybrid, 2, 7))
+    assert graphs.replayed == 0 and CountingAttention.calls == NEW
     mixer.__class__ = Attention
-    assert written(hybrid, tokens(hybrid, 2, 7)).equal(text)
+    assert generate_text(hybrid, tokens(hybrid, 2, 7)).equal(text)
 
 
-def test_a_step_that_cannot_be_recorded_runs_by_itself(graphs, hybrid, monkeypatch):
+def test_step_that_cannot_be_captured_runs_eagerly(graphs, hybrid, monkeypatch):
     step = Attention.step
     calls = itertools.count()
 
-    def reads_on_the_host(self, qkv, state, now):
+    def read_on_host(self, qkv, state, now):
         next(calls)
         state.place[0].item()
         return step(self, qkv, state, now)
 
-    monkeypatch.setattr(Attention, "step", reads_on_the_host)
+    monkeypatch.setattr(Attention, "step", read_on_host)
     with pytest.warns(UserWarning, match="a decoding step cannot be captured as a CUDA graph"):
-        text = written(hybrid, tokens(hybrid, 2, 7))
-    assert graphs.replayed == 0 and next(calls) == NEW  # one of them while a graph was tried
+        text = generate_text(hybrid, tokens(hybrid, 2, 7))
+    assert graphs.replayed == 0 and next(calls) == NEW  # one of the calls is the attempted capture
     monkeypatch.setattr(Attention, "step", step)
-    assert written(hybrid, tokens(hybrid, 2, 7)).equal(text)
+    assert generate_text(hybrid, tokens(hybrid, 2, 7)).equal(text)
 
 
 @needs_cuda
-def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
-    """PyTorch's generator of random numbers and its memory are unchanged."""
+def test_failed_capture_leaves_generator_and_memory_unchanged(monkeypatch):
+    """The random generator of PyTorch and the allocated memory are unchanged."""
     model, step = model_of("hybrid", "cuda"), Attention.step
 
     def sample():
         torch.manual_seed(5)
-        return written(model, tokens(model, 2, 7), do_sample=True, top_k=10)
+        return generate_text(model, tokens(model, 2, 7), do_sample=True, top_k=10)
 
-    def reads_on_the_host(self, qkv, state, now):
+    def read_on_host(self, qkv, state, now):
         state.place[0].item()
         return step(self, qkv, state, now)
 
     text = sample()
-    monkeypatch.setattr(Attention, "step", reads_on_the_host)
+    monkeypatch.setattr(Attention, "step", read_on_host)
     for _ in range(2):
         with pytest.warns(UserWarning, match="a decoding step cannot be captured as a CUDA graph"):
             assert sample().equal(text)
@@ -623,7 +624,7 @@ def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
     assert sample().equal(text)
     torch.rand(1, device="cuda")
     gc.collect()
-    # While PyTorch believes that something is recorded, what another stream used is not freed.
+    # While PyTorch believes that a capture is active, memory used by another stream is not freed.
     torch.cuda.synchronize()
     other, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
     used = torch.zeros(1 << 20, device="cuda")
@@ -634,7 +635,7 @@ def test_a_recording_that_failed_leaves_no_trace(monkeypatch):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_cat_is_refused_more_tokens_than_it_has_places_for(graphs, device):
+def test_cat_refuses_tokens_beyond_its_positions(graphs, device):
     model = model_of("cat", device, max_position_embeddings=16)
     steps = Steps(model)
     steps.take(9)
@@ -645,8 +646,8 @@ def test_cat_is_refused_more_tokens_than_it_has_places_for(graphs, device):
         model(tokens(model, 2, 1), past_key_values=steps.cache, chunk=4)
 
 
-def test_hidden_states_of_a_user_s_own_graph(device):
-    """The program records the step itself: then nothing is recorded within."""
+def test_step_inside_a_capture_of_the_user(device):
+    """Inside a capture of the user, girih captures nothing."""
     if device == "cpu":
         pytest.skip("of CUDA alone")
     from graphs import capture
@@ -656,22 +657,24 @@ def test_hidden_states_of_a_user_s_own_graph(device):
     with torch.no_grad():
         cache = model(tokens(model, 2, 7), use_cache=True).past_key_values
         model(token, past_key_values=cache)
-        then = cache.checkpoint()
+        checkpoint = cache.checkpoint()
         replay, output = capture(lambda: model(token, past_key_values=cache).logits)
-        for own, before in zip(cache.layers, then.layers, strict=True):
-            for part, kept in zip(graph.tensors_of(own.state), graph.tensors_of(before.state), strict=True):
-                part.copy_(kept)
+        for layer, before in zip(cache.layers, checkpoint.layers, strict=True):
+            for part, saved in zip(
+                graph.tensors_of(layer.state), graph.tensors_of(before.state), strict=True
+            ):
+                part.copy_(saved)
         replay.replay()
-        torch.testing.assert_close(output, model(token, past_key_values=then).logits)
+        torch.testing.assert_close(output, model(token, past_key_values=checkpoint).logits)
 
 
 def test_graphs_of_other_streams_and_of_many_texts(graphs, device):
-    """A graph belongs to the stream that it was recorded for; texts leave no memory behind."""
+    """A graph belongs to the stream of its capture. Finished texts free their memory."""
     if device == "cpu":
         pytest.skip("of CUDA alone")
     model = model_of("hybrid", device)
     ids = tokens(model, 2, 7)
-    expected, held = written(model, ids), []
+    expected, reserved = generate_text(model, ids), []
     steps = Steps(model)
     steps.take(4)
     torch.cuda.synchronize()
@@ -680,12 +683,12 @@ def test_graphs_of_other_streams_and_of_many_texts(graphs, device):
         torch.cuda.synchronize()
     assert replayed(graphs, steps, 4) == 3
     for _ in range(12):
-        assert written(model, ids).equal(expected)
-        held.append(torch.cuda.memory_reserved())
-    assert held[-1] <= held[2]
+        assert generate_text(model, ids).equal(expected)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= reserved[2]
 
 
-def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
+def test_bf16_logits_are_bitwise_equal(graphs, device):
     model = model_of("hybrid", device, hidden_size=128).bfloat16()
     batch = MAX_ROWS + 1  # few_rows, which rounds less often, takes no more than MAX_ROWS
     with torch.no_grad():
@@ -704,8 +707,8 @@ def test_in_bf16_it_is_bit_for_bit_the_same(graphs, device):
 @pytest.mark.parametrize("batch", [1, 5, 17])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_graph_in_16_bits_is_as_right_as_the_layers(name, batch):
-    """Its products round where the layers do."""
+def test_bf16_graph_is_as_accurate_as_the_layers(name, batch):
+    """The products of a graph round where the products of the layers round."""
     model = model_of(name, "cuda", hidden_size=64).to(torch.bfloat16)
     exact = copy.deepcopy(model).double()
     ids = tokens(model, batch, 24)

@@ -1,4 +1,4 @@
-"""What transformers and its users say to a model: each word is honoured, or refused by name."""
+"""Arguments that transformers and users pass to a model: each is used or refused by name."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ assert girih.models.GirihConfig is type(config) and girih.nn.Trellis
 
 
 @pytest.mark.parametrize("first", ["", "from transformers import Trainer"])
-def test_importing_girih_is_enough_and_imports_nothing_more(first, tmp_path):
+def test_import_registers_auto_classes_lazily(first, tmp_path):
     """Trainer imports transformers' tables of models while transformers itself is being imported."""
     GirihForCausalLM(small()).save_pretrained(tmp_path)
     program = LAZY.format(first=first, folder=str(tmp_path))
@@ -47,13 +47,13 @@ def test_importing_girih_is_enough_and_imports_nothing_more(first, tmp_path):
     assert run.stdout.split() == ["GirihConfig", "GirihForCausalLM", "GirihModel"]
 
 
-def test_importing_girih_after_transformers_is_enough():
+def test_import_after_transformers_registers_auto_classes():
     program = "from transformers import AutoConfig; import girih; print(AutoConfig.for_model('girih').mixer)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert run.stdout.split() == ["gsa"], run.stderr[-2000:]
 
 
-def test_importing_girih_after_the_auto_classes_is_enough():
+def test_import_after_auto_classes_registers_models():
     program = (
         "from transformers import AutoModel, AutoModelForCausalLM; import girih;"
         "config = girih.models.GirihConfig(hidden_size=64, num_hidden_layers=1, num_heads=2);"
@@ -75,14 +75,14 @@ def test_the_base_model_of_mixer_cat_is_cat(tmp_path):
 def test_generation_starts_from_embeddings(model):
     prompt, options = ids(2, 6), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     embedded = model.get_input_embeddings()(prompt)
-    written = model.generate(inputs_embeds=embedded, **options)
-    assert written.equal(model.generate(prompt, **options)[:, 6:])
+    text = model.generate(inputs_embeds=embedded, **options)
+    assert text.equal(model.generate(prompt, **options)[:, 6:])
     with pytest.raises(ValueError, match="inputs_embeds: CAT"):
         GirihForCausalLM(small("cat")).generate(inputs_embeds=embedded, **options)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_may_be_asked_to_be_what_it_is(model, implementation, tmp_path):
+def test_attn_implementation_is_accepted(model, implementation, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
     assert loaded(ids(1, 5)).logits.equal(model(ids(1, 5)).logits)
@@ -106,16 +106,16 @@ def test_attention_weights_are_refused(model):
 
 
 @pytest.mark.parametrize("part", ["model", "base model", "layer", "cat"])
-@pytest.mark.parametrize("word", ["cu_seqlen", "attention_masks", "head_mask"])
-def test_unknown_words_are_refused_by_name(model, part, word):
+@pytest.mark.parametrize("name", ["cu_seqlen", "attention_masks", "head_mask"])
+def test_unknown_arguments_are_refused_by_name(model, part, name):
     parts = {"model": model, "base model": model.model, "layer": model.model.layers[0].mixer}
-    called = parts.get(part) or GirihForCausalLM(small("cat"))
-    given = torch.zeros(1, 4, 32) if part == "layer" else ids(1, 4)
-    with pytest.raises(TypeError, match=f"'{word}'"):
-        called(given, **{word: torch.tensor([0, 4])})
+    module = parts.get(part) or GirihForCausalLM(small("cat"))
+    inputs = torch.zeros(1, 4, 32) if part == "layer" else ids(1, 4)
+    with pytest.raises(TypeError, match=f"'{name}'"):
+        module(inputs, **{name: torch.tensor([0, 4])})
 
 
-def test_what_transformers_passes_along_is_taken(model):
+def test_arguments_of_transformers_are_accepted(model):
     known = {"cache_position": torch.arange(5), "cu_seq_lens_k": None, "max_length_q": 5, "max_length_k": 5}
     assert model(ids(1, 5), **known).logits.equal(model(ids(1, 5)).logits)
     mean = model(ids(2, 5), labels=ids(2, 5)).loss
@@ -137,15 +137,15 @@ def test_models_export_with_any_number_of_tokens(mixer):
         torch.testing.assert_close(program(ids(2, T), use_cache=False).logits, model(ids(2, T)).logits)
 
 
-def test_a_trainer_gives_the_number_of_tokens(model, tmp_path):
-    """Over several micro-batches the loss is the mean over tokens, not of the micro-batches' means."""
+def test_trainer_passes_the_number_of_tokens(model, tmp_path):
+    """The loss over several micro-batches is the mean over all tokens, not the mean of the means."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert Trainer(model=model, args=arguments).model_accepts_loss_kwargs
 
 
-def test_one_thing_of_two_names_has_one_value():
+def test_aliases_have_one_value():
     for alias, name in (("num_attention_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")):
         assert getattr(small(**{alias: 2, name: 2}), alias) == 2
         with pytest.raises(ValueError, match=f"{name} is 2 and {alias} is 1; expected one of them"):

@@ -1,4 +1,4 @@
-"""Language models: every property holds for every mixer, for hybrids and for the whole CAT model."""
+"""Properties of language models, checked for every mixer, for hybrids and for the CAT model."""
 
 import doctest
 import importlib
@@ -70,7 +70,7 @@ def small(**options):
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    # Larger weights than training starts from, so that a wrong token or state shows in the logits.
+    # Weights larger than the training default, so that a wrong token or state changes the logits.
     return GirihForCausalLM(small(**MODELS[request.param], initializer_range=0.2)).eval()
 
 
@@ -105,24 +105,24 @@ def test_loss_is_the_cross_entropy_of_the_next_token(model):
 
 
 def test_logits_depend_on_the_past_alone(model):
-    """Gradient with respect to the embeddings of every token; CAT's decoder and compressor included."""
+    """Gradients reach only the embeddings of past tokens, in the decoder and compressor of CAT too."""
     embedded = []
 
-    def keep(module, arguments, output):
+    def record_output(module, arguments, output):
         embedded.append((arguments[0], output.requires_grad_(True)))
         output.retain_grad()
 
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding) and "position" not in model_name(model, module):
-            module.register_forward_hook(keep)
+            module.register_forward_hook(record_output)
     ids = torch.randperm(31)[None, :14] + 1  # all tokens differ
     for t in (0, 2, 3, 4, 9):
         embedded.clear()
         model(ids).logits[:, t].square().sum().backward()
         seen = set()
         for token, vector in embedded:
-            moved = vector.grad.abs().sum(-1) > 0
-            seen |= set(token[moved].tolist())
+            has_gradient = vector.grad.abs().sum(-1) > 0
+            seen |= set(token[has_gradient].tolist())
         assert ids[0, t].item() in seen
         assert not seen & set(ids[0, t + 1 :].tolist())
 
@@ -178,10 +178,10 @@ def test_generation_is_the_same_with_and_without_the_cache(model, way):
     ids = tokens(3, 7)
     mask = torch.ones_like(ids)
     mask[1, :3], mask[2, :6] = 0, 0
-    written = []
+    texts = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        written.append(
+        texts.append(
             model.generate(
                 ids,
                 attention_mask=mask,
@@ -191,11 +191,11 @@ def test_generation_is_the_same_with_and_without_the_cache(model, way):
                 **GENERATION[way],
             )
         )
-    assert written[0].equal(written[1])
+    assert texts[0].equal(texts[1])
 
 
-def test_generation_pads_nothing_into_a_sequence(model):
-    """A padded prompt in a batch is continued as it is alone."""
+def test_padded_prompt_generates_the_text_of_the_prompt_alone(model):
+    """A padded prompt in a batch is continued like the prompt alone."""
     ids = tokens(2, 6)
     mask = torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -204,8 +204,8 @@ def test_generation_pads_nothing_into_a_sequence(model):
 
 
 @pytest.mark.parametrize("piece", [2, 3, 5, 6])
-def test_a_prompt_may_be_read_in_pieces(model, piece):
-    """Wherever it is padded: a last piece may be one token, and that masked."""
+def test_prompt_in_several_calls(model, piece):
+    """The padding may be on either side. The last call may be one masked token."""
     ids = tokens(3, 6)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -235,13 +235,13 @@ def test_a_missing_weight_is_initialised_and_no_other_is_touched(model, tmp_path
     from safetensors.torch import load_file, save_file
 
     weights = load_file(tmp_path / "model.safetensors")
-    lost = next(name for name in reversed(sorted(weights)) if "mixer" in name and "proj" not in name)
-    del weights[lost]
+    missing = next(name for name in reversed(sorted(weights)) if "mixer" in name and "proj" not in name)
+    del weights[missing]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = GirihForCausalLM.from_pretrained(tmp_path)
     for name, value in loaded.state_dict().items():
         assert value.isfinite().all()
-        if name != lost:
+        if name != missing:
             assert value.equal(model.state_dict()[name]), name
 
 
@@ -275,9 +275,7 @@ def test_a_few_steps_at_1e_3_learn_a_sequence(name, bf16):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert (
-        losses[0] < math.log(32) + 1.0
-    )  # close to uniform; a tied head favours the token that it has just read
+    assert losses[0] < math.log(32) + 1.0  # close to uniform; a tied head favours the last token
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -294,8 +292,8 @@ def test_lower_bounds_of_hgrn2_rise_with_the_layer_in_mixtures_too():
     assert [layer.lower_bound for layer in found] == [0.0, 0.25, 0.75]
 
 
-def test_a_model_tells_every_layer_its_depth(monkeypatch):
-    """Whatever a mixer makes of it."""
+def test_every_layer_receives_its_depth(monkeypatch):
+    """set_depth also reaches modules inside a mixer."""
 
     class Deep(ShortConv):
         def set_depth(self, layer, num_layers):
@@ -348,8 +346,8 @@ def test_a_cache_can_be_kept_for_another_continuation(model):
 
 
 @torch.no_grad()
-def test_a_cache_repeats_its_rows_each_beside_itself(model):
-    """As generate() does for several sequences of a prompt; then it takes some of them."""
+def test_cache_rows_are_repeated_and_selected(model):
+    """generate() repeats rows for several sequences a prompt, then selects some rows."""
     prompts, ends = tokens(2, 6), tokens(4, 3, seed=2)
     cache = model(prompts, use_cache=True).past_key_values
     cache.batch_repeat_interleave(2)
@@ -363,7 +361,7 @@ def test_a_cache_repeats_its_rows_each_beside_itself(model):
 
 
 def test_trains_under_a_schedule_of_the_mixture():
-    """A mixer has gradients while its share is not 0, and the loss is that of the share of the step."""
+    """A mixer has gradients while its weight is not 0. The loss follows the weight of the step."""
     from girih.nn import MixAttention, mix_weight
 
     torch.manual_seed(0)
@@ -379,12 +377,12 @@ def test_trains_under_a_schedule_of_the_mixture():
         loss = model(ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
-        moved = [
+        has_gradient = [
             any(p.grad is not None and p.grad.any() for p in part.parameters())
             for mixture in mixtures
             for part in (mixture.base, mixture.mixer)
         ]
-        assert moved == [True, weight > 0] * len(mixtures)
+        assert has_gradient == [True, weight > 0] * len(mixtures)
         optimizer.step()
         losses.append(loss.item())
         shares.append(mixtures[0].weight.item())
@@ -396,10 +394,10 @@ def test_trains_under_a_schedule_of_the_mixture():
     assert abs(model(ids, labels=ids).loss.item() - before) > 0.01
 
 
-def test_transformers_names_are_as_good_as_ours():
-    ours = GirihConfig(hidden_size=64, num_heads=8, num_kv_heads=4)
-    theirs = GirihConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
-    assert theirs.to_dict() == ours.to_dict() and theirs.head_dim == 8
+def test_names_of_transformers_are_aliases():
+    config = GirihConfig(hidden_size=64, num_heads=8, num_kv_heads=4)
+    aliased = GirihConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    assert aliased.to_dict() == config.to_dict() and aliased.head_dim == 8
     assert GirihConfig(hidden_size=64, num_heads=8, num_attention_heads=8).num_heads == 8
     for number in (8, 4):  # 4 is the default
         with pytest.raises(ValueError, match=f"num_heads is {number} and num_attention_heads is 2"):
@@ -435,7 +433,7 @@ def test_transformers_names_are_as_good_as_ours():
         ({"mixer": "cat", "compressor_hidden_size": 24}, "compressor_hidden_size is 24"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(options, message):
+def test_invalid_configuration_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GirihConfig(**{"hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2} | options)
 
@@ -458,12 +456,12 @@ def test_a_configuration_that_does_not_fit_is_refused(options, message):
         ),
     ],
 )
-def test_a_wrong_call_is_refused(call, message):
+def test_invalid_call_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(GirihForCausalLM(small()), tokens(1, 5))
 
 
-def test_cat_refuses_what_it_cannot_place():
+def test_cat_refuses_unsupported_calls():
     model = GirihForCausalLM(small(mixer="cat"))
     for call in (
         {"input_ids": tokens(1, 65)},
@@ -482,17 +480,17 @@ def test_cat_refuses_what_it_cannot_place():
 
 @torch.no_grad()
 def test_a_cache_has_two_names(model):
-    """Calls take both, outputs have the one of this transformers."""
+    """Calls accept both names. Outputs use the name of the installed transformers."""
     name = "cache" if version.parse(transformers.__version__) >= version.parse("5.24") else "past_key_values"
     ids = tokens(2, 9)
     whole = model(ids)
     assert type(whole[name]) is GirihCache
-    for given in ("cache", "past_key_values"):
+    for keyword in ("cache", "past_key_values"):
         start = model.new_cache()
-        first = model(ids[:, :5], **{given: start})
+        first = model(ids[:, :5], **{keyword: start})
         assert first[name] is start and start.get_seq_length() == 5
-        close(model(ids[:, 5:], **{given: start.checkpoint()}).logits, whole.logits[:, 5:])
-        text = model.generate(ids, **{given: start.checkpoint()}, max_new_tokens=4, do_sample=False)
+        close(model(ids[:, 5:], **{keyword: start.checkpoint()}).logits, whole.logits[:, 5:])
+        text = model.generate(ids, **{keyword: start.checkpoint()}, max_new_tokens=4, do_sample=False)
         assert text.equal(model.generate(ids, max_new_tokens=4, do_sample=False))
     for call in (model, model.model):
         with pytest.raises(ValueError, match="cache, past_key_values: two names"):
@@ -502,7 +500,7 @@ def test_a_cache_has_two_names(model):
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("new", [1, 5])
-def test_a_cache_of_another_batch_is_refused_and_stays(model, rows, new):
+def test_cache_of_another_batch_size_is_refused_and_unchanged(model, rows, new):
     ids = tokens(3, 14)
     cache = model.new_cache()
     model(ids[:, :9], cache=cache)
@@ -511,8 +509,8 @@ def test_a_cache_of_another_batch_is_refused_and_stays(model, rows, new):
     close(model(ids[:, 9:], cache=cache).logits, model(ids).logits[:, 9:])
 
 
-def test_sequences_are_classified(model, tmp_path):
-    """By the last token of each, as transformers' own models do it."""
+def test_sequence_classification(model, tmp_path):
+    """The logits of a sequence come from its last token, as in the models of transformers."""
     model.save_pretrained(tmp_path)
     options = {"num_labels": 3, "pad_token_id": 0}
     torch.manual_seed(0)
@@ -533,7 +531,7 @@ def test_sequences_are_classified(model, tmp_path):
     close(again(ids, attention_mask=mask).logits, want, 1e-6)
 
 
-def test_tensors_can_come_without_a_folder(model):
+def test_from_pretrained_with_a_state_dict(model):
     again = GirihForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()).eval()
     ids = tokens(2, 9)
     close(again(ids).logits, model(ids).logits, 0.0)
@@ -541,26 +539,26 @@ def test_tensors_can_come_without_a_folder(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [True, False], ids=["in autocast", "outside"])
-@pytest.mark.parametrize("then", [True, False], ids=["in autocast", "outside"])
+@pytest.mark.parametrize("later", [True, False], ids=["in autocast", "outside"])
 @pytest.mark.parametrize("new", [1, 5])
-def test_a_cache_may_be_begun_and_continued_under_autocast(model, first, then, new):
+def test_cache_inside_and_outside_autocast(model, first, later, new):
     ids, cache = tokens(3, 19), model.new_cache()
     logits = []
     for i, part in enumerate(ids.split([9, *[new] * (10 // new)], 1)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=then if i else first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=later if i else first):
             logits.append(model(part, cache=cache).logits.float())
     want = model(ids).logits
     assert (torch.cat(logits, 1) - want).norm() < 0.1 * want.norm()
 
 
 @pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_a_cache_of_inference_mode_is_continued(model, then, new):
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_cache_of_inference_mode_continues_in_other_modes(model, mode, new):
     ids, cache = tokens(3, 14), model.new_cache()
     want = model(ids).logits[:, 9:]
     with torch.inference_mode():
         model(ids[:, :9], cache=cache)
-    with then():
+    with mode():
         logits = torch.cat([model(part, cache=cache).logits for part in ids[:, 9:].split(new, 1)], 1)
     close(logits, want)
     if logits.requires_grad:

@@ -1,4 +1,4 @@
-"""Options of a configuration: none is swallowed, and models with each of them train."""
+"""Options of a configuration: unread options are refused, and models train with every option."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from girih.training.recipe import SIZES, config_of_size, with_context
 from training_runs import LARGEST, RUNS, SOME, train
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-# A value of every option that is not its default.
-OTHER = {
+# A value other than the default for every option.
+NON_DEFAULT = {
     "num_slots": 32,
     "chunk": 8,
     "chunks": [4, 8],
@@ -53,7 +53,7 @@ OTHER = {
     "running_positions": True,
     "rope_theta": 100.0,
 }
-OF_EVERY_MODEL = {
+COMMON_FIELDS = {
     "vocab_size", "hidden_size", "num_hidden_layers", "mixer", "num_heads", "num_kv_heads", "head_dim",
     "intermediate_size", "max_position_embeddings", "norm_eps", "initializer_range", "tie_word_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",
@@ -61,11 +61,11 @@ OF_EVERY_MODEL = {
 DELTA = ("delta_product", "deltanet", "gated_deltanet")
 
 
-def test_every_field_is_an_option_or_of_every_model():
-    assert {*OTHER} | OF_EVERY_MODEL == {*OWN_FIELDS} and not {*OTHER} & OF_EVERY_MODEL
+def test_every_field_is_an_option_or_common():
+    assert {*NON_DEFAULT} | COMMON_FIELDS == {*OWN_FIELDS} and not {*NON_DEFAULT} & COMMON_FIELDS
 
 
-def reads(mixer, option):
+def reads_option(mixer, option):
     if mixer == "cat" and option in ("chunks", "compressor_hidden_size", "compressor_layers"):
         return True
     parts = [mixer, "attention", "delta_product"] if mixer == "mag" else [mixer]
@@ -76,13 +76,13 @@ def reads(mixer, option):
 
 @pytest.mark.parametrize("mixer", list(MIXERS))
 def test_options_of_other_mixers_are_refused_by_name(mixer):
-    for option, value in OTHER.items():
+    for option, value in NON_DEFAULT.items():
         if option == "chunks" and mixer != "cat":
             with pytest.raises(ValueError, match="^chunks is "):
                 GirihConfig(mixer=mixer, chunks=value)
-        elif reads(mixer, option):
-            beside = {"normalize": {"chunk": 1}, "shrinkage": {"chunk": 1}, "chunks": {"chunk": 8}}
-            config = GirihConfig(**{"mixer": mixer, option: value} | beside.get(option, {}))
+        elif reads_option(mixer, option):
+            extra = {"normalize": {"chunk": 1}, "shrinkage": {"chunk": 1}, "chunks": {"chunk": 8}}
+            config = GirihConfig(**{"mixer": mixer, option: value} | extra.get(option, {}))
             assert getattr(config, option) == value
         else:
             default = getattr(GirihConfig(), option)
@@ -90,7 +90,7 @@ def test_options_of_other_mixers_are_refused_by_name(mixer):
                 ValueError, match=f"^{option} is .* which mixer {mixer} does not read.*default"
             ):
                 GirihConfig(mixer=mixer, **{option: value})
-            GirihConfig(mixer=mixer, **{option: default})  # says nothing new
+            GirihConfig(mixer=mixer, **{option: default})  # the default is accepted
 
 
 @pytest.mark.parametrize("mixer", ["hgrn2", "mamba2", "trellis", "ttt", "lattice"])
@@ -108,13 +108,13 @@ def test_groups_of_queries_may_be_those_of_other_layers():
         assert hybrid.num_kv_heads == 2
 
 
-def test_the_chunk_of_the_delta_rule_is_between_chunks():
+def test_chunk_of_the_delta_rule_needs_between_chunks():
     with pytest.raises(ValueError, match="mixer deltanet does not read without between_chunks"):
         GirihConfig(mixer="deltanet", chunk=8)
     assert GirihConfig(mixer="deltanet", chunk=8, between_chunks="tanh").chunk == 8
 
 
-def test_blocks_of_mamba2_have_no_feed_forward_layer_and_its_models_no_width_of_one():
+def test_mamba2_has_no_feed_forward_layer():
     with pytest.raises(ValueError, match="intermediate_size is 64, which mixer mamba2 does not read.* null"):
         GirihConfig(mixer="mamba2", intermediate_size=64)
     assert GirihConfig(mixer="mamba2").intermediate_size is None
@@ -122,7 +122,7 @@ def test_blocks_of_mamba2_have_no_feed_forward_layer_and_its_models_no_width_of_
     assert [block.mlp is None for block in GirihForCausalLM(hybrid).model.layers] == [True, False]
 
 
-def test_the_theta_of_retnet_is_of_its_rotary_positions():
+def test_rope_theta_of_retnet_needs_rotary():
     with pytest.raises(ValueError, match="rope_theta is 100.0, which mixer retnet does not read"):
         GirihConfig(mixer="retnet", rotary=False, rope_theta=100.0)
     assert GirihConfig(mixer="retnet", rope_theta=100.0).rope_theta == 100.0
@@ -153,7 +153,7 @@ def test_sizes_may_change_after_a_configuration_is_made(mixer):
         GirihForCausalLM(config)
 
 
-def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path):
+def test_unread_fields_of_earlier_files_are_ignored(tmp_path):
     GirihForCausalLM(GirihConfig(mixer="attention", hidden_size=32, num_heads=2)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text()) | {"num_slots": 32, "compressor_layers": 2, "chunk": 8, "n": 1}
@@ -165,7 +165,7 @@ def test_files_of_earlier_versions_are_read_without_what_no_mixer_reads(tmp_path
     _C.LanguageModel.from_pretrained(str(tmp_path))
 
 
-# The layers that these names had before, as far as options say it.
+# Options that rebuild the layers of earlier versions under these names.
 EARLIER = {
     "gla": {"expand_k": 1.0},
     "gated_deltanet": {"expand_v": 1.0},
@@ -211,7 +211,7 @@ def test_folders_of_the_earlier_mamba2_are_refused_by_name(tmp_path):
             load(str(tmp_path))
 
 
-def test_keywords_beside_a_folder_are_held_to_the_same(tmp_path):
+def test_keywords_of_from_pretrained_are_checked(tmp_path):
     GirihForCausalLM(GirihConfig(hidden_size=32, num_heads=2)).save_pretrained(tmp_path)
     for make in (AutoConfig, AutoModelForCausalLM, GirihForCausalLM):
         with pytest.raises(ValueError, match="window is 4, which mixer gsa does not read"):
@@ -233,8 +233,8 @@ def test_layers_of_several_mixers_take_the_options_of_each():
         GirihConfig(**mixed, window=4)
 
 
-def misspelt(names, count):
-    """Names with a letter changed, dropped, doubled or two exchanged."""
+def misspell(names, count):
+    """Names with one letter changed, dropped or doubled, or two letters exchanged."""
     draw = random.Random(0)
     for _ in range(count):
         name = draw.choice(names)
@@ -254,7 +254,7 @@ def test_misspelt_options_are_refused_and_the_nearest_is_named():
     ):
         GirihConfig(mixer="gsa", num_slotz=32)
     names, hits = sorted({*OWN_FIELDS, "use_cache", "loss_in_chunks"}), []
-    for name, wrong in misspelt([n for n in names if len(n) > 1], 300):
+    for name, wrong in misspell([n for n in names if len(n) > 1], 300):
         with pytest.raises(
             ValueError, match=f"{wrong} is not a field of a configuration; did you mean "
         ) as error:
@@ -270,7 +270,7 @@ def test_misspelt_options_are_refused_and_the_nearest_is_named():
 
 
 def test_misspelt_options_of_a_file_are_refused_in_both_languages():
-    for _, wrong in misspelt([n for n in OWN_FIELDS if len(n) >= 8 and "_token" not in n], 100):
+    for _, wrong in misspell([n for n in OWN_FIELDS if len(n) >= 8 and "_token" not in n], 100):
         with pytest.raises(ValueError, match=f"{wrong} is not a field of a configuration"):
             torch.ops.girih.complete_configuration(f'{{"{wrong}": 1}}')
         with pytest.raises(ValueError, match="is not a field of a configuration"):
@@ -278,13 +278,13 @@ def test_misspelt_options_of_a_file_are_refused_in_both_languages():
 
 
 def test_transformers_keywords_pass():
-    given = {"output_hidden_states": True, "return_dict": False, "dtype": "bfloat16", "id2label": {0: "a"}}
-    given |= {"architectures": ["A"], "problem_type": "regression", "transformers_version": "5"}
-    config = GirihConfig(**given, name_or_path="here", attn_implementation="sdpa", num_attention_heads=2)
+    keywords = {"output_hidden_states": True, "return_dict": False, "dtype": "bfloat16", "id2label": {0: "a"}}
+    keywords |= {"architectures": ["A"], "problem_type": "regression", "transformers_version": "5"}
+    config = GirihConfig(**keywords, name_or_path="here", attn_implementation="sdpa", num_attention_heads=2)
     assert config.num_heads == 2 and config.output_hidden_states and config.dtype == torch.bfloat16
     assert GirihConfig(num_labels=3).num_labels == 3 and GirihConfig(torch_dtype="float16").dtype is not None
-    of_saved = set(PretrainedConfig().to_dict()) | set(GirihConfig().to_dict())
-    for name in of_saved | set(GenerationConfig().to_dict()):
+    saved_fields = set(PretrainedConfig().to_dict()) | set(GirihConfig().to_dict())
+    for name in saved_fields | set(GenerationConfig().to_dict()):
         GirihConfig.from_dict({name: getattr(GirihConfig(), name, None)})
 
 
@@ -306,8 +306,8 @@ def test_a_file_keeps_entries_of_other_libraries():
 
 
 @pytest.mark.parametrize("mixer, options", RUNS if os.environ.get("GIRIH_FULL") else SOME, ids=str)
-def test_every_mixer_trains_with_every_word(mixer, options):
-    """With every chunk from the paper's exact recurrence, 1, to 64."""
+def test_every_mixer_trains_with_every_option(mixer, options):
+    """Chunks range from 1, the exact recurrence of the paper, to 64."""
     found = train(mixer, options, rate=3e-3)
     assert found.largest <= LARGEST
     assert found.last < 0.8 * found.first

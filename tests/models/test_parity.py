@@ -1,4 +1,5 @@
-"""One model in Python and in C++: the same names, the same numbers, each reads what the other saved."""
+"""One model in Python and in C++: names and numbers are the same, and each language reads the
+other's files."""
 
 import json
 
@@ -9,8 +10,8 @@ from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
 from small_models import config_of
 
-# Every field off its default; trellis and lattice have as many memories as queries.
-OFF = {
+# A value other than the default for every field. Trellis and Lattice have as many memories as queries.
+NON_DEFAULT = {
     "head_dim": 6,
     "intermediate_size": 40,
     "num_slots": 5,
@@ -30,7 +31,7 @@ OFF = {
     "shared_qk": True,
     "normalize_kv": False,
     "value_read": "phi",
-    "post_norm": True,  # Trellis' default, and in a line below its other value
+    "post_norm": True,  # the default of Trellis; a variant below has the other value
     "data_dependent_decay": False,
     "window": 5,
     "rotary": False,
@@ -53,12 +54,12 @@ GROUPED = [name for name in MIXERS if name not in ("trellis", "ttt", "lattice")]
 VARIANTS = {
     **{mixer: {"mixer": mixer} for mixer in MIXERS},
     **{
-        f"every field, grouped, {some}": OFF
+        f"every field, grouped, {some}": NON_DEFAULT
         | {"mixer": mixers, "num_hidden_layers": len(mixers), "num_kv_heads": 2}
         for some, mixers in {"even": GROUPED[::2], "odd": GROUPED[1::2]}.items()
     },
-    "every field": OFF | {"mixer": ["trellis", "ttt", "lattice"], "num_hidden_layers": 3},
-    "every field, cat": OFF | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
+    "every field": NON_DEFAULT | {"mixer": ["trellis", "ttt", "lattice"], "num_hidden_layers": 3},
+    "every field, cat": NON_DEFAULT | {"mixer": "cat", "num_kv_heads": 2, "chunks": [3, 6]},
     "hybrid": {"mixer": ["gsa", "attention", "cat"], "num_hidden_layers": 3},
     "gated_deltanet_h1": {"mixer": ["gated_deltanet", "attention"], "window": 4},
     "grouped": {"mixer": ["gsa", "mamba2", "delta_product"], "num_hidden_layers": 3, "num_kv_heads": 2},
@@ -87,7 +88,7 @@ SIZES = {
     "num_slots": 6,
     "chunk": 4,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # large enough for logits that differ
+    "initializer_range": 0.2,  # large enough for distinct logits
 }
 
 
@@ -127,7 +128,7 @@ def test_logits_are_equal(pair):
 
 
 @torch.no_grad()
-def test_states_carry_on_alike(pair):
+def test_states_continue_equally(pair):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (2, 9))
     cache, state = None, _C.State()
@@ -139,7 +140,7 @@ def test_states_carry_on_alike(pair):
 
 
 @torch.no_grad()
-def test_masks_do_alike_call_after_call(pair):
+def test_masked_calls_are_equal(pair):
     python, cpp = pair
     cache, state = None, _C.State()
     for T in (6, 7, 1, 5):
@@ -151,7 +152,7 @@ def test_masks_do_alike_call_after_call(pair):
 
 
 @torch.no_grad()
-def test_a_mask_may_begin_with_the_past(pair):
+def test_mask_may_cover_past_tokens(pair):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (3, 9))
     mask = torch.arange(9) >= torch.tensor([[0], [3], [7]])
@@ -165,7 +166,7 @@ def test_a_mask_may_begin_with_the_past(pair):
 
 
 @torch.no_grad()
-def test_a_state_is_left_alone_without_use_cache(pair):
+def test_state_is_unchanged_without_use_cache(pair):
     cpp = pair[1]
     ids = torch.randint(SIZES["vocab_size"], (2, 7))
     _, state = cpp.forward(ids[:, :6], use_cache=True)
@@ -178,14 +179,14 @@ def test_a_state_is_left_alone_without_use_cache(pair):
     [{"attention_mask": torch.ones(2, 4)}, {"cu_seqlens": torch.tensor([[0, 5]]), "use_cache": False}],
     ids=["mask", "packing"],
 )
-def test_wrong_masks_and_packing_are_refused_in_the_same_words(pair, wrong):
+def test_errors_of_masks_and_packing_are_equal(pair, wrong):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (1, 4))
     messages = []
     for call in (python, cpp.forward):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError) as error:
             call(ids, **wrong)
-        messages.append(str(refused.value))
+        messages.append(str(error.value))
     assert messages[0] == messages[1]
 
 
@@ -202,24 +203,24 @@ def test_gradients_are_equal(pair):
 
 
 @torch.no_grad()
-def test_losses_are_equal_whatever_is_left_out(pair):
+def test_losses_are_equal_with_ignored_labels(pair):
     python, cpp = pair
     ids = torch.randint(SIZES["vocab_size"], (3, 12))
     labels = ids.masked_fill(torch.rand(3, 12) < 0.4, -100)
     labels[2] = torch.randint(SIZES["vocab_size"], (12,))
-    for given in (labels, labels.masked_fill(torch.arange(12) > 3, -100), ids):
-        close(cpp.loss(ids, given), python(ids, labels=given).loss)
+    for targets in (labels, labels.masked_fill(torch.arange(12) > 3, -100), ids):
+        close(cpp.loss(ids, targets), python(ids, labels=targets).loss)
     close(cpp.loss(ids), python(ids, labels=ids).loss)
 
 
-# Where the memory is not linear in what it was, rounding grows from token to token.
+# Rounding errors grow with every token where the memory is not a linear function of its past.
 TOKENS = dict.fromkeys(MIXERS, 2000) | {"trellis": 48, "lattice": 48}
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @torch.no_grad()
 def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
-    """Angles, gates and step sizes are taken in fp32 by both: in bf16 position 2000 would be off by 4."""
+    """Both compute angles, gates and step sizes in fp32. In bf16, position 2000 would be off by 4."""
     torch.manual_seed(0)
     config = config_of(**SIZES | {"mixer": mixer, "chunk": 16, "max_position_embeddings": 4096})
     python = GirihForCausalLM(config).to(torch.bfloat16).eval()
@@ -232,7 +233,7 @@ def test_bf16_logits_are_equal_after_many_tokens(mixer, tmp_path):
 
 
 @torch.no_grad()
-def test_places_of_cat_end_alike_over_several_calls():
+def test_cat_position_limit_over_several_calls():
     messages = []
     fields = SIZES | {"mixer": "cat", "max_position_embeddings": 12}
     python = GirihForCausalLM(config_of(**fields)).eval()
@@ -248,9 +249,11 @@ def test_places_of_cat_end_alike_over_several_calls():
             lambda ids=ids, cache=cache: python(ids, past_key_values=cache),
             lambda ids=ids, state=state: cpp.forward(ids, state=state, use_cache=True),
         ):
-            with pytest.raises(ValueError, match="13 tokens; expected at most max_position_embeddings") as no:
+            with pytest.raises(
+                ValueError, match="13 tokens; expected at most max_position_embeddings"
+            ) as error:
                 call()
-            messages.append(str(no.value))
+            messages.append(str(error.value))
     assert len(set(messages)) == 1
 
 
@@ -276,16 +279,16 @@ def test_python_loads_what_cpp_saved(pair, tmp_path):
 
 
 def test_initialisation_is_the_same(pair):
-    """Over a few new models a parameter's mean and spread in both differ by at most four standard errors."""
+    """Over several new models, mean and deviation of a parameter differ by at most four standard errors."""
     config, times = pair[0].config, 6
     torch.manual_seed(0)
     python = [tensors(GirihForCausalLM(config)) for _ in range(times)]
     cpp = [tensors(_C.LanguageModel(config.to_json_string(use_diff=False))) for _ in range(times)]
     for name in python[0]:
         a, b = (torch.stack([model[name] for model in models]) for models in (python, cpp))
-        spread, few = a.std(correction=0), 4 * (2 / a.numel()) ** 0.5
-        assert abs(a.mean() - b.mean()) <= few * spread + 1e-6, name
-        assert abs(spread - b.std(correction=0)) <= few * spread + 1e-6, name
+        spread, tolerance = a.std(correction=0), 4 * (2 / a.numel()) ** 0.5
+        assert abs(a.mean() - b.mean()) <= tolerance * spread + 1e-6, name
+        assert abs(spread - b.std(correction=0)) <= tolerance * spread + 1e-6, name
 
 
 def test_shards_and_their_dtype_are_read(tmp_path):
@@ -345,7 +348,7 @@ def test_shards_and_their_dtype_are_read(tmp_path):
     ],
     ids=str,
 )
-def test_a_wrong_configuration_is_refused_in_the_same_words(wrong):
+def test_errors_of_configurations_are_equal(wrong):
     with pytest.raises(ValueError) as python:
         GirihConfig(**wrong)
     with pytest.raises(ValueError) as cpp:
@@ -357,19 +360,19 @@ WRONG = [0, -1, 1.5, "word", True, None, [1], {"a": 1}, 10**12, 2**70, -(2**63),
 
 
 @pytest.mark.parametrize("field", OWN_FIELDS)
-def test_every_field_takes_a_value_or_refuses_it_by_name(field):
-    """Zero, negative, of a wrong type, absent, huge: never taken for something else."""
-    taken = 0
+def test_every_field_accepts_a_value_or_refuses_it_by_name(field):
+    """Zero, negative, wrong type, absent, huge: no value is accepted as another one."""
+    accepted = 0
     for value in WRONG:
         try:
             config = GirihConfig(**{field: value})
-        except ValueError as refused:
-            assert str(refused).startswith(f"{field} is ") or f"; {field} " in str(refused), str(refused)
+        except ValueError as error:
+            assert str(error).startswith(f"{field} is ") or f"; {field} " in str(error), str(error)
         else:
             found = getattr(config, field)
             assert (type(found), found) == (type(value), value) or value is None or isinstance(found, float)
-            taken += 1
-    assert taken < len(WRONG)
+            accepted += 1
+    assert accepted < len(WRONG)
 
 
 def test_mixers_and_their_fields_are_the_same_in_both_languages():

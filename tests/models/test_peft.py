@@ -1,4 +1,4 @@
-"""LoRA of peft on a girih model: it trains, is saved and loaded, and is merged into the weights."""
+"""LoRA of peft: a girih model is trained, saved, loaded and merged."""
 
 import pytest
 import torch
@@ -45,16 +45,16 @@ def test_lora_trains_is_saved_loaded_and_merged(model, targets, tmp_path):
         base = GirihForCausalLM.from_pretrained(tmp_path / "model").eval()
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "lora").eval()
         torch.testing.assert_close(loaded(input_ids=IDS).logits, trained, atol=1e-5, rtol=0)
-        written = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (lora, loaded)]
-        assert written[0].equal(written[1])
+        texts = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (lora, loaded)]
+        assert texts[0].equal(texts[1])
         merged = loaded.merge_and_unload()
         assert type(merged) is GirihForCausalLM
         torch.testing.assert_close(merged(IDS).logits, trained, atol=1e-4, rtol=0)
     adapted = {
         name.split(".lora_A")[0].removeprefix("base_model.model.") for name in trainable if "lora_A" in name
     }
-    moved = {name for name, p in merged.state_dict().items() if not p.equal(before[name])}
-    assert moved == {f"{name}.weight" for name in adapted}
+    changed = {name for name, p in merged.state_dict().items() if not p.equal(before[name])}
+    assert changed == {f"{name}.weight" for name in adapted}
     merged.save_pretrained(tmp_path / "merged")
     again = GirihForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
@@ -63,7 +63,8 @@ def test_lora_trains_is_saved_loaded_and_merged(model, targets, tmp_path):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_adapters_train_behind_checkpoints(model, reentrant):
-    """As `prepare_model_for_kbit_training` leaves a model; the gradients are those without checkpoints."""
+    """The model is prepared as by `prepare_model_for_kbit_training`. The gradients equal those without
+    checkpoints."""
     lora = peft.get_peft_model(
         model.train(), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     )

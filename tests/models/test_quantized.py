@@ -1,7 +1,7 @@
-"""Models in 4 and 8 bits by bitsandbytes: they compute with the quantized weights, and folders of them are
-read as they were saved, bit for bit.
+"""Models in 4 and 8 bits by bitsandbytes: they compute with the quantized weights, and saved folders load bit
+for bit.
 
-Models are in training mode, as bitsandbytes has another product for inference on CPUs.
+The models are in training mode: bitsandbytes has another product for inference on CPUs.
 """
 
 import copy
@@ -77,8 +77,8 @@ def quantized_layers(model, bits):
     return {name: m for name, m in model.named_modules() if isinstance(m, LINEAR[bits])}
 
 
-def assert_reads(loaded, model, bits):
-    """The loaded model has the modules, the dtypes and the results of the one that was saved."""
+def assert_same_model(loaded, model, bits):
+    """The loaded model has the modules, dtypes and results of the saved model."""
     assert quantized_layers(loaded, bits).keys() == quantized_layers(model, bits).keys() != set()
     dtypes = [{name: p.dtype for name, p in m.named_parameters()} for m in (loaded, model)]
     assert dtypes[0] == dtypes[1]
@@ -87,7 +87,7 @@ def assert_reads(loaded, model, bits):
 
 @pytest.mark.parametrize("kind", [*MODELS, *CONVERSIONS])
 def test_a_model_in_4_bits_computes_with_its_weights(kind, tmp_path):
-    """As the model whose weights are rounded to 4 bits, with every option of its call."""
+    """The model equals the model whose weights are rounded to 4 bits, with every option of a call."""
     model = model_of(kind)
     model.save_pretrained(tmp_path)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization(4))
@@ -99,8 +99,10 @@ def test_a_model_in_4_bits_computes_with_its_weights(kind, tmp_path):
             rounded = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
             model.get_submodule(name).weight.copy_(rounded)
     options = [{}, {"chunk": 8}] if kind == "adaptive cat" else [{}]
-    for given in options:
-        torch.testing.assert_close(logits(low, **given), logits(model, **given), atol=2e-4, rtol=1e-4)
+    for call_options in options:
+        torch.testing.assert_close(
+            logits(low, **call_options), logits(model, **call_options), atol=2e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["own class", "auto class"])
@@ -112,23 +114,23 @@ def test_a_quantized_model_is_saved_and_loaded(kind, bits, auto, tmp_path):
     load = (AutoModelForCausalLM if auto else type(model)).from_pretrained
     low = load(tmp_path / "plain", quantization_config=quantization(bits), dtype=torch.bfloat16)
     low.save_pretrained(tmp_path / "low")
-    assert_reads(load(tmp_path / "low"), low, bits)
+    assert_same_model(load(tmp_path / "low"), low, bits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", CONVERSIONS)
 def test_a_quantized_model_that_is_converted_is_saved_and_loaded(kind, bits, tmp_path):
-    """The new parts are not quantized, in the folder and after it has been saved a second time."""
+    """The new parts are not quantized, also after a second save and load."""
     llama().save_pretrained(tmp_path / "plain")
     options = {"quantization_config": quantization(bits), "dtype": torch.bfloat16}
     low = LlamaForCausalLM.from_pretrained(tmp_path / "plain", **options)
     conversion = convert(low, kind)
     low.save_pretrained(tmp_path / "first")
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    assert_reads(first, low, bits)
-    # transformers cannot write a format of quantized weights back that it has read.
+    assert_same_model(first, low, bits)
+    # transformers cannot save quantized weights in the original format after loading them.
     first.save_pretrained(tmp_path / "second", save_original_format=False)
-    assert_reads(girih.from_pretrained(tmp_path / "second"), low, bits)
+    assert_same_model(girih.from_pretrained(tmp_path / "second"), low, bits)
     base = AutoModel.from_pretrained(tmp_path / "first")
     assert type(base) is LlamaModel and not any(".girih." in name for name in quantized_layers(base, bits))
     patterns = low.config.quantization_config.llm_int8_skip_modules
@@ -145,11 +147,11 @@ def test_a_quantized_classifier_is_saved_and_loaded(kind, tmp_path):
     load = AutoModelForSequenceClassification.from_pretrained
     low = load(tmp_path / "plain", quantization_config=quantization(4))
     low.save_pretrained(tmp_path / "low")
-    assert_reads(load(tmp_path / "low"), low, 4)
+    assert_same_model(load(tmp_path / "low"), low, 4)
 
 
 def test_a_loaded_quantized_model_writes_the_same_text(tmp_path):
-    """Its layers fit bitsandbytes' product for inference on CPUs: multiples of 32 by multiples of 64."""
+    """The sizes fit the product of bitsandbytes for inference on CPUs: multiples of 32 by multiples of 64."""
     model = GirihForCausalLM(config_of(**SIZES | {"num_slots": 16}, **MODELS["gsa"]))
     model.save_pretrained(tmp_path / "plain")
     low = GirihForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantization(4))
@@ -159,8 +161,8 @@ def test_a_loaded_quantized_model_writes_the_same_text(tmp_path):
     assert texts[0].shape == (2, 19) and texts[0].equal(texts[1])
 
 
-def test_a_copy_of_a_quantized_conversion_is_told_apart(tmp_path):
-    """Conversion of one model leaves the configuration of another alone."""
+def test_conversion_leaves_a_copied_configuration_unchanged(tmp_path):
+    """Conversion of one model does not change the configuration of its copy."""
     llama().save_pretrained(tmp_path)
     low = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantization(4))
     other = copy.deepcopy(low)

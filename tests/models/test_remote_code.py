@@ -1,5 +1,5 @@
-"""Folders are read with trust_remote_code=True by processes that never import girih themselves, as evaluation
-harnesses and trl's command line are, converted models converted."""
+"""Folders load with trust_remote_code=True in processes that do not import girih, such as evaluation
+harnesses and the command line of trl. Converted models load converted."""
 
 import json
 import os
@@ -38,12 +38,17 @@ AUTO = LOAD + "model = getattr(transformers, name).from_pretrained(folder, **tru
 
 
 def run(program, *arguments, path=("python",), **environment):
-    """In a process that has girih on its path, offline and with nobody to answer a prompt."""
+    """Runs a program in a process with girih on its path, offline and without input for a prompt."""
     root = Path(girih.__file__).parents[2]
-    own = os.environ | {"PYTHONPATH": ":".join(str(root / p) for p in path), "HF_HUB_OFFLINE": "1"}
+    variables = os.environ | {"PYTHONPATH": ":".join(str(root / p) for p in path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(
-        command, env=own | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+        command,
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
     )
 
 
@@ -52,7 +57,7 @@ def environment(tmp_path):
     return {"HF_HOME": str(tmp_path / "home")}
 
 
-def saved(model, folder):
+def save_model(model, folder):
     model.eval().save_pretrained(folder)
     with torch.no_grad():
         torch.save(IDS, folder / "ids.pt")
@@ -78,10 +83,10 @@ MODELS = {
 @pytest.mark.parametrize("case", MODELS)
 def test_a_process_without_girih_loads_a_folder(case, tmp_path, environment):
     model = MODELS[case]()
-    if case == "AutoModel, replaced":  # of a folder with a head
+    if case == "AutoModel, replaced":  # base model of a folder with a head
         converted("llama", "gsa").save_pretrained(tmp_path / "whole")
         model = AutoModel.from_pretrained(tmp_path / "whole")
-    folder = saved(model, tmp_path / "model")
+    folder = save_model(model, tmp_path / "model")
     done = run(AUTO, folder, case.split(",")[0], type(model).__name__, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -108,11 +113,11 @@ def test_a_process_without_girih_trains_saves_and_writes(kind, tmp_path, environ
     pytest.importorskip("tokenizers")
     model = girih_model() if kind == "gsa" else converted("llama", "gsa", vocab_size=260)
     tokenizer().save_pretrained(tmp_path)
-    saved(model, tmp_path)
+    save_model(model, tmp_path)
     done = run(TRAINER, tmp_path, "", type(model).__name__, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    written = {file.name for file in (tmp_path / "again").iterdir()}
-    assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_girih.py"}
+    files = {file.name for file in (tmp_path / "again").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "modeling_girih.py"}
     entries = [json.loads((tmp_path / part / "config.json").read_text()) for part in (".", "again")]
     assert entries[0] == entries[1] and entries[0]["auto_map"]["AutoConfig"].startswith("modeling_girih.")
 
@@ -125,7 +130,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 
 
 def test_without_girih_the_error_says_what_to_install(tmp_path, environment):
-    saved(girih_model(), tmp_path)
+    save_model(girih_model(), tmp_path)
     done = run(MISSING, tmp_path, path=("tests",), **environment)
     assert done.returncode != 0 and "pip install girih" in done.stderr.splitlines()[-1], done.stderr[-500:]
 
@@ -143,10 +148,11 @@ AutoModelForCausalLM.from_pretrained(sys.argv[2])
 """
 
 
-def test_without_remote_code_nothing_is_read_in_silence(tmp_path, environment):
-    """A girih folder is refused; of a converted one transformers reports the weights that it leaves out."""
-    saved(girih_model(), tmp_path / "girih")
-    saved(converted("llama", "gsa"), tmp_path / "converted")
+def test_without_remote_code_loading_fails_or_warns(tmp_path, environment):
+    """A girih folder is refused. For a converted folder, transformers reports the weights that it does not
+    load."""
+    save_model(girih_model(), tmp_path / "girih")
+    save_model(converted("llama", "gsa"), tmp_path / "converted")
     done = run(WITHOUT, tmp_path / "girih", tmp_path / "converted", **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "UNEXPECTED" in done.stderr and "self_attn.girih" in done.stderr
@@ -156,7 +162,7 @@ def test_without_remote_code_nothing_is_read_in_silence(tmp_path, environment):
 @pytest.mark.parametrize("make", [girih_model, converted], ids=["girih", "converted"])
 def test_where_girih_is_imported_remote_code_makes_no_difference(make, trust, tmp_path):
     model = make()
-    folder = saved(model, tmp_path)
+    folder = save_model(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust).eval()
     assert type(loaded) is type(model)
     assert loaded(IDS)[0].equal(torch.load(folder / "result.pt"))
@@ -166,15 +172,15 @@ def test_where_girih_is_imported_remote_code_makes_no_difference(make, trust, tm
     assert configs[0] == configs[1]
 
 
-def test_the_module_names_what_it_imports(tmp_path):
+def test_remote_module_exports_the_classes_of_auto_map(tmp_path):
     for model in (girih_model(), converted()):
         model.save_pretrained(tmp_path)
-        named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+        auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
         module = {}
         exec((tmp_path / "modeling_girih.py").read_text(), module)
-        classes = [name.removeprefix("modeling_girih.") for name in named.values()]
+        classes = [name.removeprefix("modeling_girih.") for name in auto_map.values()]
         assert sorted(classes) == module["__all__"] and set(classes) <= module.keys()
-        assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} <= named.keys()
+        assert {"AutoConfig", "AutoModel", "AutoModelForCausalLM"} <= auto_map.keys()
 
 
 def test_a_configuration_alone_is_saved_with_the_module(tmp_path):
@@ -195,7 +201,7 @@ def test_an_undone_conversion_is_saved_without_the_module(tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
-def test_code_of_others_keeps_its_entry(tmp_path):
+def test_auto_map_of_other_code_is_kept(tmp_path):
     model = converted()
     model.config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
     model.save_pretrained(tmp_path)

@@ -20,9 +20,9 @@ SIZES = {
 
 
 def model_of(name, seed=0):
-    """In double precision: what is read in pieces and what in one must choose the same words."""
+    """In double precision, so that several calls and one call choose the same tokens."""
     torch.manual_seed(seed)
-    # Larger weights than training starts from, that the past tells.
+    # Weights larger than the training default, so that the logits depend on the past.
     config = config_of(**SIZES | MODELS[name], initializer_range=0.2)
     return GirihForCausalLM(config).double().eval()
 
@@ -81,7 +81,7 @@ def test_a_cropped_cache_continues_from_the_right_tokens(model, calls, wrong):
     assert cache.get_seq_length() == 7 + length - wrong
     text = torch.cat((prompt, others[:, : length - wrong], rest), 1)
     expected = model(text, use_cache=False).logits
-    # One token first, which is then rolled back.
+    # One token is read and rolled back first.
     close(model(rest[:, :1], past_key_values=cache).logits, expected[:, -4:-3])
     cache.crop(-1)
     close(model(rest, past_key_values=cache).logits, expected[:, -4:])
@@ -102,7 +102,7 @@ def test_rollback_of_tokens_read_with_a_mask(model):
 
 
 @torch.no_grad()
-def test_a_cropped_cache_keeps_its_rows_apart(model):
+def test_cropped_cache_selects_rows(model):
     text = tokens(2, 12)
     cache = model(text[:, :5], use_cache=True).past_key_values
     cache.activate_past_recording()
@@ -135,14 +135,14 @@ def test_impossible_rollbacks_are_refused():
             cache.restore(model_of("hybrid")(tokens(1, 2), use_cache=True).past_key_values)
 
 
-def written(model, prompt, **options):
+def generate_text(model, prompt, **options):
     return model.generate(prompt, max_new_tokens=24, do_sample=False, **options)
 
 
 def test_assisted_decoding_writes_the_same_tokens(model, request):
-    """With an assistant that is nearly the same model, so often right, and with one that is seldom right."""
+    """One assistant is nearly the same model and often right; the other is seldom right."""
     prompt = tokens(1, 9)
-    expected = written(model, prompt)
+    expected = generate_text(model, prompt)
     name = request.node.callspec.params["model"]
     near = model_of(name)
     for parameter in near.parameters():
@@ -150,15 +150,15 @@ def test_assisted_decoding_writes_the_same_tokens(model, request):
     for assistant in (near, model_of("gsa", seed=1)):
         calls = []
         hook = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        assert written(model, prompt, assistant_model=assistant).equal(expected)
+        assert generate_text(model, prompt, assistant_model=assistant).equal(expected)
         hook.remove()
         if assistant is near:
-            assert len(calls) < 24  # some words were right
+            assert len(calls) < 24  # some tokens were accepted
 
 
 def test_prompt_lookup_writes_the_same_tokens(model):
-    prompt = tokens(1, 6).repeat(1, 15)  # 90 tokens: a call in two pieces
-    assert written(model, prompt, prompt_lookup_num_tokens=4).equal(written(model, prompt))
+    prompt = tokens(1, 6).repeat(1, 15)  # 90 tokens: a call in two parts
+    assert generate_text(model, prompt, prompt_lookup_num_tokens=4).equal(generate_text(model, prompt))
 
 
 def test_two_prompts_that_share_their_start_read_it_once():
@@ -170,10 +170,10 @@ def test_two_prompts_that_share_their_start_read_it_once():
     hook = model.model.embed_tokens.register_forward_hook(lambda _, ids, __: read.append(ids[0].shape[1]))
     for end in ends.split(1):
         prompt = torch.cat((shared, end), 1)
-        text = written(model, prompt, past_key_values=start.checkpoint())
+        text = generate_text(model, prompt, past_key_values=start.checkpoint())
         assert read[0] == 4 and set(read[1:]) == {1}
         read.clear()
-        assert text.equal(written(model, prompt))
+        assert text.equal(generate_text(model, prompt))
         read.clear()
     hook.remove()
 
@@ -182,24 +182,24 @@ def test_rollback_of_many_tokens_does_not_read_the_prompt_each_time():
     model, prompt = model_of("gsa"), tokens(1, 8).repeat(1, 50)
     read = []
     mixer = model.model.layers[0].mixer
-    hook = mixer.register_forward_pre_hook(lambda _, of: read.append(of[0].shape[1]))
-    text = written(model, prompt, prompt_lookup_num_tokens=100)
+    hook = mixer.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    text = generate_text(model, prompt, prompt_lookup_num_tokens=100)
     hook.remove()
-    assert text.equal(written(model, prompt))
+    assert text.equal(generate_text(model, prompt))
     assert sum(n > 250 for n in read) <= 3
 
 
-def test_a_recorded_cache_serves_a_call_without_help():
+def test_cache_of_assisted_decoding_continues_without_assistant():
     model, prompt = model_of("hybrid"), tokens(1, 9)
-    text = written(model, prompt, assistant_model=model_of("gsa", seed=1), return_dict_in_generate=True)
+    text = generate_text(model, prompt, assistant_model=model_of("gsa", seed=1), return_dict_in_generate=True)
     cache = text.past_key_values
     more = torch.cat((text.sequences, tokens(1, 2, seed=3)), 1)
-    assert written(model, more, past_key_values=cache).equal(written(model, more))
+    assert generate_text(model, more, past_key_values=cache).equal(generate_text(model, more))
     assert not any(layer.calls for layer in cache.layers)
 
 
 @torch.no_grad()
-def test_a_call_that_fails_changes_nothing():
+def test_failed_call_leaves_the_cache_unchanged():
     model = model_of("cat")
     limit = model.config.max_position_embeddings = 80
     cache = model(tokens(1, 10), use_cache=True).past_key_values
@@ -228,7 +228,8 @@ def test_cat_keeps_its_chunk_length_after_a_rollback():
 
 @torch.no_grad()
 def test_a_restored_cache_has_the_chunk_length_of_its_checkpoint():
-    """A cache of another chunk length, and a new one; without tokens so far, and with some."""
+    """The checkpoint is restored into a cache of another chunk length and into a new cache, with and without
+    tokens."""
     torch.manual_seed(0)
     config = config_of(**SIZES | {"mixer": "cat", "chunks": [4, 8]}, initializer_range=0.2)
     model = GirihForCausalLM(config).double().eval()
@@ -254,7 +255,7 @@ def test_a_restored_cache_has_the_chunk_length_of_its_checkpoint():
 
 
 @torch.no_grad()
-def test_a_call_of_no_tokens_gives_none():
+def test_call_without_tokens():
     model = model_of("gsa")
     cache = model(tokens(1, 5), use_cache=True).past_key_values
     cache.activate_past_recording()
@@ -263,8 +264,8 @@ def test_a_call_of_no_tokens_gives_none():
     assert model(tokens(1, 0), past_key_values=cache).logits.shape == (1, 0, SIZES["vocab_size"])
 
 
-def test_layers_are_not_left_early():
+def test_early_exit_is_refused():
     model = model_of("gsa")
     with pytest.raises(ValueError, match="assistant_early_exit"):
-        written(model, tokens(1, 5), assistant_early_exit=1)
+        generate_text(model, tokens(1, 5), assistant_early_exit=1)
     assert model.config.num_hidden_layers == 2

@@ -1,4 +1,4 @@
-"""girih.nn.functional.fused where it decides, and what a kernel does not take."""
+"""girih.nn.functional.fused: dispatch to kernels, and inputs that no kernel supports."""
 
 import pytest
 import torch
@@ -21,9 +21,9 @@ def norm_of(width, **how):
 
 @pytest.mark.parametrize("width", [16, 12])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_row_of_zeros_has_no_direction(dtype, width, device):
+def test_unit_rows_of_zeros_and_of_tiny_values(dtype, width, device):
     x = torch.zeros(2, width, dtype=dtype, device=device)
-    x[1, 3] = -(2.0**-24)  # fp16 has no shorter row
+    x[1, 3] = -(2.0**-24)  # the smallest fp16 number
     want = torch.zeros_like(x)
     want[1, 3] = -1
     torch.testing.assert_close(unit_rows(x), want)
@@ -31,7 +31,7 @@ def test_a_row_of_zeros_has_no_direction(dtype, width, device):
 
 @pytest.mark.parametrize("shape", [(3, 5, 2, 64), (7, 12), (0, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_of_length_one(dtype, shape, device):
+def test_unit_rows_match_normalize(dtype, shape, device):
     x = torch.randn(shape).to(device, dtype).requires_grad_()
     dy, wide = torch.randn(shape).to(x), x.detach().double().requires_grad_()
     y, want = unit_rows(x), F.normalize(wide, dim=-1)
@@ -42,7 +42,7 @@ def test_rows_of_length_one(dtype, shape, device):
         torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=atol)
 
 
-def test_gradients_of_rows_of_length_one_can_be_differentiated_once_more(device):
+def test_unit_rows_second_derivatives(device):
     x, dy = torch.randn(5, 64, device=device, requires_grad=True), torch.randn(5, 64, device=device)
 
     def second(unit):
@@ -77,7 +77,7 @@ def test_hooks_of_a_norm_run(kind, device):
     assert seen == [1] and is_called_plainly(norm)
 
 
-def test_a_loss_that_is_no_number_has_no_gradients_either():
+def test_nan_loss_has_nan_gradients():
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.arange(4))
     loss.backward()
@@ -90,7 +90,7 @@ def test_a_loss_that_is_no_number_has_no_gradients_either():
 
 @needs_cuda
 @pytest.mark.parametrize("label", [-1, 16])
-def test_a_label_that_is_no_class_leaves_no_finite_gradient(label):
+def test_label_out_of_range_gives_nan_gradients(label):
     x, weight = (torch.randn(n, 8, device="cuda", requires_grad=True) for n in (4, 16))
     labels = torch.tensor([1, 2, label, 3], device="cuda")
     loss = linear_cross_entropy(x, weight, labels)
@@ -108,8 +108,8 @@ def test_labels_of_32_bits():
 
 @pytest.mark.parametrize("width", [16, 20])
 @pytest.mark.parametrize("branch_dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_branch_is_always_added(width, branch_dtype, device):
-    """By a kernel or not: of widths and types that have none, too."""
+def test_residual_norm_adds_any_branch(width, branch_dtype, device):
+    """The sum is also right for widths and dtypes without a kernel."""
     norm, x = norm_of(width, device=device), torch.randn(3, width, device=device)
     branch = torch.randn(3, width, device=device).to(branch_dtype)
     for part in (branch, branch[:1]):
@@ -120,40 +120,40 @@ def test_a_branch_is_always_added(width, branch_dtype, device):
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_that_come_as_views(dtype):
+def test_backward_accepts_gradients_that_are_views(dtype):
     norm, x = norm_of(40, device="cuda", dtype=dtype), torch.randn(5, 40, device="cuda", dtype=dtype)
     x.requires_grad_()
     s, y = residual_norm(norm, x, x * 2)
     grads = [torch.randn(201, device="cuda", dtype=dtype)[1:].view(5, 40) for _ in range(2)]
     for outs in ((s, y), (silu_product(x, x * 2),) * 2):
-        for given in (grads, [grad.t().contiguous().t() for grad in grads]):
-            found = torch.autograd.grad(outs, x, given, retain_graph=True)[0]
-            dense = torch.autograd.grad(outs, x, [g.clone() for g in grads], retain_graph=True)[0]
-            assert found.equal(dense)
+        for grad_outputs in (grads, [grad.t().contiguous().t() for grad in grads]):
+            found = torch.autograd.grad(outs, x, grad_outputs, retain_graph=True)[0]
+            expected = torch.autograd.grad(outs, x, [g.clone() for g in grads], retain_graph=True)[0]
+            assert found.equal(expected)
 
 
 @needs_cuda
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "x"])
-def test_what_is_frozen_has_first_and_second_derivatives_of_the_rest(frozen):
+def test_residual_norm_derivatives_with_frozen_inputs(frozen):
     norm, x = norm_of(16, device="cuda"), torch.randn(3, 16, device="cuda")
     norm.weight.requires_grad_(frozen != "weight")
     x.requires_grad_(frozen != "x")
-    left = [t for t in (x, norm.weight) if t.requires_grad]
+    inputs = [t for t in (x, norm.weight) if t.requires_grad]
 
     def derivatives(call):
         s, y = call()
-        first = torch.autograd.grad(y.pow(3).sum() + s.sum() * 0, left, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), left, allow_unused=True)
+        first = torch.autograd.grad(y.pow(3).sum() + s.sum() * 0, inputs, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), inputs, allow_unused=True)
         return *first, *second
 
     by_kernel = derivatives(lambda: residual_norm(norm, x))
     by_pytorch = derivatives(lambda: (x, F.rms_norm(x, (16,), norm.weight, 1e-5)))
-    for got, want in zip(by_kernel, by_pytorch, strict=True):  # each as far from float64's as the other
+    for got, want in zip(by_kernel, by_pytorch, strict=True):  # both are equally far from float64
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * (1 + want.abs().max().item()))
 
 
 @needs_cuda
-def test_a_training_step_in_a_graph():
+def test_training_step_in_cuda_graph():
     norm, x = norm_of(64, device="cuda"), torch.randn(3, 64, device="cuda", requires_grad=True)
 
     def step():
@@ -174,8 +174,8 @@ def test_a_training_step_in_a_graph():
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "cat"])
-def test_sums_left_to_norms_change_nothing(mixer, device):
-    """A hook that does nothing makes every block add by itself."""
+def test_sums_in_the_next_norm_match_sums_in_the_block(mixer, device):
+    """A hook that does nothing makes every block add its branch itself."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 3}
     model = GirihForCausalLM(config_of(mixer=mixer, **sizes)).to(device).train()
@@ -189,11 +189,13 @@ def test_sums_left_to_norms_change_nothing(mixer, device):
         return *found.hidden_states, *(p.grad.clone() for p in model.parameters())
 
     parts = []
-    whole = Block.parts
+    block_parts = Block.parts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Block, "parts", lambda *call: (parts.append(call[2] is not None), whole(*call))[1])
+        patch.setattr(
+            Block, "parts", lambda *call: (parts.append(call[2] is not None), block_parts(*call))[1]
+        )
         found = states_and_gradients()
-        assert sum(parts) == 2  # the first block takes no other's
+        assert sum(parts) == 2  # the first block gets no branch
         for block in model.model.layers:
             block.register_forward_hook(lambda *_: None)
         parts.clear()
@@ -203,7 +205,7 @@ def test_sums_left_to_norms_change_nothing(mixer, device):
         assert a.equal(b)
 
 
-def test_checkpointed_blocks_are_called():
+def test_checkpointing_calls_block_forward():
     model = GirihForCausalLM(
         GirihConfig(hidden_size=32, num_heads=2, num_slots=4, num_hidden_layers=2)
     ).train()
@@ -220,7 +222,7 @@ def test_checkpointed_blocks_are_called():
 
 @pytest.mark.parametrize("shape, dtype", [((2, 3), torch.float32), ((2, 16), torch.float64)], ids=str)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_products_of_every_size_and_kind(mode, shape, dtype, device):
+def test_silu_product_of_any_shape_dtype_and_mode(mode, shape, dtype, device):
     gate, up = torch.randn(2, *shape, device=device, dtype=dtype).unbind()
     with mode():
         torch.testing.assert_close(silu_product(gate, up), F.silu(gate) * up)
@@ -228,40 +230,40 @@ def test_products_of_every_size_and_kind(mode, shape, dtype, device):
 
 
 @pytest.mark.parametrize("linear", [False, True])
-def test_gradients_of_products(linear, device):
+def test_silu_product_gradients(linear, device):
     gate, up, weight = (
         torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
         for shape in ((3, 4), (3, 4), (5, 4))
     )
     call = torch.ops.girih.silu_product_linear if linear else torch.ops.girih.silu_product
-    given = (gate, up, weight) if linear else (gate, up)
-    assert torch.autograd.gradcheck(call, given) and torch.autograd.gradgradcheck(call, given)
+    inputs = (gate, up, weight) if linear else (gate, up)
+    assert torch.autograd.gradcheck(call, inputs) and torch.autograd.gradgradcheck(call, inputs)
 
 
-@pytest.mark.parametrize("of_x", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_compiler_rounds_norms_as_the_products_behind_them(of_x, autocast):
-    norm, x = RMSNorm(16).to(of_x), torch.randn(3, 16, dtype=of_x)
-    made = torch.compile(residual_norm, backend="eager", fullgraph=True)
+def test_compiled_norm_has_the_autocast_dtype(x_dtype, autocast):
+    norm, x = RMSNorm(16).to(x_dtype), torch.randn(3, 16, dtype=x_dtype)
+    compiled = torch.compile(residual_norm, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        (given, y), (plain_given, plain) = made(norm, x, x), residual_norm(norm, x, x)
-    rounded = torch.bfloat16 if autocast and of_x == torch.float32 else of_x
-    assert y.dtype == rounded and plain.dtype == given.dtype == of_x
-    assert torch.equal(given, plain_given) and torch.equal(y, plain.to(rounded))
+        (total, y), (plain_total, plain) = compiled(norm, x, x), residual_norm(norm, x, x)
+    rounded = torch.bfloat16 if autocast and x_dtype == torch.float32 else x_dtype
+    assert y.dtype == rounded and plain.dtype == total.dtype == x_dtype
+    assert torch.equal(total, plain_total) and torch.equal(y, plain.to(rounded))
 
 
-def test_a_norm_of_another_dtype_stays_so_where_it_is_compiled():
+def test_compiled_norm_subclass_keeps_its_dtype():
     class Wide(RMSNorm):
         def forward(self, x):
             return super().forward(x.float())
 
-    made = torch.compile(residual_norm, backend="eager", fullgraph=True)
+    compiled = torch.compile(residual_norm, backend="eager", fullgraph=True)
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert made(Wide(16), torch.randn(3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
+            assert compiled(Wide(16), torch.randn(3, 16, dtype=torch.bfloat16))[1].dtype == torch.float32
 
 
-def test_a_tracer_sees_norms():
+def test_fx_traces_residual_norm():
     class Twice(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,8 +1,9 @@
-"""Each layer against its equations, written here: a mistake shared by both languages shows nowhere else.
+"""Each layer against its equations. The Python layers and the C++ layers could share a mistake; these tests
+would show the mistake.
 
-The recurrences are those that the operators are held against; everything around them is written a second
-time, from the layers' docstrings and the papers. The norms' eps is 1, or they would hide the scale of what
-they read.
+The recurrences are those of tests/support/recurrences.py, which also test the operators. The rest of each
+layer is written here a second time, from the docstrings and the papers. The eps of every norm is 1: a small
+eps would hide the scale of the input.
 """
 
 import math
@@ -31,8 +32,8 @@ from girih.nn import (
 HIDDEN, T, CHUNK, EPS = 12, 11, 4, 1.0
 
 
-def drawn(layer):
-    """The layer in float64 with parameters that all differ from their first values, and its input."""
+def draw_layer(layer):
+    """The layer in float64 with random parameters, and a random input."""
     torch.manual_seed(0)
     layer.double()
     with torch.no_grad():
@@ -50,7 +51,7 @@ def rms(x, weight):
 
 
 def conv(x, weight):
-    """silu of the last tokens' weighted sum, the newest one last in the weight."""
+    """silu of a causal convolution. The last weight multiplies the newest token."""
     if weight is None:
         return F.silu(x)
     W = weight.shape[1]
@@ -79,7 +80,7 @@ def gated_out(layer, o, x, act, normalized=True):
 @pytest.mark.parametrize("kind", ["gsa", "abc", "data-independent"])
 def test_gated_slot_attention(kind, conv_size, feature):
     H, HQ, D, M = 2, 4, 3, 5
-    layer, x = drawn(
+    layer, x = draw_layer(
         GatedSlotAttention(
             HIDDEN,
             HQ,
@@ -108,7 +109,7 @@ def test_gated_slot_attention(kind, conv_size, feature):
 @pytest.mark.parametrize("gate", ["none", "fixed", "scalar", "vector"])
 def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
     H, HQ, D = 2, 4, 4
-    layer, x = drawn(
+    layer, x = draw_layer(
         GatedLinearAttention(
             HIDDEN,
             HQ,
@@ -144,7 +145,7 @@ def test_linear_attention_and_its_decays(gate, conv_size, expand_k, expand_v):
 
 def test_retnet():
     H, HQ, D, theta = 2, 4, 4, 100.0
-    layer, x = drawn(
+    layer, x = draw_layer(
         GatedLinearAttention(
             HIDDEN,
             HQ,
@@ -158,17 +159,17 @@ def test_retnet():
         )
     )
     q, k, v = (x @ layer.qkv_proj.weight.T).split((HQ * D, H * D, 2 * H * D), -1)
-    q, k = (turned(heads(p, n), range(T), theta) for p, n in ((q, HQ), (k, H)))
+    q, k = (rotate(heads(p, n), range(T), theta) for p, n in ((q, HQ), (k, H)))
     v = heads(v, H)
     rows = []  # o_t = sum_s gamma^(t - s) (q_t . k_s) v_s / sqrt(D)
     for t in range(T):
-        of_heads = []
+        head_outputs = []
         for head in range(HQ):
             memory = head * H // HQ
             gamma = 1 - 2.0 ** (-5 - memory)
-            kept = [gamma ** (t - s) * (q[:, t, head] * k[:, s, memory]).sum(-1) for s in range(t + 1)]
-            of_heads.append(sum(w[:, None] * v[:, s, memory] for s, w in enumerate(kept)) / D**0.5)
-        rows.append(torch.stack(of_heads, 1))
+            weights = [gamma ** (t - s) * (q[:, t, head] * k[:, s, memory]).sum(-1) for s in range(t + 1)]
+            head_outputs.append(sum(w[:, None] * v[:, s, memory] for s, w in enumerate(weights)) / D**0.5)
+        rows.append(torch.stack(head_outputs, 1))
     check(layer, x, gated_out(layer, torch.stack(rows, 1), x, F.silu))
 
 
@@ -176,7 +177,7 @@ def test_retnet():
 @pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
 def test_hgrn2(bound, expand_k, expand_v):
     H, D = 3, 4
-    layer, x = drawn(
+    layer, x = draw_layer(
         HGRN2(
             HIDDEN,
             H,
@@ -202,10 +203,10 @@ def test_hgrn2(bound, expand_k, expand_v):
 def test_mamba2(options):
     D, N = 3, options.get("state_size", 128)
     H = int(2 * options.get("expand_v", 2))
-    layer, u = drawn(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
-    given = u @ layer.in_proj.weight.T
+    layer, u = draw_layer(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
+    projected = u @ layer.in_proj.weight.T
     W = layer.conv.weight.shape[1]
-    padded = F.pad(given, (0, 0, W - 1, 0))
+    padded = F.pad(projected, (0, 0, W - 1, 0))
     mixed = sum(padded[:, j : j + T] * layer.conv.weight[:, j] for j in range(W)) + layer.conv.bias
     x, B, C = F.silu(mixed).split((H * D, N, N), -1)
     x = heads(x, H)
@@ -213,8 +214,8 @@ def test_mamba2(options):
     S, rows = torch.zeros(2, H, D, N, dtype=torch.double), []
     for t in range(T):
         decay = (-layer.A_log.exp() * dt[:, t]).exp()
-        written = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
-        S = decay[:, :, None, None] * S + written
+        update = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
+        S = decay[:, :, None, None] * S + update
         rows.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]) + layer.skip[:, None] * x[:, t])
     z = u @ layer.z_proj.weight.T
     y = rms(torch.stack(rows, 1).flatten(-2) * z * z.sigmoid(), layer.norm.weight)
@@ -236,12 +237,13 @@ def test_mamba2(options):
 )
 def test_delta_product(options):
     n, H, HQ, D = options["n"], 2, 4, 3
-    layer, x = drawn(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
+    layer, x = draw_layer(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
     K, V = D * options.get("expand_k", 1), D * options.get("expand_v", 1)
     q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * K, n * H * K, n * H * V), -1)
     beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
     beta = 2 * beta if options.get("allow_neg_eigval") else beta
-    steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]  # a token's n, one by one
+    # the n steps of a token, in order
+    steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]
     q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (heads(q, HQ), steps[0]))
     g = decay(layer.decay, x)[0] if options.get("gated") else None
     o, _ = by_token.delta_product(
@@ -275,8 +277,8 @@ def unit(x, dim=-1):
 def test_trellis(options):
     H, D, M = 3, 4, 5
     gated, phi, f = options.get("gated", True), options.get("phi", "ln_silu"), options.get("f", "ln_silu")
-    layer, x = drawn(Trellis(HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, norm_eps=EPS, **options))
-    if "shared_qk" in options:  # one projection, a convolution each
+    layer, x = draw_layer(Trellis(HIDDEN, H, head_dim=D, num_slots=M, chunk=CHUNK, norm_eps=EPS, **options))
+    if "shared_qk" in options:  # one projection, two convolutions
         q = k = x @ layer.qk_proj.weight.T
     else:
         q, k = x @ layer.q_proj.weight.T, x @ layer.k_proj.weight.T
@@ -305,9 +307,9 @@ def test_trellis(options):
 
 @pytest.mark.parametrize("conv_size", [0, 3])
 def test_ttt(conv_size):
-    """f(x) = x + w * LayerNorm(A x) + b learns f(k) = v; its layer norm's eps is the operator's."""
+    """f(x) = x + w * LayerNorm(A x) + b learns f(k) = v. The layer norm uses the eps of the operator."""
     H, D = 3, 4
-    layer, x = drawn(TTTLinear(HIDDEN, H, head_dim=D, chunk=CHUNK, conv_size=conv_size, norm_eps=EPS))
+    layer, x = draw_layer(TTTLinear(HIDDEN, H, head_dim=D, chunk=CHUNK, conv_size=conv_size, norm_eps=EPS))
     q, k = (
         unit(heads(conv(x @ proj.weight.T, filters.weight), H))
         for proj, filters in ((layer.q_proj, layer.q_conv), (layer.k_proj, layer.k_conv))
@@ -332,7 +334,7 @@ def test_lattice(objective, gated, options):
     H, D, M = 3, 4, 5
     rule = {"chunk": CHUNK, "objective": objective} | options
     normalized = rule.pop("post_norm", False)
-    layer, x = drawn(
+    layer, x = draw_layer(
         Lattice(HIDDEN, H, head_dim=D, num_slots=M, gated=gated, norm_eps=EPS, **rule, post_norm=normalized)
     )
     qk = x @ layer.qk_proj.weight.T
@@ -345,15 +347,16 @@ def test_lattice(objective, gated, options):
         unit(v) if objective == "encode" else v,
         gamma,
         decay(layer.decay, x)[0] if gated else None,
-        # Columns of length one, whatever the parameter's are.
+        # The columns have length one.
         state=unit(layer.memory, -2) if rule.get("normalize", True) else layer.memory,
         **rule,
     )
     check(layer, x, gated_out(layer, o, x, F.gelu, normalized=normalized))
 
 
-def turned(x, position, theta):
-    """Pair i, (x_i, x_{i + D/2}), turned by position * theta^(-2i/D): as complex numbers."""
+def rotate(x, position, theta):
+    """Rotary embedding: the pair (x_i, x_{i + D/2}), as a complex number, rotated by position *
+    theta^(-2i/D)."""
     half = x.shape[-1] // 2
     rate = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.double)
     angle = torch.tensor(position, dtype=torch.double)[:, None, None] * rate
@@ -361,30 +364,30 @@ def turned(x, position, theta):
     return torch.cat((z.real, z.imag), -1)
 
 
-def softmax_attention(layer, x, position, seen):
-    """A row at a time over the rows that it sees; query head i reads head i // group."""
+def softmax_attention(layer, x, position, visible_rows):
+    """Attention row by row: row t attends to visible_rows(t), query head i reads key head i // group."""
     HQ, H = layer.heads[:2]
     D = layer.head_dim
     q, k, v = (x @ layer.qkv_proj.weight.T).split((HQ * D, H * D, H * D), -1)
-    q, k = (turned(heads(p, n), position, layer.rope_theta) for p, n in ((q, HQ), (k, H)))
+    q, k = (rotate(heads(p, n), position, layer.rope_theta) for p, n in ((q, HQ), (k, H)))
     v = heads(v, H)
     k, v = (torch.stack([p[:, :, i * H // HQ] for i in range(HQ)], 2) for p in (k, v))
     rows = []
     for t in range(x.shape[1]):
-        p = (torch.einsum("bhd,bshd->bhs", q[:, t], k[:, seen(t)]) / D**0.5).softmax(-1)
-        rows.append(torch.einsum("bhs,bshd->bhd", p, v[:, seen(t)]))
+        p = (torch.einsum("bhd,bshd->bhs", q[:, t], k[:, visible_rows(t)]) / D**0.5).softmax(-1)
+        rows.append(torch.einsum("bhs,bshd->bhd", p, v[:, visible_rows(t)]))
     return torch.stack(rows, 1).flatten(-2) @ layer.o_proj.weight.T
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(causal):
-    layer, x = drawn(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, rope_theta=100.0, causal=causal))
+    layer, x = draw_layer(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, rope_theta=100.0, causal=causal))
     check(layer, x, softmax_attention(layer, x, range(T), lambda t: list(range(t + 1 if causal else T))))
 
 
 @pytest.mark.parametrize("window", [1, 4, T])
 def test_attention_sees_a_window(window):
-    layer, x = drawn(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, window=window))
+    layer, x = draw_layer(Attention(HIDDEN, 4, num_kv_heads=2, head_dim=6, window=window))
     check(
         layer, x, softmax_attention(layer, x, range(T), lambda t: list(range(max(0, t - window + 1), t + 1)))
     )
@@ -392,47 +395,47 @@ def test_attention_sees_a_window(window):
 
 @pytest.mark.parametrize("running", [False, True])
 def test_compress_attend(running):
-    layer, x = drawn(
+    layer, x = draw_layer(
         CompressAttend(HIDDEN, 4, num_kv_heads=2, head_dim=4, chunk=CHUNK, running_positions=running)
     )
-    rows, position, of_token, header_at = [], [], [], []
+    rows, position, token_rows, header_rows = [], [], [], []
     for k in range(-(-T // CHUNK)):
         past = x[:, (k - 1) * CHUNK : k * CHUNK].flatten(1)
         header = layer.header.expand(2, -1) if k == 0 else past @ layer.compress.weight.T
-        header_at.append(len(rows))
+        header_rows.append(len(rows))
         for r, row in enumerate([header, *x[:, k * CHUNK : (k + 1) * CHUNK].unbind(1)]):
-            of_token += [len(rows)] * (r > 0)
+            token_rows += [len(rows)] * (r > 0)
             position.append(r + (k if running else 0))
             rows.append(row)
 
-    def seen(t):
-        own = max(at for at in header_at if at <= t)
-        return [at for at in header_at if at < own] + list(range(own, t + 1))
+    def visible_rows(t):
+        own = max(at for at in header_rows if at <= t)
+        return [at for at in header_rows if at < own] + list(range(own, t + 1))
 
-    y = softmax_attention(layer.attention, torch.stack(rows, 1), position, seen)
-    check(layer, x, y[:, of_token])
+    y = softmax_attention(layer.attention, torch.stack(rows, 1), position, visible_rows)
+    check(layer, x, y[:, token_rows])
 
 
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("learned", [False, True])
 def test_mixture(learned, cross):
     base, mixer = Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2)
-    layer, x = drawn(MixAttention(base, mixer, weight=0.25, learned=learned, cross=cross))
+    layer, x = draw_layer(MixAttention(base, mixer, weight=0.25, learned=learned, cross=cross))
     m = 1 / (1 + (-layer.logit).exp()) if learned else 0.25
     a, b = (1 - m) * base(x)[0], m * mixer(x)[0]
     check(layer, x, a + b + (a * b if cross else 0))
 
 
 def test_short_conv():
-    layer, x = drawn(ShortConv(HIDDEN, 3, activation=None, bias=True))
+    layer, x = draw_layer(ShortConv(HIDDEN, 3, activation=None, bias=True))
     padded = F.pad(x, (0, 0, 2, 0))
     y = sum(padded[:, j : j + T] * layer.weight[:, j] for j in range(3)) + layer.bias
     check(layer, x, y)
 
 
 def test_norm_and_feed_forward():
-    norm, x = drawn(RMSNorm(HIDDEN, EPS))
+    norm, x = draw_layer(RMSNorm(HIDDEN, EPS))
     torch.testing.assert_close(norm(x), rms(x, norm.weight))
-    mlp, x = drawn(SwiGLU(HIDDEN, 20))
+    mlp, x = draw_layer(SwiGLU(HIDDEN, 20))
     gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
     torch.testing.assert_close(mlp(x), (gate * gate.sigmoid() * up) @ mlp.down_proj.weight.T)

@@ -1,4 +1,5 @@
-"""The loss without all logits, and what training keeps."""
+"""linear_cross_entropy, which computes the loss without all logits at once, and the tensors saved for
+training."""
 
 from contextlib import nullcontext
 
@@ -18,7 +19,7 @@ N, D, V = 37, 16, 29
 
 @pytest.fixture(autouse=True, params=["Python", "C++"])
 def in_both_languages(request, monkeypatch):
-    """What compiles, and what C++ models have."""
+    """Python is the version that torch.compile traces; the C++ operator serves the C++ models."""
     if request.param == "C++":
         op = torch.ops.girih.linear_cross_entropy
         monkeypatch.setattr(
@@ -27,8 +28,8 @@ def in_both_languages(request, monkeypatch):
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Five rows at a time."""
+def small_chunks(monkeypatch):
+    """Chunks of five rows."""
     monkeypatch.setattr(losses, "MAX_LOGITS", 5 * V + 3)
 
 
@@ -40,7 +41,7 @@ def draw(dtype=torch.float64):
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
-def usual(x, weight, labels, num_items=None):
+def reference_loss(x, weight, labels, num_items=None):
     logits = F.linear(x, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if num_items is None:
@@ -48,55 +49,55 @@ def usual(x, weight, labels, num_items=None):
     return F.cross_entropy(logits, labels, reduction="sum") / num_items
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("num_items", [None, 11, torch.tensor(50)], ids=str)
-def test_it_is_the_cross_entropy_and_so_are_its_gradients(num_items):
+def test_loss_and_gradients_match_cross_entropy(num_items):
     x, weight, labels = draw()
-    ours = linear_cross_entropy(x, weight, labels, num_items=num_items)
-    theirs = usual(x, weight, labels, num_items)
-    torch.testing.assert_close(ours, theirs)
-    for a, b in zip(*(torch.autograd.grad(3 * y, (x, weight)) for y in (ours, theirs)), strict=True):
+    actual = linear_cross_entropy(x, weight, labels, num_items=num_items)
+    expected = reference_loss(x, weight, labels, num_items)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(*(torch.autograd.grad(3 * y, (x, weight)) for y in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b)
     assert a.dtype == weight.dtype
 
 
-def test_of_no_label_at_all_it_is_no_number_and_its_gradients_are_zeros():
+def test_ignored_labels_alone_give_nan_and_zero_gradients():
     x, weight, labels = draw()
     loss = linear_cross_entropy(x, weight, torch.full_like(labels, -100))
     assert loss.isnan()
     assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
 
 
-def test_without_gradients_none_are_made():
+def test_no_grad_computes_only_the_logits():
     x, weight, labels = draw()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         linear_cross_entropy(x, weight, labels)
     assert counter.get_total_flops() == 2 * N * D * V
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("wanted", ["x", "weight", "neither"])
-def test_only_what_is_asked_for_is_made(wanted):
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("needs_grad", ["x", "weight", "neither"])
+def test_gradients_of_the_required_input_only(needs_grad):
     x, weight, labels = draw()
-    expected = dict(
-        zip(("x", "weight"), torch.autograd.grad(usual(x, weight, labels), (x, weight)), strict=True)
+    expected_grads = dict(
+        zip(("x", "weight"), torch.autograd.grad(reference_loss(x, weight, labels), (x, weight)), strict=True)
     )
-    x.requires_grad_(wanted == "x"), weight.requires_grad_(wanted == "weight")
-    ours = linear_cross_entropy(x, weight, labels)
-    assert ours.requires_grad == (wanted != "neither")
-    if wanted != "neither":
-        (own,) = torch.autograd.grad(ours, {"x": x, "weight": weight}[wanted])
-        torch.testing.assert_close(own, expected[wanted])
+    x.requires_grad_(needs_grad == "x"), weight.requires_grad_(needs_grad == "weight")
+    actual = linear_cross_entropy(x, weight, labels)
+    assert actual.requires_grad == (needs_grad != "neither")
+    if needs_grad != "neither":
+        (grad,) = torch.autograd.grad(actual, {"x": x, "weight": weight}[needs_grad])
+        torch.testing.assert_close(grad, expected_grads[needs_grad])
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_in_16_bits_it_is_as_exact_as_the_usual(how):
-    x, weight, labels = draw(torch.bfloat16 if how == "bfloat16" else torch.float32)
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+def test_16_bit_errors_are_close_to_the_reference(mode):
+    x, weight, labels = draw(torch.bfloat16 if mode == "bfloat16" else torch.float32)
     double = [t.detach().double().requires_grad_() for t in (x, weight)]
-    exact = usual(*double, labels)
+    exact = reference_loss(*double, labels)
     exact = [exact, *torch.autograd.grad(exact, double)]
-    cast = torch.autocast("cpu", torch.bfloat16) if how == "autocast" else nullcontext()
+    cast = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
 
     def errors(f):
         with cast:
@@ -104,13 +105,16 @@ def test_in_16_bits_it_is_as_exact_as_the_usual(how):
         found = [loss, *torch.autograd.grad(loss, (x, weight))]
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
-    for ours, theirs in zip(errors(linear_cross_entropy), errors(usual), strict=True):
-        assert ours < 2 * theirs + 1e-3
+    for actual, expected in zip(errors(linear_cross_entropy), errors(reference_loss), strict=True):
+        assert actual < 2 * expected + 1e-3
 
 
-def test_nothing_that_counts_is_no_number_as_of_the_usual():
+def test_ignored_labels_alone_give_nan_like_the_reference():
     x, weight, labels = draw()
-    assert linear_cross_entropy(x, weight, labels.fill_(-100)).isnan() and usual(x, weight, labels).isnan()
+    assert (
+        linear_cross_entropy(x, weight, labels.fill_(-100)).isnan()
+        and reference_loss(x, weight, labels).isnan()
+    )
 
 
 def model_of(**options):
@@ -119,18 +123,18 @@ def model_of(**options):
     return GirihForCausalLM(config_of(**sizes | options)).train()
 
 
-def saved_by(f):
-    """Shapes of what autograd keeps."""
+def saved_shapes(f):
+    """Shapes of the tensors that autograd saves."""
     shapes = []
     with saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         f()
     return shapes
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_trains_as_with_all_logits(tied, packed):
+def test_loss_in_chunks_matches_loss_of_all_logits(tied, packed):
     ids = torch.randint(V, (1 if packed else 3, 30), generator=torch.Generator().manual_seed(0))
     call = {"cu_seqlens": torch.tensor([0, 11, 30])} if packed else {}
     found = []
@@ -140,16 +144,16 @@ def test_a_model_trains_as_with_all_logits(tied, packed):
         output.loss.backward()
         found.append((output.loss, {name: p.grad for name, p in model.named_parameters()}))
         assert (output.logits is None) == in_chunks
-        shapes = saved_by(lambda model=model: model(ids, labels=ids, **call))
-        assert any(s[-1:] == (V,) for s in shapes) != in_chunks  # logits, or what is made of them
+        shapes = saved_shapes(lambda model=model: model(ids, labels=ids, **call))
+        assert any(s[-1:] == (V,) for s in shapes) != in_chunks  # logits or their gradients
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
     assert model.eval()(ids, labels=ids, **call).logits is not None
     assert GirihConfig(**model.config.to_dict()).loss_in_chunks
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("num_items", [7, torch.tensor(90)], ids=str)
-def test_the_number_of_items_of_all_batches_divides_the_loss(num_items):
+def test_num_items_in_batch_divides_the_loss(num_items):
     ids = torch.randint(V, (3, 30), generator=torch.Generator().manual_seed(0))
     losses = [
         model_of(loss_in_chunks=in_chunks)(ids, labels=ids, num_items_in_batch=num_items).loss
@@ -159,31 +163,31 @@ def test_the_number_of_items_of_all_batches_divides_the_loss(num_items):
     torch.testing.assert_close(losses, [mean * 87 / num_items] * 2, rtol=1e-5, atol=0)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("wrong", [V, -1, -101])
-def test_a_label_that_is_no_class_is_refused_as_by_the_usual(wrong):
+def test_label_out_of_range_is_refused(wrong):
     x, weight, labels = draw()
     labels[3] = wrong
-    for loss in (usual, linear_cross_entropy):
+    for loss in (reference_loss, linear_cross_entropy):
         with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
             loss(x, weight, labels)
 
 
-def test_a_feed_forward_layer_keeps_its_two_projections_and_their_product():
+def test_swiglu_saves_two_projections_and_their_product():
     layer, x = SwiGLU(8, 24).double(), torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
-    wide = [s for s in saved_by(lambda: layer(x)) if (s[-1] == 24 and len(s) > 2) or s == (15, 24)]
+    wide = [s for s in saved_shapes(lambda: layer(x)) if (s[-1] == 24 and len(s) > 2) or s == (15, 24)]
     assert len(wide) == 3
-    usual = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
-    torch.testing.assert_close(layer(x), usual)
+    expected = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
+    torch.testing.assert_close(layer(x), expected)
     assert torch.autograd.gradcheck(layer, (x,))
     arguments = (x, *layer.parameters())
     for a, b in zip(
-        *(torch.autograd.grad(y.square().sum(), arguments) for y in (layer(x), usual)), strict=True
+        *(torch.autograd.grad(y.square().sum(), arguments) for y in (layer(x), expected)), strict=True
     ):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_a_compiled_model_has_the_same_gradients(in_chunks):
     ids = torch.randint(V, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -199,7 +203,7 @@ def test_a_compiled_model_has_the_same_gradients(in_chunks):
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
-def test_the_mean_of_many_is_rounded_not_their_sum():
+def test_fp16_mean_of_70000_rows_does_not_overflow():
     x = torch.full((70000, 4), 3.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.zeros(70000, dtype=torch.long))
@@ -208,26 +212,26 @@ def test_the_mean_of_many_is_rounded_not_their_sum():
     assert dx.isfinite().all()
 
 
-@pytest.mark.parametrize("of", ["hook", "bias", "loss", "logits_to_keep"])
-def test_a_head_or_loss_of_another_kind_has_all_logits(of):
+@pytest.mark.parametrize("kind", ["hook", "bias", "loss", "logits_to_keep"])
+def test_changed_head_or_loss_computes_all_logits(kind):
     model, ids, call = model_of(loss_in_chunks=True, tie_word_embeddings=False), torch.arange(20)[None], {}
-    if of == "hook":
+    if kind == "hook":
         model.lm_head.register_forward_hook(lambda *_: None)
-    elif of == "bias":
+    elif kind == "bias":
         model.lm_head.bias = torch.nn.Parameter(torch.ones(V))
-    elif of == "loss":
+    elif kind == "loss":
         model.loss_function = lambda logits, **_: logits.sum()
     else:
         call = {"logits_to_keep": 20}
     assert model(ids, labels=ids, **call).logits is not None
 
 
-def test_a_configuration_says_yes_or_no():
+def test_loss_in_chunks_must_be_a_bool():
     with pytest.raises(ValueError, match="loss_in_chunks is 'no'; expected True or False"):
         GirihConfig(loss_in_chunks="no")
 
 
-def test_models_without_gradients_are_traced_and_mapped():
+def test_swiglu_under_trace_vmap_and_grad():
     layer, x = SwiGLU(8, 24), torch.randn(3, 5, 8)
     with torch.no_grad():
         assert torch.jit.trace(layer, (x,))(x).equal(layer(x))
@@ -238,14 +242,14 @@ def test_models_without_gradients_are_traced_and_mapped():
     torch.testing.assert_close(list(grads.values()), list(expected))
 
 
-def test_tensors_without_values_pass():
+def test_meta_tensors():
     with torch.device("meta"):
         x, weight = torch.empty(6, 8, requires_grad=True), torch.empty(16, 8, requires_grad=True)
         loss = linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.long))
         assert loss.is_meta and torch.autograd.grad(loss, x)[0].is_meta
 
 
-def test_what_the_operator_refuses():
+def test_operator_refuses_invalid_calls():
     x, weight, labels = draw()
     op = torch.ops.girih.linear_cross_entropy
     with pytest.raises(RuntimeError, match="expected .classes, in. with at least one class"):

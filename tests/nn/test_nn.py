@@ -1,4 +1,4 @@
-"""Layers: every property holds for every mixer."""
+"""Properties of the layers, checked for every mixer."""
 
 import doctest
 import importlib
@@ -85,7 +85,7 @@ LAYERS = {
         Trellis(HIDDEN, 2, num_slots=6, chunk=CHUNK), Attention(HIDDEN, 2), learned=True
     ),
 }
-for name, mixer in MIXERS.items():  # those of no line above
+for name, mixer in MIXERS.items():  # mixers without an entry above
     small = config_of(mixer=name, hidden_size=HIDDEN, num_heads=2, num_slots=6, chunk=CHUNK)
     LAYERS.setdefault(name, partial(mixer.build, small))
 KEEPS_PACKED_STATE = [name for name in LAYERS if name.split("_")[0] not in ("attention", "cat", "mag")]
@@ -102,7 +102,7 @@ def close(a, b):
 
 
 def tensors_of(state):
-    """The tensors of a state, in one order; keys and values up to their length."""
+    """The tensors of a state in a fixed order, keys and values cut to their length."""
     if isinstance(state, AttentionState):
         state = state._replace(k=state.k[:, : state.tokens], v=state.v[:, : state.tokens])
     if isinstance(state, tuple):
@@ -139,7 +139,7 @@ def test_shapes_and_finite_gradients_of_every_parameter(layer, T):
 
 @pytest.mark.parametrize("split", [1, CHUNK - 1, CHUNK, CHUNK + 2])
 def test_state_continues_a_sequence(layer, split):
-    """f(a + b) == f(a), f(b, state): output and gradients."""
+    """Outputs and gradients of f(a + b) equal those of f(a) followed by f(b, state)."""
     x = torch.randn(2, 2 * CHUNK + 1, HIDDEN, dtype=torch.double)
     target = torch.randn_like(x)
     whole, _ = layer(x)
@@ -169,7 +169,7 @@ def test_token_by_token_equals_all_at_once(layer):
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_padding_does_nothing(layer, use_cache):
-    """Sequences padded on the left give what each gives alone, and so do their continuations."""
+    """A sequence padded on the left, and its continuation, equal the same sequence alone."""
     T, lengths = 2 * CHUNK + 1, [2 * CHUNK + 1, CHUNK + 2, 1]
     x, more = (torch.randn(3, n, HIDDEN, dtype=torch.double) for n in (T, 3))
     mask = torch.stack([torch.arange(T) >= T - n for n in lengths])
@@ -196,11 +196,12 @@ MASKS = {
 
 @pytest.mark.parametrize("where", MASKS)
 @pytest.mark.parametrize("name", [*KEEPS_PACKED_STATE, "cat"])
-def test_masked_tokens_might_as_well_not_be_there(name, where):
-    """Call after call, so from every position in a chunk: outputs, states and gradients of each row alone."""
+def test_masked_tokens_have_no_effect(name, where):
+    """Several calls reach every position in a chunk. Outputs, states and gradients equal those of each row
+    alone."""
     torch.manual_seed(0)
     layer = LAYERS[name]().double()
-    pieces = [  # tokens, and how many of them are valid in each row
+    pieces = [  # number of tokens, and of valid tokens in each row
         (CHUNK + 1, [CHUNK + 1, 3, 0, 1]),
         (2 * CHUNK + 2, [1, 2 * CHUNK + 2, CHUNK, 2 * CHUNK]),
         (1, [0, 1, 1, 0]),
@@ -218,7 +219,7 @@ def test_masked_tokens_might_as_well_not_be_there(name, where):
     close(y[mask], apart)
     weight = torch.randn_like(apart)
     losses = [(y[mask] * weight).sum(), (apart * weight).sum()]
-    if name != "cat":  # whose state is all that it was given
+    if name != "cat":  # the state of cat depends on the mask
         together = tensors_of(state)
         one_by_one = [torch.cat(parts) for parts in zip(*(tensors_of(s) for _, s in alone), strict=True)]
         close(together, one_by_one)
@@ -231,20 +232,20 @@ def test_masked_tokens_might_as_well_not_be_there(name, where):
 
 
 @torch.no_grad()
-def test_a_state_is_written_only_for_the_next_one(layer):
-    """One token may advance a state in place; without use_cache no call touches what it is given."""
+def test_state_is_written_only_with_use_cache(layer):
+    """A call of one token may advance the state in place. A call without use_cache never writes the state."""
     x = torch.randn(2, CHUNK, HIDDEN, dtype=torch.double)
     _, state = layer(x[:, :-1], use_cache=True)
-    kept = map_state(torch.clone, state)
+    before = map_state(torch.clone, state)
     y, none = layer(x[:, -1:], state=state)
     assert none is None
-    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))
+    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(before), strict=True))
     close(layer(x[:, -1:], state=state, use_cache=True)[0], y)
 
 
 @torch.no_grad()
 def test_a_batch_may_start_with_padding_only(layer):
-    """A prompt given piece by piece, whose first pieces are all padding for one of the sequences."""
+    """A prompt arrives in several calls; the first calls hold only padding for one sequence."""
     x = torch.randn(2, 3 * CHUNK, HIDDEN, dtype=torch.double)
     mask = torch.ones(2, 3 * CHUNK, dtype=torch.bool)
     mask[1, : CHUNK + 2] = False
@@ -285,8 +286,8 @@ def test_no_token_sees_a_later_one(layer):
 
 @pytest.mark.parametrize("name", ["gsa", "delta_product", "trellis", "ttt", "lattice", "attention", "cat"])
 def test_compiles_as_one_graph(name):
-    """Training, masked and not, and tokens of decoding that write their state in place."""
-    torch.compiler.reset()  # layers share one forward, and its graphs are counted together
+    """Training with and without a mask, and decoding steps that write the state in place."""
+    torch.compiler.reset()  # layers share one forward; the recompile limit counts their graphs together
     torch.manual_seed(0)
     layer = LAYERS[name]()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -305,13 +306,13 @@ def test_compiles_as_one_graph(name):
 
 
 @torch.no_grad()
-def test_a_compiled_step_of_attention_makes_room():
+def test_compiled_attention_step_grows_the_cache():
     torch.compiler.reset()
     layer, x = Attention(HIDDEN, 2), torch.randn(2, 260, HIDDEN)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     expected, (_, state) = layer(x)[0], layer(x[:, :190], use_cache=True)
     for t in range(190, 260):
-        # The last sequence's tokens are masked from time to time.
+        # Some steps mask the token of the last sequence.
         mask = torch.tensor([[True], [t % 7 > 0]]) if t > 200 else None
         y, state = compiled(x[:, t : t + 1], mask, state, True)
         torch.testing.assert_close(y[:1], expected[:1, t : t + 1], atol=1e-5, rtol=1e-5)
@@ -354,13 +355,13 @@ def test_exports_with_any_number_of_tokens(name):
         torch.testing.assert_close(program(x)[0], layer(x)[0])
 
 
-def test_one_token_after_others_has_gradients(layer):
-    """A cached call of one token writes the state in place only where no gradient is asked."""
+def test_cached_call_of_one_token_has_gradients(layer):
+    """A cached call of one token writes the state in place only when no gradient is needed."""
     x = torch.randn(2, CHUNK, HIDDEN, dtype=torch.double)
     _, state = layer(x[:, :-1], use_cache=True)
-    kept = map_state(torch.clone, state)
+    before = map_state(torch.clone, state)
     y, after = layer(x[:, -1:], state=state, use_cache=True)
-    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))
+    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(before), strict=True))
     target = torch.randn_like(y)
     found = gradients(layer, (y * target).sum())
     expected = gradients(layer, (layer(x)[0][:, -1:] * target).sum())
@@ -374,8 +375,9 @@ def test_one_token_after_others_has_gradients(layer):
     close(tensors_of(at_once), tensors_of(map_state(torch.Tensor.detach, after)))
 
 
-def test_a_first_state_is_its_own():
-    """Steps write it: what it was made from, shared or one a sequence, stays as it is."""
+def test_initial_state_is_a_copy():
+    """A step writes the state in place. The tensors that the state was built from, shared or per sequence, do
+    not change."""
     for lead in ((), (2,)):
         k, v = (torch.randn(*lead, 3, 4, 5, dtype=torch.double) for _ in range(2))
         before = k.clone(), v.clone()
@@ -421,7 +423,7 @@ def test_a_mask_of_another_shape_is_refused(layer, shape):
         layer(x, torch.ones(shape))
 
 
-def test_packed_sequences_stand_in_one_row(layer):
+def test_packed_sequences_need_batch_size_one(layer):
     x = torch.randn(2, 4, HIDDEN, dtype=torch.double)
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(x, cu_seqlens=torch.tensor([0, 4]))
@@ -440,14 +442,14 @@ def test_autocast_stays_close_to_fp32(name):
 
 
 def test_trellis_gradients_keep_their_size_through_a_long_sequence():
-    """On words as uneven in frequency as text has them; of five layers the middle one."""
+    """The word frequencies are as uneven as in text. The growth is the median of five layers."""
     growth = []
     for seed in range(5):
         torch.manual_seed(seed)
         layer = Trellis(128, 4, num_slots=64)
         for module in layer.modules():
             if isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=128**-0.5)  # as in a model
+                torch.nn.init.normal_(module.weight, std=128**-0.5)  # the initialization of a model
         words = (32 * torch.rand(2, 512) ** 4).long()
         x = torch.randn(32, 128)[words].requires_grad_()
         y, _ = layer(x)
@@ -459,7 +461,7 @@ def test_trellis_gradients_keep_their_size_through_a_long_sequence():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_reset_parameters_repeats_the_first_values(name):
-    """What a model built on the meta device calls, `reset_parameters()` of every module, is all there is."""
+    """A model built on the meta device is initialized only by `reset_parameters()` of every module."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
     expected = {key: value.std() if value.numel() > 1 else value for key, value in layer.state_dict().items()}
@@ -481,7 +483,7 @@ def test_lattice_starts_orthonormal():
 
 
 @torch.no_grad()
-def test_mixture_is_what_its_weight_says():
+def test_mixture_follows_its_weight():
     torch.manual_seed(0)
     layer = LAYERS["mag"]()
     x = torch.randn(2, 5, HIDDEN)
@@ -551,32 +553,33 @@ def test_wrong_arguments_are_named(make, message):
 SIZES = {"hidden_size": HIDDEN, "num_heads": 2, "num_slots": 8, "chunk": 4}
 
 
-@pytest.mark.parametrize("mixer", [name for name in girih.nn.MIXERS if name != "mag"])  # which has parts
-def test_a_layer_refuses_what_its_configuration_refuses_in_the_same_words(mixer):
+@pytest.mark.parametrize("mixer", [name for name in girih.nn.MIXERS if name != "mag"])  # mag has two mixers
+def test_layer_and_configuration_raise_the_same_errors(mixer):
     build, fields = girih.nn.MIXERS[mixer].build, girih.nn.MIXERS[mixer].fields
-    used = {"between_chunks": "gelu"} if "between_chunks" in fields else {}  # which alone reads chunk
+    # chunk is read only with between_chunks
+    used = {"between_chunks": "gelu"} if "between_chunks" in fields else {}
 
-    def good(**fields):
+    def make_config(**fields):
         return config_of(mixer=[mixer], num_hidden_layers=1, **SIZES | used | fields)
 
-    spoilt = [
+    invalid = [
         {name: wrong} for name in ("hidden_size", "num_heads", *fields) for wrong in (-1, 10**31, "word", nan)
     ]
-    spoilt += [{"hidden_size": 15}, {"num_heads": 0}, {"head_dim": 0}]
-    spoilt += [{name: 0} for name in ("num_kv_heads", "num_slots", "n", "chunk") if name in fields]
-    spoilt += [{"num_kv_heads": 3}] if "num_kv_heads" in fields else []
-    spoilt += [{"chunk": 65}] if mixer in ("trellis", "ttt", "lattice") else []
-    build(good())
-    given = vars(good()) | {"num_kv_heads": None, "head_dim": None}
-    for wrong in spoilt:
-        with pytest.raises(ValueError) as refused:
-            good(**wrong)
-        assert next(iter(wrong)) in str(refused.value)
-        with pytest.raises(ValueError, match=re.escape(str(refused.value))):
-            build(SimpleNamespace(**given | wrong))
+    invalid += [{"hidden_size": 15}, {"num_heads": 0}, {"head_dim": 0}]
+    invalid += [{name: 0} for name in ("num_kv_heads", "num_slots", "n", "chunk") if name in fields]
+    invalid += [{"num_kv_heads": 3}] if "num_kv_heads" in fields else []
+    invalid += [{"chunk": 65}] if mixer in ("trellis", "ttt", "lattice") else []
+    build(make_config())
+    arguments = vars(make_config()) | {"num_kv_heads": None, "head_dim": None}
+    for wrong in invalid:
+        with pytest.raises(ValueError) as error:
+            make_config(**wrong)
+        assert next(iter(wrong)) in str(error.value)
+        with pytest.raises(ValueError, match=re.escape(str(error.value))):
+            build(SimpleNamespace(**arguments | wrong))
 
 
-def test_words_of_small_modules_are_those_of_their_operators():
+def test_module_limits_match_operator_limits():
     for op, make in (("short_conv", ShortConv), ("gated_rms_norm", girih.nn.GatedRMSNorm)):
         for word in girih.ops.words(op, "activation"):
             make(HIDDEN, activation=word)
@@ -585,7 +588,7 @@ def test_words_of_small_modules_are_those_of_their_operators():
             ShortConv(HIDDEN, kernel_size=size)
 
 
-def test_layers_without_a_mixer_of_their_own_name_what_does_not_fit():
+def test_chunk_attention_names_invalid_arguments():
     for wrong, message in [
         ({"num_heads": 0}, "num_heads is 0"),
         ({"chunk": 0}, "chunk is 0"),
@@ -597,7 +600,7 @@ def test_layers_without_a_mixer_of_their_own_name_what_does_not_fit():
 
 
 @torch.no_grad()
-def test_attention_writes_its_tokens_where_there_is_room():
+def test_attention_writes_in_place_and_grows_the_cache():
     layer = Attention(HIDDEN, 2).double()
     x = torch.randn(2, 600, HIDDEN, dtype=torch.double)
     expected, ys, state, places = layer(x)[0], [], None, set()
@@ -608,12 +611,12 @@ def test_attention_writes_its_tokens_where_there_is_room():
     close(torch.cat(ys, 1), expected)
     assert state.tokens == 600 and state.place.tolist() == [600, 600]
     assert [slots for _, slots in sorted(places, key=lambda place: place[1])] == [256, 512, 768]
-    # Several tokens leave a state as it is, and may follow it in two ways.
-    kept = map_state(torch.clone, state)
+    # A call of several tokens does not change its state, so two calls may continue one state.
+    before = map_state(torch.clone, state)
     for more in torch.randn(2, 2, 3, HIDDEN, dtype=torch.double):
         y, _ = layer(more, state=state, use_cache=True)
         close(y, layer(torch.cat((x, more), 1))[0][:, -3:])
-    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(kept), strict=True))
+    assert all(a.equal(b) for a, b in zip(tensors_of(state), tensors_of(before), strict=True))
 
 
 @torch.no_grad()
@@ -634,28 +637,28 @@ def test_attention_writes_masked_tokens_in_place_too(first):
 
 
 @torch.no_grad()
-def test_what_a_step_reads_of_slots_is_there_once():
+def test_attention_layers_share_slots():
     layers, x = [Attention(HIDDEN, 2) for _ in range(2)], torch.randn(2, 5, HIDDEN)
     states = [layer(x, use_cache=True)[1] for layer in layers for _ in range(2)]
     assert len({id(state.slots) for state in states}) == 1
-    kept = weakref.ref(states[0].slots)
+    before = weakref.ref(states[0].slots)
     other = Attention(HIDDEN, 2, rope_theta=500.0)(x, use_cache=True)[1]
-    assert other.slots is not kept() and not other.slots.turn.equal(kept().turn)
+    assert other.slots is not before() and not other.slots.turn.equal(before().turn)
     del states
-    assert kept() is None
+    assert before() is None
 
 
 @torch.no_grad()
-def test_keys_and_values_without_slots_get_them():
+def test_attention_adds_slots_to_a_state_without_slots():
     layer, x = Attention(HIDDEN, 2).double(), torch.randn(2, 5, HIDDEN, dtype=torch.double)
     _, state = layer(x[:, :4], torch.ones(2, 4), use_cache=True)
-    there = [part[:, :4] for part in (state.k, state.v, state.valid)]
-    close(layer(x[:, 4:], state=AttentionState(*there, 4), use_cache=True)[0], layer(x)[0][:, 4:])
+    parts = [part[:, :4] for part in (state.k, state.v, state.valid)]
+    close(layer(x[:, 4:], state=AttentionState(*parts, 4), use_cache=True)[0], layer(x)[0][:, 4:])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_attention_refuses_what_is_not_its_state(tokens):
+def test_attention_refuses_invalid_states(tokens):
     layer = girih.nn.Attention(HIDDEN, 2).eval()
     x = torch.randn(2, 5, HIDDEN)
     _, state = layer(x, use_cache=True)
@@ -669,7 +672,7 @@ def test_attention_refuses_what_is_not_its_state(tokens):
             layer(x[:, :tokens], state=wrong, use_cache=True)
 
 
-def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
+def test_refused_step_leaves_retnet_state_unchanged():
     torch.manual_seed(0)
     layer = GatedLinearAttention(HIDDEN, 2, gate="fixed", rotary=True)
     plain = GatedLinearAttention(HIDDEN, 2, gate="fixed")
@@ -687,7 +690,7 @@ def test_retnets_state_is_of_its_layout_and_a_refused_step_leaves_it():
 
 @pytest.mark.parametrize("name", ["retnet", "attention"])
 @torch.no_grad()
-def test_a_state_of_other_sequences_is_refused_in_the_same_words(name):
+def test_state_of_another_batch_size_is_refused(name):
     layer = {"retnet": LAYERS["retnet"], "attention": lambda: Attention(HIDDEN, 2)}[name]()
     _, state = layer(torch.randn(3, 5, HIDDEN), use_cache=True)
     with pytest.raises(ValueError, match="state has 3 sequences; expected 2"):

@@ -1,5 +1,5 @@
-"""What must not happen to a layer's parameters: decay of memories, time scales and norms, and rounding of the
-first two. Names say it, so that nothing which replaces a parameter loses it."""
+"""Parameters excluded from weight decay (memories, time scales, biases, norms) and parameters kept in fp32
+(memories, time scales). Both are chosen by name, so replacing a parameter keeps the choice."""
 
 from copy import deepcopy
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 MIXERS = ["mamba2", "gla", "gated_deltanet", "trellis", "ttt", "lattice", "mag", "cat", "gsa"]
-UNDECAYED = {  # by the last part of a name
+UNDECAYED = {  # by the last part of the name
     *("A_log", "dt_bias", "skip", "logit", "header", "key_memory", "value_memory", "memory", "bias"),
     *("decay_logits", "inner_weight", "inner_bias"),
     *("norm.weight", "mixer_norm.weight", "mlp_norm.weight"),
@@ -37,24 +37,24 @@ def ends_in(name, words):
     return any(name == word or name.endswith("." + word) for word in words)
 
 
-def is_kept(name):
-    """In fp32: a convolution's bias is no gate's."""
+def is_fp32(name):
+    """True if the parameter stays in fp32. The bias of a convolution does not."""
     return ends_in(name, FP32) and not name.endswith("conv.bias")
 
 
-def undecayed(model):
+def undecayed_names(model):
     return {name for name, _ in model.named_parameters()} - set(decay_parameter_names(model))
 
 
 @pytest.fixture(scope="module", params=["hybrid", "cat", "no gate"])
 def model(request):
     torch.manual_seed(0)
-    of = {
+    configs = {
         "hybrid": small,
         "cat": lambda: small("cat"),
         "no gate": lambda: small("gsa", data_dependent_decay=False),
     }
-    return GirihForCausalLM(of[request.param]())
+    return GirihForCausalLM(configs[request.param]())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def one_process():
 
 def test_memories_time_scales_biases_and_norms_do_not_decay(model):
     expected = {name for name, _ in model.named_parameters() if ends_in(name, UNDECAYED)}
-    assert undecayed(model) == expected
+    assert undecayed_names(model) == expected
     assert {name.rsplit(".", 1)[-1] for name in expected} >= (
         {"header"}
         if model.config.mixer == "cat"
@@ -76,8 +76,8 @@ def test_memories_time_scales_biases_and_norms_do_not_decay(model):
     )
 
 
-def replaced(model, way, folder, mesh):
-    """The model after something that puts other parameters into it."""
+def replace_parameters(model, way, folder, mesh):
+    """The model after an operation that replaces its parameters."""
     if way == "from_pretrained":
         model.save_pretrained(folder)
         return GirihForCausalLM.from_pretrained(folder)
@@ -94,8 +94,8 @@ def replaced(model, way, folder, mesh):
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "assign", "from_pretrained", "fully_shard", "bf16"])
-def test_whatever_replaces_parameters_leaves_their_names(model, way, tmp_path, one_process):
-    assert undecayed(replaced(model, way, tmp_path, one_process)) == undecayed(model)
+def test_replaced_parameters_stay_undecayed(model, way, tmp_path, one_process):
+    assert undecayed_names(replace_parameters(model, way, tmp_path, one_process)) == undecayed_names(model)
 
 
 def low_hybrid():
@@ -103,7 +103,7 @@ def low_hybrid():
     return GirihForCausalLM(small()).bfloat16()
 
 
-def test_two_dtypes_in_a_group_of_fully_shard_name_what_to_call(one_process):
+def test_fully_shard_error_names_girih_shard(one_process):
     model = fully_shard(low_hybrid(), mesh=one_process)
     with pytest.raises(AssertionError, match="uniform original parameter dtype") as error:
         model(torch.randint(32, (2, 9)))
@@ -111,7 +111,7 @@ def test_two_dtypes_in_a_group_of_fully_shard_name_what_to_call(one_process):
 
 
 def test_shard_gives_fp32_parameters_groups_of_their_own(one_process):
-    """Each block of a model in bf16, with the same names, and the loss and gradients of the model alone."""
+    """Every block of a bf16 model is sharded. Names, loss and gradients equal those of the model alone."""
     alone, ids = low_hybrid(), torch.randint(32, (2, 9))
     model = distributed.shard(deepcopy(alone), mesh=one_process)
     assert all(isinstance(block, FSDPModule) for block in model.model.layers)
@@ -141,20 +141,22 @@ def test_fp32_parameters_alone_are_one_group(one_process):
     assert not isinstance(model.model.layers[0].mixer, FSDPModule)
 
 
-def test_wrapped_models_have_longer_names():
+def test_compiled_model_names_have_a_prefix():
     model = GirihForCausalLM(small(["trellis"]))
-    assert {name.removeprefix("_orig_mod.") for name in undecayed(torch.compile(model))} == undecayed(model)
+    assert {
+        name.removeprefix("_orig_mod.") for name in undecayed_names(torch.compile(model))
+    } == undecayed_names(model)
 
 
-def test_a_trainer_told_so_decays_the_others_alone(model, tmp_path):
-    class Told(Trainer):
+def test_trainer_decays_only_decay_parameters(model, tmp_path):
+    class DecayTrainer(Trainer):
         get_decay_parameter_names = staticmethod(decay_parameter_names)
 
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, weight_decay=0.1, report_to="none")
-    groups = Told(model=model, args=arguments).create_optimizer().param_groups
+    groups = DecayTrainer(model=model, args=arguments).create_optimizer().param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     found = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in groups}
-    assert found == {0.1: set(decay_parameter_names(model)), 0.0: undecayed(model)}
+    assert found == {0.1: set(decay_parameter_names(model)), 0.0: undecayed_names(model)}
 
 
 CONVERT = {
@@ -175,13 +177,13 @@ def test_time_scales_and_memories_stay_in_fp32(model, way, dtype, tmp_path):
     else:
         low = CONVERT[way](deepcopy(model), dtype)
     for name, p in low.named_parameters():
-        kept = is_kept(name)
-        assert p.dtype == (torch.float32 if kept else dtype), name
-        if kept and way != "from_config":
+        stays_fp32 = is_fp32(name)
+        assert p.dtype == (torch.float32 if stays_fp32 else dtype), name
+        if stays_fp32 and way != "from_config":
             assert p.equal(model.get_parameter(name)), name
 
 
-def test_gradients_and_buffers_stay_too():
+def test_gradients_and_buffers_stay_in_fp32():
     layer = MixAttention(Trellis(16, 2, num_slots=4), Trellis(16, 2, num_slots=4), weight=0.3)
     layer(torch.randn(1, 5, 16))[0].sum().backward()
     memory = layer.base.key_memory.grad.clone()
@@ -191,12 +193,12 @@ def test_gradients_and_buffers_stay_too():
     assert layer.base.q_proj.weight.grad.dtype == torch.bfloat16
 
 
-def test_double_is_double_and_another_device_another_device(model):
+def test_conversion_to_double_and_to_meta(model):
     moved = deepcopy(model).double()
     assert {p.dtype for p in moved.parameters()} == {torch.float64}
     low = deepcopy(model).to("meta", torch.bfloat16)
     assert {p.device.type for p in low.parameters()} == {"meta"}
-    assert {p.dtype for name, p in low.named_parameters() if is_kept(name)} <= {torch.float32}
+    assert {p.dtype for name, p in low.named_parameters() if is_fp32(name)} <= {torch.float32}
 
 
 @pytest.mark.parametrize("mixer", ["trellis", "ttt", "lattice", "gla", "mamba2", "gated_deltanet", "mag"])
@@ -215,7 +217,7 @@ def test_a_model_in_bf16_trains_and_generates(mixer, tmp_path):
 
 
 def test_the_time_scales_of_a_gate_are_not_rounded():
-    """A bias that bf16 cannot hold: rounded, the gate's error would be 2^-9 of it."""
+    """bf16 cannot represent this bias; rounding to bf16 would give a relative error of 2^-9."""
     layer = Trellis(16, 2, num_slots=4).bfloat16()
     with torch.no_grad():
         layer.gamma_proj.bias.fill_(-6.1234567)

@@ -1,4 +1,4 @@
-"""A block's step by weights alone against the block itself, and products against their formula."""
+"""Block.step, which uses the weights alone, against the block; products against their formulas."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def block_of(mixer, **options):
     )
     torch.manual_seed(1)
     block = Block(MIXERS[mixer].build(config), 64, 96).double().eval()
-    for parameter in block.parameters():  # norms and biases too, which begin at what does nothing
+    for parameter in block.parameters():  # also norms and biases, whose initial values have no effect
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return block
@@ -26,7 +26,7 @@ def block_of(mixer, **options):
 
 @pytest.mark.parametrize("mixer", LAYERS)
 @torch.no_grad()
-def test_a_step_by_weights_is_the_blocks(mixer):
+def test_step_matches_block(mixer):
     block = block_of(mixer)
     x = torch.randn(3, 8, 64, dtype=torch.float64)
     _, state = block(x[:, :4], use_cache=True)
@@ -74,7 +74,7 @@ def test_a_step_with_options(mixer, options):
     torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
 
 
-def biased(module, name):
+def add_bias(module, name):
     old = getattr(module, name)
     setattr(module, name, nn.Linear(old.in_features, old.out_features).double())
 
@@ -82,9 +82,9 @@ def biased(module, name):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda block: biased(block.mixer, "qkv_proj"),
-        lambda block: biased(block.mixer, "o_proj"),
-        lambda block: biased(block.mlp, "up_proj"),
+        lambda block: add_bias(block.mixer, "qkv_proj"),
+        lambda block: add_bias(block.mixer, "o_proj"),
+        lambda block: add_bias(block.mlp, "up_proj"),
         lambda block: setattr(block, "mlp_norm", nn.LayerNorm(64).double()),
         lambda block: setattr(block.mixer, "norm", nn.LayerNorm(64).double()),
         lambda block: setattr(block, "mlp", nn.Sequential(nn.Linear(64, 64), nn.ReLU()).double()),
@@ -99,7 +99,7 @@ def biased(module, name):
     ],
 )
 @torch.no_grad()
-def test_a_step_of_other_modules_is_theirs(change):
+def test_step_with_replaced_modules(change):
     block = block_of("gsa")
     change(block)
     x = torch.randn(2, 6, 64, dtype=torch.float64)
@@ -110,8 +110,8 @@ def test_a_step_of_other_modules_is_theirs(change):
     torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
 
 
-def test_mixers_that_have_products_name_all_that_reads_x():
-    """Every projection of these layers is among its products, or o_proj."""
+def test_products_cover_every_projection():
+    """The products of a layer cover every projection except o_proj."""
     for mixer in LAYERS:
         layer = block_of(mixer).mixer
         if layer.products() is None:
@@ -127,7 +127,7 @@ def test_products_in_pytorch():
     x, w, up = torch.randn(3, 16), torch.randn(5, 16), torch.randn(3, 16)
     b, a, norm = torch.randn(5), torch.rand(5), torch.rand(16)
     r = x @ w.T
-    wanted = [
+    specs = [
         Product(w),
         Product(w, "linear", b),
         Product(w, "sigmoid", b, scale=2.0),
@@ -141,13 +141,13 @@ def test_products_in_pytorch():
         -torch.log1p(torch.exp(-r)) / 8,
         -torch.exp(a) * torch.log1p(torch.exp(r + b)),
     ]
-    torch.testing.assert_close(products(x, wanted), expected)
+    torch.testing.assert_close(products(x, specs), expected)
     silu = x / (1 + torch.exp(-x))
-    for given, u in (
+    for row_input, u in (
         (PLAIN, x),
         (RowInput("rms_norm", norm, 0.1), x / (x.square().mean(-1, True) + 0.1).sqrt() * norm),
         (RowInput("silu_rms_norm", norm, 0.1), silu / (silu.square().mean(-1, True) + 0.1).sqrt() * norm),
         (RowInput("silu_product", up), silu * up),
     ):
-        y = products(x, [Product(w)], given, residual=r)
+        y = products(x, [Product(w)], row_input, residual=r)
         torch.testing.assert_close(y, [F.linear(u, w) + r])

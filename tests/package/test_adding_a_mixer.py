@@ -1,4 +1,4 @@
-"""The list of edits in docs/adding-a-mixer.md is what mixers with an operator of their own have needed."""
+"""docs/adding-a-mixer.md lists the files that a mixer with its own operator changes."""
 
 import ast
 import re
@@ -10,11 +10,11 @@ from girih.nn import MIXERS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-mixer.md").read_text()
 LISTED = re.findall(r"^\d+\. `([\w./-]+)`", PAGE, re.MULTILINE)
-OWN = re.findall(r"^\| `([\w./<>-]+)` \|", PAGE, re.MULTILINE)
-# Other tests take mixers as examples.
+OWN_FILES = re.findall(r"^\| `([\w./<>-]+)` \|", PAGE, re.MULTILINE)
+# Only these folders are searched: other tests use mixers as examples.
 FOLDERS = ["csrc", "kernels", "python/girih", "tools", "tests/bench", "tests/fuzz"]
-# Whose operators are made of another mixer's.
-MADE_OF = {"trellis": "csrc/ops/ttt/"}
+# Mixers whose operator is built from the operator of another mixer.
+BASE_OPERATORS = {"trellis": "csrc/ops/ttt/"}
 SUFFIXES = {".h", ".cpp", ".cuh", ".cu", ".py", ".txt"}
 
 
@@ -29,15 +29,17 @@ def code_of(file: Path) -> str:
     return ast.unparse(tree)
 
 
-def test_the_list_is_short_and_its_files_are_here():
+def test_list_is_short_and_its_files_exist():
     assert len(LISTED) <= 12 and all((ROOT / name).is_file() for name in LISTED)
 
 
 @pytest.mark.parametrize("mixer", ["trellis", "lattice"])
-def test_a_mixer_is_known_to_its_own_files_and_to_those_of_the_list_alone(mixer):
-    own = [name.replace("<mixer>", mixer) for name in OWN] + [*filter(None, [MADE_OF.get(mixer)])]
+def test_mixer_is_named_only_in_its_files_and_in_the_list(mixer):
+    own_files = [name.replace("<mixer>", mixer) for name in OWN_FILES] + [
+        *filter(None, [BASE_OPERATORS.get(mixer)])
+    ]
     assert all(
-        (ROOT / name).exists() for name in own if not name.startswith("kernels") and "cuda" not in name
+        (ROOT / name).exists() for name in own_files if not name.startswith("kernels") and "cuda" not in name
     )
     found = {
         name
@@ -46,7 +48,7 @@ def test_a_mixer_is_known_to_its_own_files_and_to_those_of_the_list_alone(mixer)
         if file.suffix in SUFFIXES
         and not file.name.startswith("test_")
         and mixer in code_of(file).lower()
-        and not (name := str(file.relative_to(ROOT))).startswith((*own, f"csrc/ops/{mixer}/"))
+        and not (name := str(file.relative_to(ROOT))).startswith((*own_files, f"csrc/ops/{mixer}/"))
     }
     assert found <= set(LISTED)
     fields = "|".join(MIXERS[mixer].fields)

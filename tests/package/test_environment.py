@@ -23,18 +23,18 @@ def pip_runs(venv: Path) -> bool:
     return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
 
 
-def test_a_venv_that_was_cut_off_is_made_anew_and_a_whole_one_stays(environment):
+def test_incomplete_venv_is_rebuilt_and_complete_venv_is_kept(environment):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment.VENV], check=True)
     assert not pip_runs(environment.VENV)
     environment.make_venv(environment.VENV)
     assert pip_runs(environment.VENV)
-    kept = environment.VENV / "kept"
-    kept.touch()
+    marker = environment.VENV / "kept"
+    marker.touch()
     environment.make_venv(environment.VENV)
-    assert kept.exists()
+    assert marker.exists()
 
 
-def test_a_venv_whose_python_has_gone_is_made_anew(environment):
+def test_venv_without_its_python_is_rebuilt(environment):
     python = environment.VENV / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to("/nowhere/python")

@@ -1,4 +1,4 @@
-"""`python -m girih.environment`: what a bug report says about a machine."""
+"""`python -m girih.environment` describes a machine for a bug report."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def test_the_report_has_the_torch_that_runs_and_a_path_for_each_operator():
 
 
 def test_a_package_that_cannot_be_imported_has_a_report(tmp_path):
-    """As with a libgirih.so that is older than the Python code."""
+    """For example, libgirih.so may be older than the Python code."""
     (tmp_path / "girih").mkdir()
     for file in PACKAGE.iterdir():
         if file.name != "ops":

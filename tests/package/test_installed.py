@@ -1,6 +1,6 @@
-"""`cmake --install`, and programs of other projects that find girih there: no Python is in their process.
+"""`cmake --install`, and programs of other projects that use the installed girih without Python.
 
-With one of them what README.md and docs/ show in C++ is compiled.
+The C++ blocks of README.md and docs/ are compiled with one of these programs.
 """
 
 import os
@@ -25,7 +25,8 @@ BLOCKS = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for block in re.findall(r"```cpp\n(.*?)```", page.read_text(), re.DOTALL)
 ]
-# What the pages show in C++ is compiled with the example, a function each after all headers.
+# The C++ blocks of the pages are compiled with the example: all headers first, then a function for each
+# block.
 INCLUDE = re.compile(r"#include .*\n")
 FUNCTION = "void block{}(Tensor q, Tensor k, Tensor v, Tensor g, Tensor ids) {{\n{}}}\n"
 
@@ -52,15 +53,15 @@ def prefix(tmp_path_factory):
     return prefix
 
 
-def made_against(prefix, source, build, *options):
-    """The prefix is all that a program has to name: girih knows its torch."""
+def build_against(prefix, source, build, *options):
+    """A program names only the prefix. girih finds its torch."""
     options = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0", *options]
     run("cmake", "-G", "Ninja", "-S", source, "-B", build, *options)
     run("cmake", "--build", build)
     return build
 
 
-# As on a machine without a CUDA toolkit, whatever this one has.
+# As on a machine without a CUDA toolkit.
 WITHOUT_TOOLKIT = "-DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=ON"
 
 
@@ -74,7 +75,7 @@ def model(tmp_path):
 
 
 def test_a_program_of_another_project_finds_girih(prefix, model, tmp_path, monkeypatch, capfd):
-    """The example in C++ writes what the one in Python does."""
+    """The C++ example prints the text of the Python example."""
     source = tmp_path / "source"
     shutil.copytree(EXAMPLES / "complete", source)
     assert BLOCKS
@@ -83,44 +84,44 @@ def test_a_program_of_another_project_finds_girih(prefix, model, tmp_path, monke
         program.write("using torch::Tensor;\n")
         for i, block in enumerate(BLOCKS):
             program.write(FUNCTION.format(i, INCLUDE.sub("", block)))
-    made = made_against(prefix, source, tmp_path / "made")
-    written = run(made / "complete", model, "giri\u1e2b")  # a letter of three bytes
+    build = build_against(prefix, source, tmp_path / "made")
+    output = run(build / "complete", model, "giri\u1e2b")  # the last letter has three bytes
     monkeypatch.setattr(sys, "argv", ["complete.py", str(model), "giri\u1e2b"])
     capfd.readouterr()
     runpy.run_path(str(EXAMPLES / "complete.py"))
-    assert capfd.readouterr().out == written
-    assert written.startswith("giri\u1e2b") and len(set(written)) > 10
+    assert capfd.readouterr().out == output
+    assert output.startswith("giri\u1e2b") and len(set(output)) > 10
     programs = [prefix / "bin" / name for name in ("girih-generate", "girih-train")]
-    assert run(programs[0], model, "giri\u1e2b", "--max-new-tokens", 100) == written
+    assert run(programs[0], model, "giri\u1e2b", "--max-new-tokens", 100) == output
     (library,) = prefix.glob(f"lib*/{TREE.name}/libgirih.so")
-    for file in (library, made / "complete", *programs):
+    for file in (library, build / "complete", *programs):
         assert "libpython" not in run("readelf", "-d", file)
-    for file in (made / "complete", *programs):
+    for file in (build / "complete", *programs):
         assert "libpython" not in run("ldd", file)
 
 
 def test_a_program_runs_a_model_that_python_exported(prefix, model, tmp_path):
-    """By AOTInductor, with texts of other lengths than it was exported with."""
+    """AOTInductor runs the model on texts of other lengths than the exported one."""
     run(sys.executable, EXAMPLES / "exported" / "export.py", model, tmp_path / "model.pt2")
-    made = made_against(prefix, EXAMPLES / "exported", tmp_path / "made")
+    build = build_against(prefix, EXAMPLES / "exported", tmp_path / "made")
     python = GirihForCausalLM.from_pretrained(model).eval()
     for text in (b"girih", bytes(range(32, 127))):
         with torch.no_grad():
             want = python(torch.tensor([list(text)])).logits[0].argmax(-1)
-        assert run(made / "exported", tmp_path / "model.pt2", text.decode()).split() == [
+        assert run(build / "exported", tmp_path / "model.pt2", text.decode()).split() == [
             str(x) for x in want.tolist()
         ]
 
 
 def test_a_program_trains_a_model_that_python_reads(prefix, tmp_path):
-    """Python writes what the program wrote after it had trained."""
-    made = made_against(prefix, EXAMPLES / "train", tmp_path / "made", WITHOUT_TOOLKIT)
+    """Python generates the text that the program prints after training."""
+    build = build_against(prefix, EXAMPLES / "train", tmp_path / "made", WITHOUT_TOOLKIT)
     assert "CMAKE_CUDA_COMPILER" not in (tmp_path / "made" / "CMakeCache.txt").read_text()
     text = "".join(f"{i} girihs have {5 * i} tiles. " for i in range(40))
     (tmp_path / "text").write_text(text)
-    few = run(made / "train", tmp_path / "text", tmp_path / "few", 1)
-    written = run(made / "train", tmp_path / "text", tmp_path / "model", 60)
-    assert written.startswith(text[:16]) and few.startswith(text[:16])
+    short_output = run(build / "train", tmp_path / "text", tmp_path / "few", 1)
+    output = run(build / "train", tmp_path / "text", tmp_path / "model", 60)
+    assert output.startswith(text[:16]) and short_output.startswith(text[:16])
     losses = []
     for folder in ("few", "model"):
         model = GirihForCausalLM.from_pretrained(tmp_path / folder).eval()
@@ -129,14 +130,14 @@ def test_a_program_trains_a_model_that_python_reads(prefix, tmp_path):
             losses.append(model(input_ids=ids, labels=ids).loss.item())
     assert losses[1] < losses[0] / 2, losses
     again = model.generate(ids[:, :16], attention_mask=torch.ones(1, 16), max_new_tokens=100)
-    assert bytes(again[0].tolist()).decode(errors="replace") == written[:-1]
-    missing = [made / "train", tmp_path / "missing", tmp_path / "none"]
+    assert bytes(again[0].tolist()).decode(errors="replace") == output[:-1]
+    missing = [build / "train", tmp_path / "missing", tmp_path / "none"]
     no_text = subprocess.run(missing, capture_output=True, text=True)
     assert no_text.returncode == 1 and "0 bytes are too few, 128" in no_text.stderr
 
 
-def test_directories_are_read_by_the_library_that_the_compiler_came_with(prefix, tmp_path):
-    """libtorch has a std::filesystem too, without versions, whose iterators may be laid out otherwise."""
+def test_filesystem_symbols_come_from_libstdcxx(prefix, tmp_path):
+    """libtorch also has a std::filesystem, without versions. The layout of its iterators may differ."""
     (tmp_path / "CMakeLists.txt").write_text(
         """cmake_minimum_required(VERSION 3.25)
         project(other LANGUAGES CXX)
@@ -156,16 +157,19 @@ def test_directories_are_read_by_the_library_that_the_compiler_came_with(prefix,
         }
         """
     )
-    program = made_against(prefix, tmp_path, tmp_path / "build") / "program"
-    named = [line for line in run("nm", "-D", program).splitlines() if "recursive_directory_iterator" in line]
-    assert named and all("@GLIBCXX" in line for line in named), named
+    program = build_against(prefix, tmp_path, tmp_path / "build") / "program"
+    symbols = [
+        line for line in run("nm", "-D", program).splitlines() if "recursive_directory_iterator" in line
+    ]
+    assert symbols and all("@GLIBCXX" in line for line in symbols), symbols
     run(program, tmp_path)
 
 
 @pytest.mark.skipif(not CACHE.exists(), reason="girih was not built here")
-@pytest.mark.parametrize("cmake", ["cmake", "/usr/bin/cmake"])  # the system's may be years older
-def test_within_another_project_it_is_a_library_alone(cmake, tmp_path):
-    """As FetchContent has it: one target, no Python, no Catch2, nothing written into the sources."""
+@pytest.mark.parametrize("cmake", ["cmake", "/usr/bin/cmake"])  # the cmake of the system may be years older
+def test_subproject_builds_only_the_library(cmake, tmp_path):
+    """With FetchContent there is one target, no Python and no Catch2, and no file is written to
+    the sources."""
     if cmake != "cmake" and not Path(cmake).exists():
         pytest.skip("the system has none")
     (tmp_path / "CMakeLists.txt").write_text(

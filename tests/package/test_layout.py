@@ -7,7 +7,7 @@ import girih
 import pytest
 
 PACKAGE = Path(girih.__file__).parent
-# girih.nn.functional.fused knows RMSNorm by its type; that file imports nothing of girih.nn.
+# girih.nn.functional.fused checks for the type RMSNorm. girih.nn.layers.norm imports nothing from girih.nn.
 FORBIDDEN = [
     ("ops", ("girih.nn", "girih.models", "girih.conversion"), set()),
     ("nn", ("girih.models", "girih.conversion", "transformers"), set()),
@@ -17,9 +17,9 @@ FORBIDDEN = [
 ]
 
 
-def imported(file: Path, text: str) -> set[str]:
-    """Every module that a file imports, with the names from it, those in functions too; also of
-    `import_module("name")` and `__import__("name")`."""
+def imported_names(file: Path, text: str) -> set[str]:
+    """All modules and names that a file imports, also inside functions and by `import_module("name")` or
+    `__import__("name")`."""
     package, found = ["girih", *file.relative_to(PACKAGE).parent.parts], set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -40,7 +40,7 @@ def is_in(name: str, modules: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize(("folder", "modules", "allowed"), FORBIDDEN, ids=[each[0] for each in FORBIDDEN])
-def test_no_file_imports_what_is_built_on_it(folder, modules, allowed):
+def test_no_file_imports_a_higher_package(folder, modules, allowed):
     place = PACKAGE / folder
     files = [place] if place.is_file() else sorted(place.rglob("*.py"))
     assert files
@@ -50,7 +50,7 @@ def test_no_file_imports_what_is_built_on_it(folder, modules, allowed):
         if (
             names := {
                 name
-                for name in imported(file, file.read_text())
+                for name in imported_names(file, file.read_text())
                 if is_in(name, modules) and name not in allowed
             }
         )
@@ -71,9 +71,9 @@ def test_no_file_imports_what_is_built_on_it(folder, modules, allowed):
     ],
 )
 def test_every_form_of_import_is_found(statement):
-    names = imported(PACKAGE / "nn" / "layers" / "layer.py", statement)
+    names = imported_names(PACKAGE / "nn" / "layers" / "layer.py", statement)
     assert any(is_in(name, ("girih.models",)) for name in names)
 
 
-def test_layers_lie_in_two_folders():
+def test_nn_has_no_modules_of_its_own():
     assert [p.name for p in (PACKAGE / "nn").glob("*.py")] == ["__init__.py"]

@@ -1,4 +1,4 @@
-"""Which libgirih.so is loaded, and the errors where none fits: in Python, in CMake, when it is loaded."""
+"""The choice of libgirih.so, and the errors if none fits: in Python, in CMake and at load time."""
 
 import os
 import shutil
@@ -43,21 +43,21 @@ def test_the_running_torch_is_within_the_range():
 
 
 @pytest.mark.parametrize("version", OUTSIDE)
-def test_a_torch_outside_of_the_range_is_refused_single_line(version, tmp_path, monkeypatch):
+def test_torch_outside_the_range_is_refused_in_one_line(version, tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch, OLDEST, NEWEST)
-    with pytest.raises(ImportError) as refused:
+    with pytest.raises(ImportError) as error:
         _library.find_folder(version)
-    message = single_line(str(refused.value))
+    message = single_line(str(error.value))
     assert f"torch {OLDEST} to {NEWEST}" in message and f"torch {version} is installed" in message
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.13.0a0+gitabc"])
-def test_the_library_is_that_of_the_minor_version(version, tmp_path, monkeypatch):
+def test_library_of_the_minor_version_is_found(version, tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch, "2.12", "2.13", "2.14")
     assert _library.find_folder(version) == tmp_path / "torch2.13"
 
 
-def test_a_version_that_was_not_built_is_named_beside_those_that_were(tmp_path, monkeypatch):
+def test_error_names_the_missing_and_the_built_versions(tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch, "2.11", "2.14")
     with pytest.raises(
         ImportError, match=r"built for torch 2.11, 2.14, but torch 2.13.0 is installed.*torch 2.13"
@@ -65,7 +65,7 @@ def test_a_version_that_was_not_built_is_named_beside_those_that_were(tmp_path, 
         _library.find_folder("2.13.0")
 
 
-def test_without_any_library_the_build_is_named(tmp_path, monkeypatch):
+def test_error_without_a_library_names_the_build(tmp_path, monkeypatch):
     folders(tmp_path, monkeypatch)
     with pytest.raises(ImportError, match="girih is not built: run `make build`"):
         _library.find_folder("2.13.0")
@@ -82,21 +82,21 @@ def test_without_any_library_the_build_is_named(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_library_that_cannot_be_loaded_says_why(reason, message, monkeypatch):
-    """PyTorch's error has the path of the library alone; the linker's reason is its cause."""
+def test_load_error_names_the_reason(reason, message, monkeypatch):
+    """The error of PyTorch has only the path of the library. Its cause is the error of the linker."""
 
     def load_library(path):
         raise OSError(f"Could not load this library: {path}") from OSError(reason)
 
     monkeypatch.setattr(torch.ops, "load_library", load_library)
-    with pytest.raises(ImportError, match=message) as refused:
+    with pytest.raises(ImportError, match=message) as error:
         _library.load()
-    single_line(str(refused.value))
+    single_line(str(error.value))
 
 
 @pytest.fixture(params=[BEFORE, AFTER])
 def other_torch(request, tmp_path):
-    """A folder for PYTHONPATH with a torch of another version, which has nothing but its version."""
+    """A folder for PYTHONPATH with a torch that has another version and nothing else."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {request.param!r}\n")
     found = tmp_path / f"torch-{request.param}.dist-info"
@@ -112,7 +112,7 @@ def python(path, *arguments):
     )
 
 
-def test_import_refuses_another_torch_single_line(other_torch):
+def test_import_refuses_another_torch_in_one_line(other_torch):
     version, path = other_torch
     done = python(path, "-c", "import girih")
     assert done.returncode == 1
@@ -120,7 +120,7 @@ def test_import_refuses_another_torch_single_line(other_torch):
     assert message.startswith("ImportError: girih supports torch") and version in message
 
 
-def test_the_programs_of_pip_refuse_another_torch_single_line(other_torch):
+def test_programs_of_pip_refuse_another_torch_in_one_line(other_torch):
     version, path = other_torch
     done = python(path, "-c", "import girih_programs; girih_programs.generate()")
     assert done.returncode == 1
@@ -172,8 +172,8 @@ def test_find_package_refuses_another_torch(other_libtorch, tmp_path):
 
 
 @pytest.mark.parametrize("minor", [10, 16])
-def test_a_program_that_loads_another_torch_ends_single_line(minor, tmp_path):
-    """A library loaded before libtorch has the function that returns the version of torch."""
+def test_program_that_loads_another_torch_ends_with_one_line(minor, tmp_path):
+    """The test preloads a library with the function that returns the version of torch."""
     program = TREE / "bin" / "girih-generate"
     if not program.exists() or not shutil.which("cc"):
         pytest.skip("the programs were not built here")

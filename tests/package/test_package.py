@@ -13,11 +13,11 @@ from girih import _library
 from girih.nn.functional.fused import WITH_CUDA
 
 ROOT = Path(__file__).parents[2]
-OF_GITHUB = {str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*") if p.is_file()}
+GITHUB_FILES = {str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*") if p.is_file()}
 
 
-def test_a_package_ships_what_is_installed_and_no_extension_of_one_python(tmp_path):
-    """As a wheel that every Python can install: nothing that was built in place is in it."""
+def test_wheel_ships_installed_files_and_no_extension_of_one_python(tmp_path):
+    """Every Python can install the wheel. The wheel has no files that were built in place."""
     files = ["__init__.py", "py.typed"]
     in_place = ["lib/torch2.15/libgirih.so", "lib/torch2.15/_C.cpython-399-x86_64-linux-gnu.so"]
     for name in files + in_place:
@@ -49,7 +49,7 @@ def test_a_package_ships_what_is_installed_and_no_extension_of_one_python(tmp_pa
 
 
 def test_a_source_distribution_is_the_repository_and_nothing_built(tmp_path):
-    """What `build` and the tests need of it, then, is there; CI's and git's own files are not."""
+    """The distribution has all tracked files except those of CI and git."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a checkout")
@@ -58,7 +58,7 @@ def test_a_source_distribution_is_the_repository_and_nothing_built(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (sources,) = tmp_path.glob("*.egg-info/SOURCES.txt")
     shipped = set(sources.read_text().splitlines())
-    assert tracked - shipped <= {".ci/run", ".gitignore", "MANIFEST.in", *OF_GITHUB}
+    assert tracked - shipped <= {".ci/run", ".gitignore", "MANIFEST.in", *GITHUB_FILES}
     assert not [name for name in shipped if "/lib/" in name or name.endswith(".so")]
 
 
@@ -73,45 +73,45 @@ def test_the_licence_is_the_one_that_the_package_names(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["GIRIH_CUDA", "GIRIH_WARNINGS"])
-def test_a_wrong_word_for_the_build_is_refused(variable, tmp_path):
+def test_invalid_build_variable_is_refused(variable, tmp_path):
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     environment = os.environ | {"GIRIH_CUDA": "OFF", variable: "yes"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"{variable} is 'yes'; expected")
 
 
-def needed(library):
-    """The libraries that a library asks for."""
+def needed_libraries(library):
+    """The libraries that a library needs."""
     output = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True).stdout
     return [line for line in output.splitlines() if "NEEDED" in line]
 
 
 @pytest.mark.skipif(WITH_CUDA, reason="built with kernels")
 def test_a_library_without_kernels_asks_for_no_cuda():
-    names = needed(_library.loaded / "libgirih.so")
+    names = needed_libraries(_library.loaded / "libgirih.so")
     assert any("libtorch_cpu" in line for line in names)
     assert not any("cuda" in line for line in names)
 
 
 @pytest.mark.skipif(not WITH_CUDA, reason="built without kernels")
 def test_the_kernels_ask_for_neither_torch_nor_the_cuda_runtime():
-    """One libgirih_kernels.so serves every torch, whatever runtime it brings."""
-    names = needed(_library.LIBRARIES / "libgirih_kernels.so")
+    """One libgirih_kernels.so serves every torch with every CUDA runtime."""
+    names = needed_libraries(_library.LIBRARIES / "libgirih_kernels.so")
     assert not [line for line in names if "torch" in line or "c10" in line or "cuda" in line]
 
 
-def test_every_library_takes_the_shared_c_plus_plus_library():
-    """A second copy within a library has locales of its own: PyTorch's streams would crash there."""
+def test_every_library_links_the_shared_libstdcxx():
+    """A second copy inside a library has its own locales, which crashes the streams of PyTorch."""
     for library in [_library.loaded / "libgirih.so", *_library.LIBRARIES.glob("*.so")]:
-        assert any("libstdc++.so.6" in line for line in needed(library)), library
+        assert any("libstdc++.so.6" in line for line in needed_libraries(library)), library
 
 
 def test_no_library_is_linked_with_python():
     for library in [_library.loaded / "libgirih.so", *_library.LIBRARIES.glob("*.so")]:
-        assert not [line for line in needed(library) if "python" in line]
+        assert not [line for line in needed_libraries(library) if "python" in line]
 
 
-def test_versions_are_the_same_wherever_they_are_written():
+def test_all_files_name_the_same_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     minors = [release.rpartition(".")[0] for release in project["tool"]["girih"]["torch"]]
     assert (minors[0], minors[-1]) == (_library.OLDEST, _library.NEWEST)
@@ -132,7 +132,7 @@ def test_versions_are_the_same_wherever_they_are_written():
         assert trees == {_library.NEWEST}, page
 
 
-def test_the_files_for_github_have_its_form():
+def test_github_files_match_their_schemas():
     check = Path(sys.executable).parent / "check-jsonschema"
     if not check.exists() or not (ROOT / ".github").exists():
         pytest.skip("no check-jsonschema, or no checkout")

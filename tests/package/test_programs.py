@@ -1,4 +1,4 @@
-"""girih-generate and girih-train, which have no Python in their process, beside what Python makes of it."""
+"""girih-generate and girih-train, which run without Python, compared with Python."""
 
 import json
 import os
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(not BIN.exists(), reason="the programs were not 
 PROMPTS = ["a", "girih", "The quick brown fox jumps over the lazy dog, twice."]
 
 
-def run(program, *arguments, given="", code=0):
-    done = subprocess.run([BIN / program, *map(str, arguments)], capture_output=True, input=given.encode())
+def run(program, *arguments, stdin="", code=0):
+    done = subprocess.run([BIN / program, *map(str, arguments)], capture_output=True, input=stdin.encode())
     assert done.returncode == code, done.stderr.decode()
     return done.stdout, done.stderr.decode()
 
@@ -59,7 +59,7 @@ def python_text(folder, prompt, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0].tolist()
 
 
-def test_greedy_text_is_that_of_python_alone_and_in_a_batch(folder):
+def test_greedy_text_matches_python_alone_and_in_a_batch(folder):
     texts = [bytes(python_text(folder, prompt, max_new_tokens=24)) for prompt in PROMPTS]
     stdout, stderr = run("girih-generate", folder, PROMPTS[1], "--max-new-tokens", 24)
     assert stdout == texts[1] + b"\n"
@@ -73,8 +73,8 @@ def test_greedy_text_is_that_of_python_alone_and_in_a_batch(folder):
 
 @needs_cuda
 @pytest.mark.parametrize("batch", [1, 3])
-def test_text_on_cuda_is_that_of_python(folder, batch):
-    """In both a token is a CUDA graph there; of CAT, one that ends a chunk another."""
+def test_text_on_cuda_matches_python(folder, batch):
+    """A token is one CUDA graph in both. In CAT, a token that ends a chunk is another graph."""
     prompts = ["girih", "tiles", "lines"][:batch]
     ids = torch.tensor([[*prompt.encode()] for prompt in prompts], device="cuda")
     model = AutoModelForCausalLM.from_pretrained(folder).eval().cuda()
@@ -83,7 +83,7 @@ def test_text_on_cuda_is_that_of_python(folder, batch):
     assert stdout == b"".join(bytes(row) + b"\n" for row in text.tolist())
 
 
-def saved_gsa(folder, vocab_size):
+def save_gsa(folder, vocab_size):
     torch.manual_seed(0)
     sizes = {"vocab_size": vocab_size, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
     GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(folder)
@@ -92,11 +92,11 @@ def saved_gsa(folder, vocab_size):
 
 @pytest.fixture(scope="module")
 def gsa(tmp_path_factory):
-    return saved_gsa(tmp_path_factory.mktemp("model"), vocab_size=300)
+    return save_gsa(tmp_path_factory.mktemp("model"), vocab_size=300)
 
 
 def ids_of(folder, *options, prompt="7 8 299", quiet=("--quiet",)):
-    stdout, stderr = run("girih-generate", folder, "--ids", *quiet, *options, given=prompt)
+    stdout, stderr = run("girih-generate", folder, "--ids", *quiet, *options, stdin=prompt)
     assert bool(stderr) != bool(quiet)
     return [int(word) for word in stdout.split()]
 
@@ -106,20 +106,22 @@ def test_token_ids_go_in_and_out(gsa):
     ids = torch.tensor([[7, 8, 299]])
     want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
     assert ids_of(gsa, "--max-new-tokens", 9) == want[0].tolist()
-    both, _ = run("girih-generate", gsa, "--ids", "--lines", "--max-new-tokens", 9, given="7 8 299\n5\n")
+    both, _ = run("girih-generate", gsa, "--ids", "--lines", "--max-new-tokens", 9, stdin="7 8 299\n5\n")
     assert [int(word) for word in both.splitlines()[0].split()] == want[0].tolist()
     assert len(both.splitlines()[1].split()) == 10
 
 
-def test_lines_end_as_either_system_ends_them(tmp_path):
+def test_line_endings_of_both_systems(tmp_path):
     sizes = {"vocab_size": 256, "hidden_size": 16, "num_heads": 2, "num_hidden_layers": 1}
     GirihForCausalLM(GirihConfig(mixer="gsa", initializer_range=0.5, **sizes)).save_pretrained(tmp_path)
-    how = ("--lines", "--quiet", "--max-new-tokens", 4)
-    one, other = (run("girih-generate", tmp_path, *how, given=f"ab{end}c{end}")[0] for end in ("\n", "\r\n"))
+    options = ("--lines", "--quiet", "--max-new-tokens", 4)
+    one, other = (
+        run("girih-generate", tmp_path, *options, stdin=f"ab{end}c{end}")[0] for end in ("\n", "\r\n")
+    )
     assert one == other and one.startswith(b"ab")
 
 
-def test_samples_follow_the_seed_and_what_is_left_to_choose_from(gsa):
+def test_samples_follow_seed_top_k_and_top_p(gsa):
     def sample(*options):
         return ids_of(gsa, "--max-new-tokens", 40, "--temperature", 2, *options)
 
@@ -127,22 +129,22 @@ def test_samples_follow_the_seed_and_what_is_left_to_choose_from(gsa):
     assert sample("--seed", 1) == sample("--seed", 1) != sample("--seed", 2)
     assert sample("--seed", 1) != greedy
     assert sample("--seed", 1, "--top-p", 1e-6) == greedy == sample("--seed", 1, "--top-k", 1)
-    # The most likely tokens that have a share together, at every step.
+    # Each sampled token is among the most likely tokens with this total probability.
     model, text = AutoModelForCausalLM.from_pretrained(gsa).eval(), sample("--seed", 3, "--top-p", 0.6)
     with torch.no_grad():
         chances = (model(torch.tensor([text])).logits[0] / 2).softmax(-1)
-    taken = []
+    ranks = []
     for t in range(2, len(text) - 1):
         rank = (chances[t] > chances[t, text[t + 1]]).sum()
         before = chances[t].sort(descending=True).values[:rank].sum()
         assert before < 0.6
-        taken.append(rank)
-    assert max(taken) > 0
+        ranks.append(rank)
+    assert max(ranks) > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_dtype_is_that_of_python(gsa, dtype):
-    """Each dtype writes its own text."""
+def test_text_of_a_dtype_matches_python(gsa, dtype):
+    """The dtypes give different texts."""
     texts = {}
     for name in ("float32", "bfloat16", "float16"):
         model = AutoModelForCausalLM.from_pretrained(gsa, dtype=getattr(torch, name)).eval()
@@ -153,14 +155,14 @@ def test_a_dtype_is_that_of_python(gsa, dtype):
     assert ids_of(gsa, "--max-new-tokens", 20, "--dtype", dtype, prompt="1 2 3") == texts[dtype]
 
 
-def test_a_text_ends_at_its_end(gsa):
+def test_text_ends_at_eos(gsa):
     text = ids_of(gsa, "--max-new-tokens", 40)
-    at = next(i for i in range(4, len(text)) if text[i] not in text[3:i])
-    assert ids_of(gsa, "--max-new-tokens", 40, "--eos", f"{text[at]},298") == text[:at]
+    end = next(i for i in range(4, len(text)) if text[i] not in text[3:i])
+    assert ids_of(gsa, "--max-new-tokens", 40, "--eos", f"{text[end]},298") == text[:end]
 
 
 @pytest.mark.parametrize(
-    "arguments, given, word",
+    "arguments, stdin, word",
     [
         (["{}", "1 300", "--ids"], "", "300"),
         (["{}", "1 x", "--ids"], "", "x"),
@@ -179,22 +181,22 @@ def test_a_text_ends_at_its_end(gsa):
         (["{}/none", "1", "--ids"], "", "config.json"),
     ],
 )
-def test_what_cannot_be_done_is_a_line(gsa, arguments, given, word):
+def test_errors_are_one_line(gsa, arguments, stdin, word):
     arguments = [str(a).format(gsa) for a in arguments]
-    stdout, stderr = run("girih-generate", *arguments, given=given, code=2)
+    stdout, stderr = run("girih-generate", *arguments, stdin=stdin, code=2)
     assert not stdout and stderr.count("\n") == 1 and word in stderr
 
 
 @pytest.mark.parametrize(
     "arguments", [["--seed", "-1"], ["--max-new-tokens", "-1"], ["--lines", "1"], ["--top-k", "x"], ["--odd"]]
 )
-def test_arguments_that_do_not_fit_are_refused(gsa, arguments):
-    stdout, stderr = run("girih-generate", gsa, "--ids", *arguments, given="1", code=2)
+def test_invalid_arguments_are_refused(gsa, arguments):
+    stdout, stderr = run("girih-generate", gsa, "--ids", *arguments, stdin="1", code=2)
     assert not stdout and arguments[0] in stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device here")
-def test_a_text_that_cannot_be_written_is_an_error(gsa):
+def test_failed_write_is_an_error(gsa):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [BIN / "girih-generate", gsa, "1", "--ids", "--quiet"], stdout=full, stderr=subprocess.PIPE
@@ -202,8 +204,8 @@ def test_a_text_that_cannot_be_written_is_an_error(gsa):
     assert done.returncode == 2 and b"standard output" in done.stderr
 
 
-def test_help_tells_what_is_left_out():
-    """And is no error."""
+def test_help_shows_the_defaults():
+    """--help is not an error."""
     documented = {
         "girih-generate": {"--max-new-tokens": "64", "--temperature": "0"},
         "girih-train": {"--mixer": "gsa", "--size": "small", "--at-once": "32768", "--seed": "0"},
@@ -215,44 +217,44 @@ def test_help_tells_what_is_left_out():
 
 
 @pytest.fixture(scope="module")
-def of_bytes(tmp_path_factory):
-    return saved_gsa(tmp_path_factory.mktemp("model"), vocab_size=256)
+def byte_model(tmp_path_factory):
+    return save_gsa(tmp_path_factory.mktemp("model"), vocab_size=256)
 
 
-def test_standard_input_is_one_prompt_with_all_its_lines(of_bytes):
-    how = ("--quiet", "--max-new-tokens", 6)
-    stdout, _ = run("girih-generate", of_bytes, *how, given="two\nlines\n")
-    assert stdout == run("girih-generate", of_bytes, "two\nlines\n", *how)[0]
+def test_standard_input_is_one_prompt_with_all_its_lines(byte_model):
+    options = ("--quiet", "--max-new-tokens", 6)
+    stdout, _ = run("girih-generate", byte_model, *options, stdin="two\nlines\n")
+    assert stdout == run("girih-generate", byte_model, "two\nlines\n", *options)[0]
     assert stdout.startswith(b"two\nlines\n") and len(stdout) == 10 + 6 + 1
 
 
 def test_prompts_without_a_token_are_counted_from_1(gsa):
-    for given, words in (
+    for stdin, words in (
         ("1\n\n2\n", "prompts: number 2 is empty"),
         ("", "prompts is empty; expected at least one"),
     ):
-        stdout, stderr = run("girih-generate", gsa, "--ids", "--lines", given=given, code=2)
+        stdout, stderr = run("girih-generate", gsa, "--ids", "--lines", stdin=stdin, code=2)
         assert not stdout and stderr == f"girih-generate: {words}\n"
 
 
-def test_a_text_of_no_new_token_is_its_prompt(gsa):
+def test_text_without_new_tokens_is_the_prompt(gsa):
     assert run("girih-generate", gsa, "--ids", "7 8", "--max-new-tokens", 0) == (b"7 8\n", "")
     both = run("girih-generate", gsa, "--ids", "7 8", "9", "--max-new-tokens", 0)
     assert both == (b"7 8\n9\n", "")
 
 
-def test_each_of_several_texts_ends_at_its_end(gsa):
-    """The end of the call, of the model or of none; rows that have ended wait for the others."""
-    prompts, how = ["7 8 299", "5", "1 2"], ("--ids", "--quiet", "--max-new-tokens", 12)
+def test_each_text_of_a_batch_ends_at_eos(gsa):
+    """eos comes from the call, from the model, or is absent. Rows that have ended wait for the others."""
+    prompts, fixed = ["7 8 299", "5", "1 2"], ("--ids", "--quiet", "--max-new-tokens", 12)
 
     def texts(folder, *options):
-        stdout, _ = run("girih-generate", folder, *prompts, *how, *options)
+        stdout, _ = run("girih-generate", folder, *prompts, *fixed, *options)
         return stdout.decode().splitlines()
 
     def cut(text, prompt, ends):
-        words, asked = text.split(), len(prompt.split())
-        at = next((i for i in range(asked, len(words)) if words[i] in ends), len(words))
-        return " ".join(words[:at])
+        words, prompt_length = text.split(), len(prompt.split())
+        stop = next((i for i in range(prompt_length, len(words)) if words[i] in ends), len(words))
+        return " ".join(words[:stop])
 
     whole = texts(gsa)
     assert [len(text.split()) for text in whole] == [15, 13, 14]
@@ -265,24 +267,24 @@ def test_each_of_several_texts_ends_at_its_end(gsa):
     config = json.loads((gsa / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [int(end) for end in ends]}))
     assert texts(model) == want
-    alone, _ = run("girih-generate", model, prompts[1], *how)
+    alone, _ = run("girih-generate", model, prompts[1], *fixed)
     assert alone.decode() == want[1] + "\n"
     one = [cut(text, prompt, ends[:1]) for text, prompt in zip(whole, prompts, strict=True)]
     assert texts(model, "--eos", ends[0]) == one
 
 
-def test_the_line_about_time_adds_up(gsa):
+def test_times_of_the_last_line_add_up(gsa):
     stderr = run("girih-generate", gsa, "--ids", "1", "2 3", "4", "--max-new-tokens", 400)[1]
-    tokens, seconds, rate, first, then, each = map(float, re.findall(r"\d+(?:\.\d+)?", stderr))
+    tokens, seconds, rate, first, rest_rate, each = map(float, re.findall(r"\d+(?:\.\d+)?", stderr))
     assert tokens == 1200 and rate == pytest.approx(1200 / seconds, rel=0.01 / seconds)
     assert first + 399 * each / 1e3 == pytest.approx(seconds, abs=0.02)
-    assert then * each / 1e3 == pytest.approx(3, rel=0.02)
+    assert rest_rate * each / 1e3 == pytest.approx(3, rel=0.02)
     stderr = run("girih-generate", gsa, "--ids", "1", "--max-new-tokens", 1)[1]
     assert re.fullmatch(r"1 tokens in \S+ s, \d+ tokens/s; the first after \S+ s\n", stderr)
 
 
-def test_a_text_appears_as_it_is_written(of_bytes):
-    command = [BIN / "girih-generate", of_bytes, "prompt", "--max-new-tokens", "1000000000"]
+def test_text_is_printed_during_generation(byte_model):
+    command = [BIN / "girih-generate", byte_model, "prompt", "--max-new-tokens", "1000000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
             found = os.read(process.stdout.fileno(), 1 << 16)
@@ -292,17 +294,21 @@ def test_a_text_appears_as_it_is_written(of_bytes):
 
 
 def test_samples_without_a_seed_differ(gsa):
-    how = ("--max-new-tokens", 40, "--temperature", 2)
-    assert ids_of(gsa, *how) != ids_of(gsa, *how)
+    options = ("--max-new-tokens", 40, "--temperature", 2)
+    assert ids_of(gsa, *options) != ids_of(gsa, *options)
 
 
-def test_more_tokens_to_choose_from_than_there_are_are_all(gsa):
-    how = ("--max-new-tokens", 20, "--temperature", 2, "--seed", 1)
-    assert ids_of(gsa, *how, "--top-k", 1000) == ids_of(gsa, *how) == ids_of(gsa, *how, "--top-k", 300)
+def test_top_k_above_the_vocabulary_size(gsa):
+    options = ("--max-new-tokens", 20, "--temperature", 2, "--seed", 1)
+    assert (
+        ids_of(gsa, *options, "--top-k", 1000)
+        == ids_of(gsa, *options)
+        == ids_of(gsa, *options, "--top-k", 300)
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(gsa, tmp_path):
+def test_missing_device_is_refused(gsa, tmp_path):
     for program, arguments in (("girih-generate", ["1", "--ids"]), ("girih-train", ["--size", "tiny"])):
         _, stderr = run(program, gsa, *arguments, "--device", "cuda", code=2)
         assert stderr == f"{program}: --device is cuda, but no GPU is available\n"
@@ -323,7 +329,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
+def test_python_loads_the_model_of_a_run(corpus, tmp_path):
     stdout, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
     lines = [line for line in stdout.decode(errors="replace").splitlines() if line.startswith("step ")]
     bits = [float(line.split()[2]) for line in lines]
@@ -331,10 +337,10 @@ def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(result["folder"])
     python = model_of_size("gsa", SIZES["tiny"])
-    ours, theirs = model.config.to_diff_dict(), python.config.to_diff_dict()
+    config, expected = model.config.to_diff_dict(), python.config.to_diff_dict()
     for name in ("architectures", "dtype", "transformers_version"):
-        ours.pop(name, None), theirs.pop(name, None)
-    assert ours == theirs
+        config.pop(name, None), expected.pop(name, None)
+    assert config == expected
     assert model.num_parameters() == result["parameters"]
     again, _ = run("girih-train", corpus, "--size", "tiny", "--steps", 60, "--folder", tmp_path / "run")
     assert again.startswith(b"this run is finished")
@@ -351,10 +357,10 @@ def test_a_run_ends_in_a_model_for_python(corpus, tmp_path):
     ],
     ids=["plain", "options"],
 )
-def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, monkeypatch, capsys):
-    """Loss by loss, in the weights at the end, in the held-out figure of 29 windows, 8 at a time, and in the
-    sample, on the same windows in one order. The first step's learning rate is 0: a run of one step leaves
-    the first weights."""
+def test_run_matches_python_from_the_same_initial_weights(model, tmp_path, monkeypatch, capsys):
+    """Both runs read the same windows in the same order. Losses, final weights, the held-out result of 29
+    windows (8 at a time) and the sample match. The learning rate of the first step is 0, so a run of one step
+    saves the initial weights."""
     corpus = tmp_path / "text"
     corpus.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(1500))[: 20 * 64 * 29])
     options = [*model, "--size", "tiny", "--seed", 3]
@@ -373,8 +379,8 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, mo
     def losses(text):
         return [float(line.split()[2]) for line in text.splitlines() if line.startswith("step ")]
 
-    ours, theirs = losses(stdout.decode(errors="replace")), losses(capsys.readouterr().out)
-    assert len(ours) == 40 and ours == pytest.approx(theirs, abs=0.003)
+    cpp_losses, python_losses = losses(stdout.decode(errors="replace")), losses(capsys.readouterr().out)
+    assert len(cpp_losses) == 40 and cpp_losses == pytest.approx(python_losses, abs=0.003)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("cpp", "python")]
     configs = [(tmp_path / name / "model" / "config.json").read_text() for name in ("cpp", "python")]
     if "--options" in model:
@@ -397,9 +403,9 @@ def test_a_run_is_that_of_python_from_the_same_first_weights(model, tmp_path, mo
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
 def test_chunks_are_drawn_by_the_seed_and_the_part(seed, corpus, tmp_path):
-    """The header of a chunk, which does not decay, moves where the chunk was drawn."""
+    """The header of a chunk does not decay, so it changes only if the chunk is drawn."""
     headers = []
-    for steps in (1, 2):  # of two steps the first moves nothing
+    for steps in (1, 2):  # the first of two steps changes nothing
         options = ["--mixer", "cat", "--chunks", "4,8,16", "--size", "tiny", "--steps", steps, "--seed", seed]
         run("girih-train", corpus, *options, "--folder", tmp_path / str(steps), "--device", "cpu")
         headers.append(load_file(tmp_path / str(steps) / "model" / "model.safetensors")["model.header"])
@@ -409,7 +415,7 @@ def test_chunks_are_drawn_by_the_seed_and_the_part(seed, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("chunks, chunk", [([4, 8], 4), ([8, 16, 32], 16), ([8, 24], 8)], ids=str)
-def test_an_adaptive_model_goes_by_16_or_else_by_its_first_chunk(chunks, chunk, corpus, tmp_path):
+def test_default_chunk_of_an_adaptive_model(chunks, chunk, corpus, tmp_path):
     options = ["--mixer", "cat", "--chunks", ",".join(map(str, chunks)), "--size", "tiny", "--steps", 1]
     run("girih-train", corpus, *options, "--folder", tmp_path / "run", "--device", "cpu")
     cpp = GirihConfig.from_pretrained(tmp_path / "run" / "model")
@@ -418,7 +424,7 @@ def test_an_adaptive_model_goes_by_16_or_else_by_its_first_chunk(chunks, chunk, 
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "attention,gla", "gla,attention", "trellis,delta_product", "cat"])
-def test_a_run_has_the_configuration_that_python_gives_it(mixer, corpus, tmp_path):
+def test_configuration_of_a_run_matches_python(mixer, corpus, tmp_path):
     options = ["--mixer", mixer, "--size", "tiny", "--steps", 1, "--context", 32]
     run("girih-train", corpus, *options, "--folder", tmp_path / "run", "--device", "cpu")
     found = GirihConfig.from_pretrained(tmp_path / "run" / "model")
@@ -426,7 +432,7 @@ def test_a_run_has_the_configuration_that_python_gives_it(mixer, corpus, tmp_pat
     assert found.own_fields() == want.own_fields()
 
 
-def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
+def test_adaptive_run_saves_one_model_for_all_chunks(corpus, tmp_path):
     options = ["--mixer", "cat", "--chunks", "8,16,32", "--size", "tiny", "--steps", 40, "--device", "cpu"]
     run("girih-train", corpus, *options, "--folder", tmp_path / "run")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -437,10 +443,10 @@ def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path):
     assert (model.config.chunk, model.config.chunks) == (16, [8, 16, 32])
     prompt = bytes(read_corpus(corpus, 64).held_out[:64].tolist())
     sample = (tmp_path / "run" / "sample.txt").read_bytes().decode(errors="replace")
-    assert sample == write_sample(model.eval(), prompt, 256, 0)  # by chunks of 16
+    assert sample == write_sample(model.eval(), prompt, 256, 0)  # in chunks of 16
 
 
-def test_a_corpus_is_known_by_its_bytes(tmp_path):
+def test_corpus_is_identified_by_its_bytes(tmp_path):
     texts = [tmp_path / name for name in ("one.txt", "other.txt")]
     options = ["--size", "tiny", "--steps", 1, "--folder", tmp_path / "run"]
     for text in texts:
@@ -453,7 +459,7 @@ def test_a_corpus_is_known_by_its_bytes(tmp_path):
     assert "a run of other arguments is in it" in stderr
 
 
-def test_a_batch_that_is_read_in_parts_is_trained_as_one(corpus, tmp_path):
+def test_batch_in_parts_matches_the_whole_batch(corpus, tmp_path):
     found = []
     for at_once, parts in ((512, ""), (200, ", in 4 parts each,")):
         options = ["--size", "tiny", "--steps", 12, "--at-once", at_once, "--device", "cpu"]
@@ -476,7 +482,7 @@ def test_the_corpus_is_split_as_in_python(corpus, tmp_path):
     assert float(bits) == pytest.approx(result["bits_per_byte"], abs=1e-3)
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(corpus, tmp_path):
+def test_resumed_run_matches_an_uninterrupted_run(corpus, tmp_path):
     options = ["--mixer", "delta_product", "--size", "tiny", "--steps", "150"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run("girih-train", corpus, *options, "--folder", whole)
@@ -494,7 +500,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(corpus, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(corpus, tmp_path):
+def test_folder_has_one_run_and_may_be_inside_the_corpus(corpus, tmp_path):
     texts = tmp_path / "texts"
     shutil.copytree(corpus, texts)
     options = [texts, "--size", "tiny", "--steps", "3000", "--folder", texts / "run"]
@@ -529,7 +535,7 @@ def test_a_folder_has_one_run_at_a_time_which_may_be_part_of_the_corpus_folder(c
         (["{}/.hidden"], "too short"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_in_a_line(corpus, tmp_path, arguments, word):
+def test_invalid_run_is_refused_in_one_line(corpus, tmp_path, arguments, word):
     arguments = [a.format(corpus) for a in arguments]
     stdout, stderr = run("girih-train", *arguments, "--folder", tmp_path / "run", code=2)
     assert not stdout and stderr.count("\n") == 1 and word in stderr
@@ -537,7 +543,7 @@ def test_a_run_that_cannot_be_is_refused_in_a_line(corpus, tmp_path, arguments, 
 
 
 def digest_of(data):
-    """FNV-1a, of 64 bits."""
+    """FNV-1a with 64 bits."""
     digest = 14695981039346656037
     for byte in data:
         digest = (digest ^ byte) * 1099511628211 % 2**64
@@ -545,12 +551,12 @@ def digest_of(data):
 
 
 def tiny(corpus, folder, *options, steps=1, code=0):
-    how = ["--size", "tiny", "--steps", steps, "--device", "cpu", "--folder", folder]
-    return run("girih-train", corpus, *how, *options, code=code)
+    fixed = ["--size", "tiny", "--steps", steps, "--device", "cpu", "--folder", folder]
+    return run("girih-train", corpus, *fixed, *options, code=code)
 
 
 def test_a_corpus_is_its_files_in_the_order_of_their_names(tmp_path):
-    """Without copies, links, what is hidden, what is not text and the folders of runs."""
+    """Copies, links, hidden files, binary files and folders of runs are not part of the corpus."""
     texts = tmp_path / "texts"
     (texts / "sub").mkdir(parents=True)
     (texts / "b.txt").write_text("b" * 700)
@@ -574,7 +580,7 @@ def test_a_corpus_is_its_files_in_the_order_of_their_names(tmp_path):
 
 
 def test_a_large_corpus_is_split_into_stretches_of_64_kib(tmp_path):
-    """And of its held-out text windows are measured that are spread evenly; each of them is another text."""
+    """The windows of the held-out text are spread evenly. Each window has a different text."""
     size = with_context(SIZES["tiny"], 128)
     text = "".join(f"{i:07d}\n" for i in range(2 * 20 * 2**13))
     (tmp_path / "text").write_text(text)
@@ -598,13 +604,13 @@ def test_a_corpus_may_be_as_short_as_20_contexts(tmp_path):
     assert "1279 bytes are too short, 1280 or more are needed" in stderr
 
 
-def test_a_finished_run_says_what_it_was(corpus, tmp_path):
-    """In a folder of folders that were not there, with nothing left that only a run that goes on needs."""
+def test_files_and_output_of_a_finished_run(corpus, tmp_path):
+    """The parent folders are created. Files that only a resumed run needs are removed."""
     folder = tmp_path / "some" / "where"
     options = ["--mixer", "trellis,cat", "--options", " chunk=8   gated=false", "--context", 32, "--seed", 5]
     stdout, _ = tiny(corpus, folder, *options, steps=3)
-    there = {path.name for path in folder.iterdir()}
-    assert there == {"arguments.json", "model", "result.json", "sample.txt"}
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"arguments.json", "model", "result.json", "sample.txt"}
     result = json.loads((folder / "result.json").read_text())
     bits, parameters = result["bits_per_byte"], result["parameters"]
     common = {"mixer": "trellis,cat", "size": "tiny", "steps": 3, "corpus": str(corpus)}
@@ -624,8 +630,8 @@ def test_a_finished_run_says_what_it_was(corpus, tmp_path):
     assert json.loads(lines[-1]) == result
 
 
-def test_a_model_with_a_head_of_its_own_has_the_parameters_of_its_size(corpus, tmp_path):
-    """After more steps than the size has."""
+def test_model_with_an_untied_head_has_the_parameters_of_its_size(corpus, tmp_path):
+    """The run has more steps than the size."""
     steps, option = SIZES["tiny"].steps + 1, "tie_word_embeddings=false"
     stdout, _ = tiny(corpus, tmp_path / "run", "--context", 32, "--options", option, steps=steps)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -637,8 +643,8 @@ def test_a_model_with_a_head_of_its_own_has_the_parameters_of_its_size(corpus, t
     assert stdout.splitlines()[1].decode() == f"{steps} steps of 16 x 32 bytes of {corpus}"
 
 
-def test_a_sample_is_shown_whole(corpus, tmp_path):
-    """Also one with a zero byte, as a model that has learnt nothing writes it."""
+def test_whole_sample_is_printed(corpus, tmp_path):
+    """The sample of an untrained model may have a zero byte."""
     options = ["--mixer", "trellis,cat", "--options", "chunk=8 gated=false", "--context", 32, "--seed", 5]
     stdout, _ = tiny(corpus, tmp_path / "run", *options, steps=3)
     sample = (tmp_path / "run" / "sample.txt").read_bytes()
@@ -659,7 +665,7 @@ def test_an_adaptive_run_is_measured_by_each_of_its_chunks(corpus, tmp_path):
     assert found == pytest.approx(want, abs=1e-4)
 
 
-def test_what_a_lock_left_is_no_other_thing_in_a_folder(corpus, tmp_path):
+def test_old_lock_does_not_block_a_folder(corpus, tmp_path):
     (tmp_path / ".lock").touch()
     tiny(corpus, tmp_path)
     assert (tmp_path / "result.json").exists() and not (tmp_path / ".lock").exists()
@@ -670,9 +676,9 @@ ARGUMENTS |= {"--context": 32, "--seed": 1, "--steps": 1}
 
 
 def run_of(corpus, folder, changes, code=0):
-    given = {name: value for name, value in (ARGUMENTS | changes).items() if value is not None}
-    steps = given.pop("--steps")
-    return tiny(corpus, folder, *(x for item in given.items() for x in item), steps=steps, code=code)
+    values = {name: value for name, value in (ARGUMENTS | changes).items() if value is not None}
+    steps = values.pop("--steps")
+    return tiny(corpus, folder, *(x for item in values.items() for x in item), steps=steps, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -696,13 +702,13 @@ def finished(corpus, tmp_path_factory):
     ],
     ids=str,
 )
-def test_a_run_of_any_other_argument_is_another_run(changes, corpus, finished):
+def test_run_with_any_changed_argument_is_another_run(changes, corpus, finished):
     assert "a run of other arguments is in it" in run_of(corpus, finished, changes, code=2)[1]
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_the_first_weights_are_those_of_a_new_model_after_the_seed(seed, corpus, tmp_path):
-    """The first step's learning rate is 0: a run of one step leaves them."""
+def test_initial_weights_are_those_of_a_new_model_after_the_seed(seed, corpus, tmp_path):
+    """The learning rate of the first step is 0, so a run of one step saves the initial weights."""
     tiny(corpus, tmp_path / "run", "--mixer", "mamba2,gla", "--seed", seed)
     torch.manual_seed(seed)
     new = _C.LanguageModel((tmp_path / "run" / "model" / "config.json").read_text()).named_parameters()
@@ -710,8 +716,8 @@ def test_the_first_weights_are_those_of_a_new_model_after_the_seed(seed, corpus,
     assert all(found[name].equal(p) for name, p in new.items())
 
 
-def test_a_step_is_adamw_of_a_gradient_no_longer_than_1(corpus, tmp_path):
-    """Of two steps the first has a learning rate of 0 and the second the highest."""
+def test_step_is_adamw_with_gradients_clipped_to_norm_1(corpus, tmp_path):
+    """The first of two steps has a learning rate of 0, the second has the highest."""
     found, options = {}, ["--mixer", "attention", "--options", "initializer_range=0.5", "--seed", 2]
     for steps in (1, 2):
         tiny(corpus, tmp_path / str(steps), *options, steps=steps)
@@ -719,8 +725,8 @@ def test_a_step_is_adamw_of_a_gradient_no_longer_than_1(corpus, tmp_path):
     windows = Windows.drawn(read_corpus(corpus, 64).train, 16, 64, 2)
     ids = torch.stack([window["input_ids"] for window in windows]).split(8)
 
-    def off(longest):
-        """How far the run's weights are from those of a step by hand, as a share of its way."""
+    def relative_error(longest):
+        """Distance between the weights of the run and of a step here, relative to the length of the step."""
         model = GirihForCausalLM.from_pretrained(tmp_path / "1" / "model")
         decayed = set(decay_parameter_names(model))
         groups = [
@@ -731,52 +737,54 @@ def test_a_step_is_adamw_of_a_gradient_no_longer_than_1(corpus, tmp_path):
             for has, decay in ((True, 0.1), (False, 0.0))
         ]
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-        for some, rate in zip(ids, (0.0, 3e-3), strict=True):
+        for batch, rate in zip(ids, (0.0, 3e-3), strict=True):
             optimizer.zero_grad()
-            model(input_ids=some, labels=some).loss.backward()
+            model(input_ids=batch, labels=batch).loss.backward()
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), longest) > 1
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         want = dict(model.named_parameters())
-        way, left = (sum((p - x[n]).square().sum() for n, p in want.items()) for x in (found[1], found[2]))
-        return (left / way).sqrt().item()
+        step_length, error = (
+            sum((p - x[n]).square().sum() for n, p in want.items()) for x in (found[1], found[2])
+        )
+        return (error / step_length).sqrt().item()
 
-    assert off(1.0) < 1e-4 < off(1e9)
+    assert relative_error(1.0) < 1e-4 < relative_error(1e9)
 
 
-def test_every_fortieth_of_a_run_is_a_line_and_so_is_its_end(corpus, tmp_path):
-    begun = time.monotonic()
+def test_progress_is_printed_every_fortieth_and_at_the_end(corpus, tmp_path):
+    start = time.monotonic()
     stdout, _ = tiny(corpus, tmp_path / "run", "--mixer", "attention", steps=41)
-    passed = time.monotonic() - begun
+    elapsed = time.monotonic() - start
     form = r"step (\d+)/41  ([\d.]+) bits per byte  (\d+) tokens/s"
     lines = re.findall(form, stdout.decode(errors="replace"))
     steps, bits, rates = ([float(x) for x in column] for column in zip(*lines, strict=True))
     assert steps == [*range(2, 41, 2), 41]
     assert all(abs(a - b) < 1.5 for a, b in pairwise(bits))
     lengths = [2] * 20 + [1]
-    taken = sum(length * 512 / rate for length, rate in zip(lengths, rates, strict=True))
-    assert passed / 50 < taken < passed
+    seconds = sum(length * 512 / rate for length, rate in zip(lengths, rates, strict=True))
+    assert elapsed / 50 < seconds < elapsed
 
 
-def test_a_run_is_saved_at_each_tenth_and_where_it_stops(corpus, tmp_path):
-    """The two newest stay, and the run goes on from the newest."""
+def test_run_is_saved_every_tenth_and_when_stopped(corpus, tmp_path):
+    """The two newest checkpoints are kept. The run resumes from the newest."""
     command = [BIN / "girih-train", corpus, "--size", "tiny", "--steps", "100", "--mixer", "attention"]
     command += ["--folder", tmp_path / "run", "--device", "cpu"]
 
-    def until(process, words):
+    def read_until(process, words):
         return next(line for line in process.stdout if line.startswith(words))
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        until(process, b"step 33/100")
+        read_until(process, b"step 33/100")
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     last = max(int(name.removeprefix("step-")) for name in names)
     assert last >= 33 and names == {f"step-{last}", f"step-{(last - 1) // 10 * 10}"}
-    (tmp_path / "run" / "checkpoints" / "step-99.part").mkdir()  # as a save that was cut off leaves it
+    (tmp_path / "run" / "checkpoints" / "step-99.part").mkdir()  # left by an interrupted save
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert f", from step {last} on".encode() in until(process, b"100 steps of ")
+        assert f", from step {last} on".encode() in read_until(process, b"100 steps of ")
         process.kill()
 
 
@@ -792,14 +800,14 @@ def test_a_second_signal_ends_a_run_at_once(corpus, tmp_path):
     assert not stderr and not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_without_a_folder_lives_in_one_of_its_name(corpus, tmp_path):
-    """Which is refused where it holds something else."""
-    of_options = ["--mixer", "trellis", "--options", "phi=l2_silu  chunk=1"]
+def test_default_folder_of_a_run(corpus, tmp_path):
+    """A folder with other files is refused."""
+    trellis_options = ["--mixer", "trellis", "--options", "phi=l2_silu  chunk=1"]
     for options, name in (
         ([], "gsa-small"),
         (["--size", "tiny", "--mixer", "cat", "--chunks", "4,8"], "cat-adaptive-tiny"),
         (["--size", "tiny", "--mixer", "gsa,attention"], "gsa-attention-tiny"),
-        ([*of_options, "--size", "tiny", "--context", "32"], "trellis-chunk=1-phi=l2_silu-tiny-32"),
+        ([*trellis_options, "--size", "tiny", "--context", "32"], "trellis-chunk=1-phi=l2_silu-tiny-32"),
     ):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "other").touch()
@@ -818,7 +826,7 @@ def test_damaged_files_of_a_run_are_named(name, text, corpus, finished, tmp_path
 
 
 def test_a_corpus_may_have_any_name(tmp_path):
-    """Also one that is no text."""
+    """The name may also be invalid UTF-8."""
     name = os.fsencode(tmp_path) + b"/\xff text"
     Path(os.fsdecode(name)).write_text("some text " * 200)
     for words in (b"gsa, ", b"this run is finished"):
@@ -835,7 +843,8 @@ def test_parts_are_of_one_sequence_at_least(corpus, tmp_path):
 
 
 def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
-    """A model that fits is refused for its corpus, which is looked at later."""
+    """The size is checked before the corpus. A model of a valid size is refused because its corpus is
+    missing."""
 
     def fits(slots):
         try:
@@ -853,7 +862,7 @@ def test_a_size_may_be_two_percent_off_and_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("name", SIZE_FIELDS)
-def test_what_the_size_sets_is_no_option(name, tmp_path):
+def test_fields_of_the_size_are_not_options(name, tmp_path):
     value = {"mixer": "gla", "chunks": "[4]"}.get(name, "8")
     _, stderr = tiny(tmp_path / "none", tmp_path / "run", "--options", f"num_slots=4 {name}={value}", code=2)
     assert f"{name} is not an option; the size or --{name} sets it" in stderr

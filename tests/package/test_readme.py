@@ -1,6 +1,7 @@
-"""The READMEs and the pages of docs/: their Python runs, what they name exists, their tables are up to date.
+"""READMEs and pages of docs/: their Python examples run, the names in the text exist, the tables are up to
+date.
 
-Their C++ is compiled by test_installed.py.
+test_installed.py compiles their C++ blocks.
 """
 
 import inspect
@@ -38,14 +39,14 @@ def test_an_example_runs(name, example):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page):
+def test_links_files_and_make_targets_of_a_page_exist(page):
     """Links, files of this repository, targets of make and their options."""
     text = page.read_text()
     for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", text):
         if not link.startswith("http"):
-            there = page.parent / link if link else page
-            assert there.exists(), link
-            assert not anchor or anchor in anchors(there), f"{link}#{anchor}"
+            linked_file = page.parent / link if link else page
+            assert linked_file.exists(), link
+            assert not anchor or anchor in anchors(linked_file), f"{link}#{anchor}"
     folders = "csrc|docs|examples|kernels|python|tests|tools"
     for file in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
         assert (ROOT / file).exists(), file
@@ -70,7 +71,7 @@ COMMANDS += "".join(file.read_text() for file in (ROOT / "csrc" / "programs").gl
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_that_a_page_names_exists(page):
+def test_code_names_of_a_page_exist(page):
     """Names of Python and C++, options of commands, and calls of operators with their arguments."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for name in re.findall(r"`(girih(?:\.\w+)+)", text):
@@ -81,16 +82,16 @@ def test_the_code_that_a_page_names_exists(page):
         assert re.search(rf"\b{name}\b", HEADERS), name
     for option in re.findall(r"`(--[\w-]+)`", text):
         assert f'"{option}"' in COMMANDS, option
-    for name, given in re.findall(r"`(?:girih\.)?(?:ops\.)?(\w+)\(([^`)]*)\)", text):
+    for name, arguments in re.findall(r"`(?:girih\.)?(?:ops\.)?(\w+)\(([^`)]*)\)", text):
         if name in ops.__all__:
             call = inspect.signature(getattr(ops, name))
-            positional = [part.strip() for part in given.split(",") if part.strip() and "=" not in part]
-            assert positional == list(call.parameters)[: len(positional)], f"{name}({given})"
-            for keyword in re.findall(r"(\w+)=", given):
-                assert keyword in call.parameters, f"{name}({given})"
+            positional = [part.strip() for part in arguments.split(",") if part.strip() and "=" not in part]
+            assert positional == list(call.parameters)[: len(positional)], f"{name}({arguments})"
+            for keyword in re.findall(r"(\w+)=", arguments):
+                assert keyword in call.parameters, f"{name}({arguments})"
 
 
-def test_tables_are_what_the_files_of_results_and_the_library_say():
+def test_tables_are_up_to_date():
     """`make docs` would change nothing."""
     command = [sys.executable, str(ROOT / "tests" / "bench" / "pages.py"), "--check"]
     run = subprocess.run(command, capture_output=True, text=True)

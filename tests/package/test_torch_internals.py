@@ -1,4 +1,5 @@
-"""Each function of girih._torch_internals, on the PyTorch that runs; no other module uses private names."""
+"""Each function of girih._torch_internals on the installed PyTorch. No other module uses private names of
+torch."""
 
 import re
 from dataclasses import dataclass
@@ -34,14 +35,14 @@ def test_no_other_module_uses_private_names_of_torch():
 
 
 def test_every_function_has_a_test_here():
-    own = Path(__file__).read_text()
+    source = Path(__file__).read_text()
     functions = [
         name
         for name, value in vars(internals).items()
         if getattr(value, "__module__", "") == internals.__name__
     ]
     assert len(functions) >= 9
-    assert not [name for name in functions if f"internals.{name}(" not in own]
+    assert not [name for name in functions if f"internals.{name}(" not in source]
 
 
 def test_operators_are_known():
@@ -147,24 +148,24 @@ def test_a_registered_dataclass_is_taken_apart():
 
 @needs_cuda
 def test_the_pool_of_a_capture_that_failed_is_released():
-    """By `graph.record`, which has to care for the device's generator besides."""
+    """The test goes through `graph.record`, which also restores the random generator of the device."""
     stream = torch.cuda.current_stream()
 
-    def waits():
+    def synchronize():
         torch.ones(2**27, device="cuda")
-        torch.cuda.current_stream().synchronize()  # none waits for a stream that is captured
+        torch.cuda.current_stream().synchronize()  # a stream under capture cannot be synchronized
 
     graph.record(lambda: None, stream)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with pytest.raises(RuntimeError):
-        graph.record(waits, stream)
+        graph.record(synchronize, stream)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before
-    made = []
-    replay = graph.record(lambda: made.append(torch.ones(5, device="cuda")), stream)
+    outputs = []
+    replay = graph.record(lambda: outputs.append(torch.ones(5, device="cuda")), stream)
     replay()
-    assert made[0].sum() == 5
+    assert outputs[0].sum() == 5
     assert torch.rand(3, device="cuda").isfinite().all()
 
 
@@ -176,7 +177,7 @@ def test_the_pool_of_a_capture_is_released_once():
         captured.capture_begin(pool=pool, capture_error_mode="thread_local")
         torch.zeros(2**20, device="cuda")
         captured.capture_end()
-    with pytest.raises(RuntimeError):  # capture_end has released it
+    with pytest.raises(RuntimeError):  # capture_end has released the pool
         internals.release_graph_pool(stream.device_index, pool)
 
 

@@ -23,7 +23,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture
 def run(words, tmp_path, handlers):
-    """Compare two tiny mixers on both tasks; options are added at the end."""
+    """Compares two tiny mixers on both tasks. Options are added at the end."""
 
     def run(*options: str) -> int:
         fixed = ["--size", "tiny", "--steps", "3", "--mixers", ",".join(MIXERS), "--corpus", str(words)]
@@ -59,11 +59,11 @@ def test_a_mixer_with_options_is_a_row_beside_the_one_without(run, tmp_path):
     assert found["mixer"] == label and found["loss"] != plain["loss"]
     for part in (tmp_path / "table.md").read_text().split("\n\n")[1::2]:
         assert [line.split("|")[1].strip() for line in part.splitlines()[2:]] == ["gsa", label]
-    assert run("--tasks", "text", "--mixers", "attention") == 0  # the rows of before stay
+    assert run("--tasks", "text", "--mixers", "attention") == 0  # rows of earlier runs stay
     assert label in (tmp_path / "table.md").read_text()
 
 
-def test_a_context_is_of_the_text_and_keeps_the_tokens_of_a_step(run, tmp_path, capsys):
+def test_context_applies_to_text_and_keeps_the_tokens_of_a_step(run, tmp_path, capsys):
     assert run("--tasks", "text", "--mixers", "gsa", "--context", "128") == 0
     assert run("--tasks", "text", "--mixers", "gsa") == 0
     plain, other = (
@@ -92,16 +92,16 @@ def test_mixers_are_compared_at_equal_size_and_on_equal_data(run, tmp_path):
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """The cells of a table's lines, without its heads."""
+    """The cells of the table's rows, without the headings."""
     lines = (line for line in table.splitlines() if line.startswith("| "))
     cells = [[part.strip() for part in line.strip("| ").split("|")] for line in lines]
     return [row for row in cells if row[0] not in ("mixer", "---")]
 
 
 def test_seeds_are_files_of_their_own_and_the_table_has_mean_and_spread(run, tmp_path, capsys):
-    of_gsa = ("--tasks", "text", "--mixers", "gsa")
-    assert run(*of_gsa) == 0
-    assert run(*of_gsa, "--seeds", "3") == 0
+    gsa_options = ("--tasks", "text", "--mixers", "gsa")
+    assert run(*gsa_options) == 0
+    assert run(*gsa_options, "--seeds", "3") == 0
     out = capsys.readouterr().out
     assert out.count("text gsa 0.003: there already") == 1 and "text gsa 0.003 seed 2: 3 steps" in out
     files = [tmp_path / CELLS[0].replace(".json", end) for end in (".json", "-seed1.json", "-seed2.json")]
@@ -109,12 +109,12 @@ def test_seeds_are_files_of_their_own_and_the_table_has_mean_and_spread(run, tmp
     assert [result["settings"]["seed"] for result in results] == [0, 1, 2]
     bits = [result["bits_per_byte"] for result in results]
     assert len(set(bits)) == 3
-    shown = f"{statistics.mean(bits):.3f} ± {statistics.stdev(bits):.3f}"
+    expected = f"{statistics.mean(bits):.3f} ± {statistics.stdev(bits):.3f}"
     table = (tmp_path / "table.md").read_text()
     assert "standard deviation over 3 seeds" in table
-    assert rows_of(table) == [["gsa", f"{results[0]['parameters']:,}", shown, shown]]
+    assert rows_of(table) == [["gsa", f"{results[0]['parameters']:,}", expected, expected]]
 
-    assert run("--tasks", "text", "--mixers", "attention", "--seeds", "1,2") == 0  # these seeds alone
+    assert run("--tasks", "text", "--mixers", "attention", "--seeds", "1,2") == 0  # only these seeds
     two, one = rows_of((tmp_path / "table.md").read_text())[::-1]
     assert two[2] == f"{statistics.mean(bits[1:]):.3f} ± {statistics.stdev(bits[1:]):.3f}"
     assert one[0] == "attention"
@@ -137,11 +137,12 @@ def test_cells_of_another_corpus_are_left_out_of_the_table_and_named(run, words,
     ]
     (line,) = (s for s in (tmp_path / "table.md").read_text().splitlines() if s.startswith("| attention"))
     recall = json.loads((tmp_path / CELLS[3]).read_text())
-    assert line.split("|")[2].strip() == f"{recall['parameters']:,}"  # of recall alone
+    assert line.split("|")[2].strip() == f"{recall['parameters']:,}"  # parameters of the recall model only
 
 
 def test_a_damaged_cell_is_refused_in_one_line_before_any_is_trained(run, tmp_path, capsys):
-    """Cut off, without settings, without what the table shows; also one that was not asked for."""
+    """The file is truncated, or lacks settings or shown values. A file that was not requested
+    is checked too."""
     assert run("--mixers", "gsa", "--tasks", "mqar") == 0
     cell = json.loads((tmp_path / CELLS[2]).read_text())
     capsys.readouterr()
@@ -168,52 +169,52 @@ def test_a_damaged_cell_of_text_is_refused_in_one_line(run, tmp_path, capsys):
     assert line.startswith(f"girih.compare: file {tmp_path / CELLS[0]}: it is damaged")
 
 
-def test_a_folder_that_cannot_be_one_is_refused_in_one_line(run, words, capsys):
+def test_folder_that_is_a_file_is_refused_in_one_line(run, words, capsys):
     assert run("--folder", str(words)) == 2
     assert capsys.readouterr().err == f"girih.compare: folder {words}: File exists\n"
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_are_trained(run, tmp_path, capsys, monkeypatch):
-    real = compare.run_cell
+    original = compare.run_cell
 
-    def fails(task, mixer, *rest):
+    def run_or_fail(task, mixer, *rest):
         if mixer == "gsa":
             raise FloatingPointError("the loss is not finite")
-        return real(task, mixer, *rest)
+        return original(task, mixer, *rest)
 
-    monkeypatch.setattr(compare, "run_cell", fails)
+    monkeypatch.setattr(compare, "run_cell", run_or_fail)
     assert run() == 1
     assert "failed: text gsa 0.003: FloatingPointError: the loss is not finite" in capsys.readouterr().err
     assert [name for name in CELLS if (tmp_path / name).exists()] == [CELLS[1], CELLS[3]]
     assert "attention" in (tmp_path / "table.md").read_text()
 
 
-def test_what_diverges_is_a_result_and_a_mixer_that_always_does_a_failure(run, tmp_path, capsys, monkeypatch):
-    real = compare.run_cell
+def test_divergence_is_a_result_and_a_failure_if_all_rates_diverge(run, tmp_path, capsys, monkeypatch):
+    original = compare.run_cell
 
     def run_cell(task, mixer, recipe, *rest):
         if recipe.learning_rate == 0.5:  # the loss is NaN after the first step
             recipe = replace(recipe, learning_rate=1e30)
-        return real(task, mixer, recipe, *rest)
+        return original(task, mixer, recipe, *rest)
 
     monkeypatch.setattr(compare, "run_cell", run_cell)
-    of_gsa = ("--tasks", "text", "--mixers", "gsa")
-    assert run(*of_gsa, "--rates", "0.5") == 1
+    gsa_options = ("--tasks", "text", "--mixers", "gsa")
+    assert run(*gsa_options, "--rates", "0.5") == 1
     assert capsys.readouterr().err.splitlines()[-1] == "girih.compare: failed: text gsa: diverged"
     assert json.loads((tmp_path / "text-gsa-tiny-3-0.5.json").read_text())["diverged"]
-    assert run(*of_gsa, "--rates", "0.5,0.003") == 0
+    assert run(*gsa_options, "--rates", "0.5,0.003") == 0
     assert "text gsa 0.5: there already" in capsys.readouterr().out
     (line,) = (s for s in (tmp_path / "table.md").read_text().splitlines() if s.startswith("| gsa"))
     _, _, best, *grid = (part.strip() for part in line.strip("| ").split("|"))
     assert grid == [best, "diverged"]
 
 
-def test_the_rates_are_a_third_of_the_recipes_the_recipes_and_three_times_as_much():
+def test_default_rates_are_a_third_one_and_three_times_the_recipes():
     assert cell.rates_of(tasks.TASKS["text"].recipe("10m", None)) == (0.001, 0.003, 0.009)
 
 
-def test_training_ends_when_all_is_recalled(run, tmp_path, monkeypatch):
-    """Looked at every tenth step, on rows that are neither trained on nor what the result is of."""
+def test_training_ends_when_all_pairs_are_recalled(run, tmp_path, monkeypatch):
+    """Accuracy is checked every tenth step, on rows that are neither trained on nor measured at the end."""
     seen = []
 
     def accuracy(model, data, batch):
@@ -221,14 +222,14 @@ def test_training_ends_when_all_is_recalled(run, tmp_path, monkeypatch):
         return {2: 1.0, 4: 0.98 if len(seen) < 2 else 0.99}
 
     monkeypatch.setattr(tasks, "accuracy", accuracy)
-    of_gsa = ("--tasks", "mqar", "--mixers", "gsa", "--steps", "100")
-    assert run(*of_gsa) == 0
+    gsa_options = ("--tasks", "mqar", "--mixers", "gsa", "--steps", "100")
+    assert run(*gsa_options) == 0
     result = json.loads((tmp_path / "mqar-gsa-tiny-100-0.003.json").read_text())
     assert result["steps"] == 20 and len(seen) == 3
     assert seen[0] is seen[1] and not set(map(tuple, seen[0].tolist())) & set(map(tuple, seen[2].tolist()))
 
 
-# Each task of rows at a size that takes seconds.
+# Each task of rows, at a size that takes seconds.
 SMALL = "head_dim=8 context=32 layers=1 batch=4 rows=8 check=2 held_out=8"
 SETTINGS = {
     "mqar_512": f"pairs=2 vocab_size=32 {SMALL}",
@@ -254,7 +255,7 @@ def test_every_task_has_a_setting_here():
 
 @pytest.fixture
 def run_small(words, tmp_path, handlers):
-    """A short comparison of one task, of a width of 16; options are added at the end."""
+    """A short comparison of one task with a width of 16. Options are added at the end."""
 
     def run_small(task: str, *options: str) -> int:
         fixed = ["--tasks", task, "--steps", "3", "--mixers", "delta_product", "--corpus", str(words)]
@@ -291,16 +292,16 @@ def test_every_task_is_trained_measured_and_resumed(run_small, tmp_path, capsys,
     assert "over 2 seeds" in table and rows_of(table)[0][:2] == ["delta_product", "16"]
 
     capsys.readouterr()
-    assert run_small(task, "--seeds", "3") == 0  # the first two are there
+    assert run_small(task, "--seeds", "3") == 0  # the first two seeds exist
     assert capsys.readouterr().out.count("there already") == 2
     assert [file.stat().st_mtime_ns for file in files] == times
-    assert run_small(task, "--seeds", "3", "--steps", "4") == 0  # files of their own
+    assert run_small(task, "--seeds", "3", "--steps", "4") == 0  # these runs have files of their own
     assert len(list(tmp_path.glob("*.json"))) == 6
     assert [file.stat().st_mtime_ns for file in files] == times
 
 
-def test_a_task_with_another_setting_is_a_table_beside(run_small, tmp_path):
-    """Whatever the order of its fields. A damaged file of a setting is found too."""
+def test_each_setting_of_a_task_has_its_own_table(run_small, tmp_path):
+    """The order of the fields has no effect. A damaged file of a setting is also found."""
     assert run_small("s3") == 0
     (first,) = tmp_path.glob("*.json")
     assert run_small("s3", "--setting", " ".join(SETTINGS["s3"].split()[::-1])) == 0
@@ -390,7 +391,7 @@ def test_options_of_tasks_are_checked_and_named(words, tmp_path, handlers, capsy
         ("--steps", str(10**15)),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(run, capsys, options):
+def test_invalid_options_are_refused_in_one_line(run, capsys, options):
     assert run(*options) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("girih.compare: ") and options[1].split(",")[-1] in line
@@ -403,7 +404,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_cell(run, tmp_path, capsys):
     assert not any((tmp_path / name).exists() for name in CELLS)
 
 
-def test_a_comparison_is_alone_in_its_folder(run, tmp_path, capsys):
+def test_folder_has_one_comparison_at_a_time(run, tmp_path, capsys):
     (tmp_path / LOCK).touch()
     holder = f"""import fcntl, sys
 fcntl.lockf(lock := open({str(tmp_path / LOCK)!r}, "w"), fcntl.LOCK_EX)

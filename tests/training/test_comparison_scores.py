@@ -1,4 +1,5 @@
-"""What a comparison shows: scores of hand-made models, on rows not trained on, each in its own column."""
+"""Scores of a comparison, on models made by hand: rows are not trained on, and each column shows its own
+scores."""
 
 import itertools
 import math
@@ -17,9 +18,10 @@ from girih.training.recipe import SIZES
 from torch.utils.data import default_collate
 
 
-class ByHand(torch.nn.Module):
-    """Answers a query by the value that follows its key, where `knows(keys)`; anything elsewhere. As logits
-    are made at labels alone, its `model` gives the answers and its `lm_head` their logits."""
+class HandMadeModel(torch.nn.Module):
+    """Answers a query with the value that follows its key if `knows(keys)` is true, and with anything
+    elsewhere. Logits are computed only at labels, so `model` returns the answers and `lm_head` their logits.
+    """
 
     device = torch.device("cpu")
 
@@ -53,18 +55,18 @@ class ByHand(torch.nn.Module):
 )
 def test_accuracy_is_the_share_of_queries_answered(knows, score):
     data = Recall(30, 64, [4, 8, 16], 64, seed=0)
-    assert accuracy(ByHand(64, knows), data, batch=7) == {4: score, 8: score, 16: score}
+    assert accuracy(HandMadeModel(64, knows), data, batch=7) == {4: score, 8: score, 16: score}
 
 
-def test_accuracy_is_of_each_group():
+def test_accuracy_of_each_group():
     data = Recall(30, 64, [4, 8, 16], 64, seed=0)
-    model = ByHand(64, lambda keys, key: len(keys) != 8)
+    model = HandMadeModel(64, lambda keys, key: len(keys) != 8)
     assert accuracy(model, data, batch=7) == {4: 1.0, 8: 0.0, 16: 1.0}
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "cat"])
-def test_the_loss_at_labels_alone_is_the_models_own(mixer):
-    """And so are its gradients."""
+def test_loss_at_labels_matches_the_loss_of_the_model(mixer):
+    """The gradients are also the same."""
     config = GirihConfig(mixer=mixer, vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=2)
     model = GirihForCausalLM(config).double()
     batch = default_collate([Recall(6, 64, [4, 8], 64, seed=0)[i] for i in range(6)])
@@ -84,8 +86,8 @@ def test_the_loss_at_labels_alone_is_the_models_own(mixer):
         torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-7)
 
 
-def fit_of(seen):
-    """In place of `fit`: nothing is trained, and what a trainer would have is put into `seen`."""
+def fake_fit(seen):
+    """A replacement of `fit` that trains nothing and stores the arguments of the trainer in `seen`."""
 
     def fit(model, recipe, data, held_out, *rest, **options):
         state = SimpleNamespace(log_history=[{"step": 1, "loss": 1.0}], global_step=1)
@@ -108,41 +110,42 @@ def fit_of(seen):
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "text"])
 def test_answers_are_measured_on_rows_that_were_not_trained_on(name, tmp_path, monkeypatch):
-    """Nor are those that end training; all three are as many, of which the same seed would draw the same."""
+    """Training rows, rows that end the training and measured rows are disjoint. Their numbers are equal, so
+    equal seeds would draw equal rows."""
     seen, measured = {}, []
 
-    def of_rows(model, data, batch):
+    def record_rows(model, data, batch):
         measured.append({tuple(row) for row in data.input_ids.tolist()})
         return dict.fromkeys(range(1100), 0.0)
 
-    monkeypatch.setattr(cell, "fit", fit_of(seen))
-    monkeypatch.setattr(tasks, "accuracy", of_rows)
+    monkeypatch.setattr(cell, "fit", fake_fit(seen))
+    monkeypatch.setattr(tasks, "accuracy", record_rows)
     task = TASKS[name]
     recipe = task.recipe("small", 64 if task.widths else None)
     recipe = replace(recipe, held_out=80, batch=8, steps=10)
     cell.run_cell(name, "attention", recipe, None, tmp_path, seed=0)
-    trained = {tuple(row) for row in seen["trained"].input_ids.tolist()}
-    assert len(trained) == 80 and len(measured) == len(task.lengths(recipe))
-    (ends,) = [callback for callback in seen["callbacks"] if hasattr(callback, "shares")]
-    ends.shares()
+    training_rows = {tuple(row) for row in seen["trained"].input_ids.tolist()}
+    assert len(training_rows) == 80 and len(measured) == len(task.lengths(recipe))
+    (stopper,) = [callback for callback in seen["callbacks"] if hasattr(callback, "shares")]
+    stopper.shares()
     assert all(len(rows) == 80 for rows in measured)
-    for one, other in itertools.combinations([trained, *measured], 2):
+    for one, other in itertools.combinations([training_rows, *measured], 2):
         assert not one & other
 
 
 def test_text_is_measured_on_the_held_out_text_alone(tmp_path, monkeypatch):
-    """Bytes below 128 are trained on, those from 128 on are held out."""
+    """Training bytes are below 128, held-out bytes are 128 and above."""
     seen = {}
-    monkeypatch.setattr(cell, "fit", fit_of(seen))
+    monkeypatch.setattr(cell, "fit", fake_fit(seen))
     recipe = replace(SIZES["tiny"], steps=3)
     whole = (torch.arange(9000) % 128).to(torch.uint8)
     corpus = Corpus("two halves", whole, whole + 128, "")
     found = cell.run_cell("text", "attention", recipe, corpus, tmp_path, seed=0)
     assert found["bits_per_byte"] == pytest.approx(2 / math.log(2))
-    trained, measured = (
+    training_rows, measured = (
         torch.stack([w["input_ids"] for w in seen[name]]) for name in ("trained", "measured")
     )
-    assert trained.shape == (3 * recipe.batch, recipe.context) and trained.max() < 128
+    assert training_rows.shape == (3 * recipe.batch, recipe.context) and training_rows.max() < 128
     assert measured.shape == (recipe.held_out, recipe.context) and measured.min() >= 128
     starts = seen["measured"].starts
     assert (starts.diff() >= recipe.context).all()
@@ -151,8 +154,8 @@ def test_text_is_measured_on_the_held_out_text_alone(tmp_path, monkeypatch):
 def cell_of(mixer, rate, seed=0, *, steps=7, most=7, parameters=1000, width=64, **score):
     settings = {"steps": most, "batch": 2, "context": 3, "seed": seed, "learning_rate": rate}
     settings |= {"heads": width // 64, "head_dim": 64, "pairs": [4, 8]}
-    own = {"mixer": mixer, "parameters": parameters, "steps": steps, "diverged": not score}
-    return own | score | {"settings": settings}
+    fields = {"mixer": mixer, "parameters": parameters, "steps": steps, "diverged": not score}
+    return fields | score | {"settings": settings}
 
 
 def text(mixer, rate, parameters, bits):
@@ -161,18 +164,18 @@ def text(mixer, rate, parameters, bits):
 
 def recall(mixer, rate, parameters, steps, *shares, seed=0, width=64):
     accuracy = dict(zip(("4", "8"), shares, strict=True))
-    own = {"steps": steps, "most": 5000, "parameters": parameters, "width": width}
-    return cell_of(mixer, rate, seed, **own, accuracy=accuracy)
+    fields = {"steps": steps, "most": 5000, "parameters": parameters, "width": width}
+    return cell_of(mixer, rate, seed, **fields, accuracy=accuracy)
 
 
-HEADS = ["parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"]  # of the cells of `recall`
+HEADS = ["parameters", "4 pairs", "8 pairs", "lr 0.001", "lr 0.003"]  # headings of the cells of `recall`
 
 
 def rows_of(table):
     return [[part.strip() for part in line.strip("| ").split("|")] for line in table.splitlines()]
 
 
-def test_every_column_shows_its_own(tmp_path):
+def test_every_column_shows_the_scores_of_its_task(tmp_path):
     first, second, *_ = MIXERS
     cells = {
         "text": [
@@ -188,8 +191,8 @@ def test_every_column_shows_its_own(tmp_path):
             recall(second, 0.003, 4001, 800, 0.99, 0.99),
         ],
     }
-    of_text, table, of_recall, other = write_table(cells, tmp_path / "table.md").split("\n\n")
-    assert "after 7 steps of 6 bytes" in of_text and "at most 5,000" in of_recall
+    text_title, table, recall_title, other = write_table(cells, tmp_path / "table.md").split("\n\n")
+    assert "after 7 steps of 6 bytes" in text_title and "at most 5,000" in recall_title
     rows = [rows_of(part) for part in (table, other)]
     assert rows[0][0] == ["mixer", "parameters", "bits per byte", "lr 0.001", "lr 0.01"]
     assert rows[0][2:] == [
@@ -203,12 +206,12 @@ def test_every_column_shows_its_own(tmp_path):
     ]
 
 
-def test_the_best_rate_is_that_of_the_mean_over_seeds_and_rows_are_of_a_width(tmp_path):
+def test_best_rate_has_the_best_mean_over_seeds(tmp_path):
     cells = [
         recall("gsa", 0.001, 10, 5000, 0.5, 0.5),
         recall("gsa", 0.001, 10, 5000, 0.7, 0.5, seed=1),
         recall("gsa", 0.003, 10, 5000, 0.9, 0.9),
-        recall("gsa", 0.003, 10, 5000, 0.1, 0.0, seed=1),  # the best seed is of the worse rate
+        recall("gsa", 0.003, 10, 5000, 0.1, 0.0, seed=1),  # the best seed has the worse rate
         recall("gsa", 0.001, 20, 900, 1.0, 1.0, width=128),
         recall("gsa", 0.001, 20, 1100, 1.0, 0.98, width=128, seed=1),
         recall("gsa", 0.003, 20, 800, 1.0, 1.0, width=128),  # one seed of this rate diverged
@@ -240,8 +243,8 @@ def test_the_best_rate_is_that_of_the_mean_over_seeds_and_rows_are_of_a_width(tm
 def test_needles_are_shown_by_length_and_by_depth(tmp_path):
     shares = {
         f"{length} tokens, depth {depth}": share
-        for length, of_depth in ((128, (1.0, 0.8, 0.6, 0.4)), (256, (0.0, 0.2, 0.4, 0.8)))
-        for depth, share in zip(TASKS["needle"].DEPTHS, of_depth, strict=True)
+        for length, depth_shares in ((128, (1.0, 0.8, 0.6, 0.4)), (256, (0.0, 0.2, 0.4, 0.8)))
+        for depth, share in zip(TASKS["needle"].DEPTHS, depth_shares, strict=True)
     }
     _, table = write_table({"needle": [cell_of("gsa", 0.001, accuracy=shares)]}, tmp_path / "table.md").split(
         "\n\n"

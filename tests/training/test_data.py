@@ -16,8 +16,8 @@ from girih.data import (
 
 
 @pytest.fixture
-def numbered(tmp_path):
-    """Two files of lines that are all different, longer than the stretches that a corpus is cut into."""
+def numbered_corpus(tmp_path):
+    """Two files of distinct lines, longer than the parts into which a corpus is split."""
     for name, first in (("a.txt", 0), ("b.txt", 10_000)):
         (tmp_path / name).write_text("".join(f"{first + i:07d}\n" for i in range(10_000)))
     return tmp_path
@@ -27,31 +27,31 @@ def lines(text: torch.Tensor) -> set[bytes]:
     return {line for line in bytes(text.tolist()).split(b"\n") if len(line) == 7}
 
 
-def test_no_held_out_line_is_in_the_training_text(numbered):
-    corpus = read_corpus(numbered)
+def test_no_held_out_line_is_in_the_training_text(numbered_corpus):
+    corpus = read_corpus(numbered_corpus)
     assert len(corpus.train) + len(corpus.held_out) == 160_000
     assert len(lines(corpus.held_out)) > 900
     assert not lines(corpus.train) & lines(corpus.held_out)
 
 
-def test_a_corpus_is_the_same_however_the_files_were_made(numbered, tmp_path_factory):
+def test_corpus_does_not_depend_on_the_order_of_file_creation(numbered_corpus, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     for name in ("b.txt", "a.txt"):
-        (other / name).write_bytes((numbered / name).read_bytes())
-    first, second = read_corpus(numbered), read_corpus(other)
+        (other / name).write_bytes((numbered_corpus / name).read_bytes())
+    first, second = read_corpus(numbered_corpus), read_corpus(other)
     assert first.digest == second.digest and torch.equal(first.train, second.train)
 
 
-def test_copies_hidden_files_links_binaries_and_runs_are_left_out(numbered):
-    before = read_corpus(numbered).digest
-    (numbered / "copy.txt").write_bytes((numbered / "a.txt").read_bytes())
-    (numbered / ".hidden").write_text("x" * 5000)
-    (numbered / "run" / "model").mkdir(parents=True)
-    (numbered / "run" / "arguments.json").write_text("{}")
-    (numbered / "run" / "model" / "config.json").write_text("y" * 5000)
-    (numbered / "binary").write_bytes(b"\0" * 5000)
-    (numbered / "link").symlink_to("a.txt")
-    assert read_corpus(numbered).digest == before
+def test_copies_hidden_files_links_binaries_and_runs_are_left_out(numbered_corpus):
+    before = read_corpus(numbered_corpus).digest
+    (numbered_corpus / "copy.txt").write_bytes((numbered_corpus / "a.txt").read_bytes())
+    (numbered_corpus / ".hidden").write_text("x" * 5000)
+    (numbered_corpus / "run" / "model").mkdir(parents=True)
+    (numbered_corpus / "run" / "arguments.json").write_text("{}")
+    (numbered_corpus / "run" / "model" / "config.json").write_text("y" * 5000)
+    (numbered_corpus / "binary").write_bytes(b"\0" * 5000)
+    (numbered_corpus / "link").symlink_to("a.txt")
+    assert read_corpus(numbered_corpus).digest == before
 
 
 def test_the_standard_library_is_the_corpus_when_none_is_named():
@@ -70,12 +70,12 @@ def test_a_corpus_that_cannot_be_used_is_refused(tmp_path, content):
 
 def test_windows_are_drawn_by_seed_and_stay_in_the_text():
     text = torch.arange(100, dtype=torch.uint8)
-    drawn = Windows.drawn(text, 500, 10, seed=1)
-    assert torch.equal(drawn.starts, Windows.drawn(text, 500, 10, seed=1).starts)
-    assert drawn.starts.min() == 0 and drawn.starts.max() == 90
+    windows = Windows.drawn(text, 500, 10, seed=1)
+    assert torch.equal(windows.starts, Windows.drawn(text, 500, 10, seed=1).starts)
+    assert windows.starts.min() == 0 and windows.starts.max() == 90
     for i in range(500):
-        ids, labels = drawn[i]["input_ids"], drawn[i]["labels"]
-        assert torch.equal(ids, torch.arange(10) + drawn.starts[i])
+        ids, labels = windows[i]["input_ids"], windows[i]["labels"]
+        assert torch.equal(ids, torch.arange(10) + windows.starts[i])
         assert labels[0] == IGNORED and torch.equal(labels[1:], ids[1:])
     spread = Windows.spread(text, 6, 10)
     assert spread.starts.tolist() == [0, 10, 30, 50, 60, 80]
@@ -89,16 +89,16 @@ def recall():
     return Recall(300, 64, PAIRS, 128, seed=3)
 
 
-def test_every_answer_can_be_read_off_the_row_before_its_query(recall):
+def test_every_answer_is_in_the_row_before_its_query(recall):
     for i in range(len(recall)):
         ids, labels = recall[i]["input_ids"], recall[i]["labels"]
         pairs = PAIRS[i % 3]
         memory = dict(zip(ids[: 2 * pairs : 2].tolist(), ids[1 : 2 * pairs : 2].tolist(), strict=True))
         assert len(memory) == pairs and all(0 < k < 64 <= v < 128 for k, v in memory.items())
-        asked = (labels != IGNORED).nonzero()[:, 0]
-        assert sorted(ids[asked - 1].tolist()) == sorted(memory)
-        assert labels[asked].tolist() == [memory[k] for k in ids[asked - 1].tolist()]
-        assert (asked > 2 * pairs).all() and (ids[2 * pairs :] > 0).sum() == pairs
+        queries = (labels != IGNORED).nonzero()[:, 0]
+        assert sorted(ids[queries - 1].tolist()) == sorted(memory)
+        assert labels[queries].tolist() == [memory[k] for k in ids[queries - 1].tolist()]
+        assert (queries > 2 * pairs).all() and (ids[2 * pairs :] > 0).sum() == pairs
 
 
 def test_recall_is_drawn_by_seed(recall):
@@ -107,7 +107,7 @@ def test_recall_is_drawn_by_seed(recall):
     assert not torch.equal(other.input_ids, recall.input_ids)
 
 
-def test_more_queries_stand_near_the_pairs_than_far_from_them(recall):
+def test_most_queries_are_near_the_pairs(recall):
     rows = recall.labels[recall.group == 2]
     assert (rows[:, :24] != IGNORED).sum() > 2 * (rows[:, 40:] != IGNORED).sum()
 
@@ -127,8 +127,8 @@ def test_labels_of_parity_are_the_parity_of_the_tokens_before():
 
 
 @pytest.mark.parametrize("points", [3, 5])
-def test_labels_of_permutations_say_where_each_point_has_come(points):
-    """Points are moved by hand, one permutation after the other."""
+def test_labels_of_permutations_are_products_of_the_tokens_before(points):
+    """The test applies one permutation after the other to the points."""
     elements = list(itertools.permutations(range(points)))
     data = Products(20, 30, symmetric(points), seed=0)
     for i in range(len(data)):
@@ -149,19 +149,19 @@ def test_multiplication_tables_are_of_groups(table):
     assert torch.equal(table[table], table[every[:, None, None], table])  # (a b) c = a (b c)
 
 
-def test_products_count_from_a_place_on_and_no_label_says_what_a_later_token_does():
+def test_products_start_at_since_and_are_independent_of_later_tokens():
     every, last = (Products(40, 16, symmetric(3), seed=5, since=since) for since in (1, 12))
     assert torch.equal(every.input_ids, last.input_ids)
     assert (last.labels[:, :12] == IGNORED).all() and torch.equal(last.labels[:, 12:], every.labels[:, 12:])
     assert every.group.unique().tolist() == [16]
-    # A product and the token at its place are independent: each is uniform given the other.
+    # A product and the token at its position are independent: each is uniform given the other.
     data = Products(40_000, 3, symmetric(3), seed=1)
     pairs = torch.stack((data.labels[:, 2], data.input_ids[:, 2]), 1)
     _, times = pairs.unique(dim=0, return_counts=True)
     assert len(times) == 36 and (times.float() / (40_000 / 36) - 1).abs().max() < 0.2
 
 
-def test_the_needles_value_is_read_off_the_row_at_its_key():
+def test_label_of_a_needle_is_the_value_after_its_key():
     data = Needles(200, 40, 64, seed=2)
     for i in range(len(data)):
         ids, labels = data[i]["input_ids"].tolist(), data[i]["labels"].tolist()
@@ -179,18 +179,18 @@ def test_needles_are_at_every_place():
     assert places.bincount().numel() == 17 and places.bincount().min() > 150
     assert torch.equal(data.group, torch.arange(4000) % 4)
     for depth in range(4):
-        own = places[data.group == depth]
-        assert own.min() == 17 * depth // 4 and own.max() == 17 * (depth + 1) // 4 - 1
+        depth_places = places[data.group == depth]
+        assert depth_places.min() == 17 * depth // 4 and depth_places.max() == 17 * (depth + 1) // 4 - 1
 
 
 @pytest.mark.parametrize("kind", ["products", "needles"])
 def test_rows_are_drawn_by_seed(kind):
-    def drawn(seed):
+    def draw_rows(seed):
         return Products(50, 16, symmetric(3), seed) if kind == "products" else Needles(50, 16, 64, seed)
 
-    assert torch.equal(drawn(3).input_ids, drawn(3).input_ids)
-    assert torch.equal(drawn(3).labels, drawn(3).labels)
-    assert not torch.equal(drawn(3).input_ids, drawn(4).input_ids)
+    assert torch.equal(draw_rows(3).input_ids, draw_rows(3).input_ids)
+    assert torch.equal(draw_rows(3).labels, draw_rows(3).labels)
+    assert not torch.equal(draw_rows(3).input_ids, draw_rows(4).input_ids)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,6 @@ def test_rows_are_drawn_by_seed(kind):
         (lambda: Needles(1, 64, 7, 0), "vocab_size 7"),
     ],
 )
-def test_rows_that_cannot_be_made_are_refused(make, word):
+def test_invalid_rows_are_refused(make, word):
     with pytest.raises(ValueError, match=word):
         make()

@@ -1,4 +1,4 @@
-"""Sequences that a collator packs into one row know nothing of each other, in training and in evaluation."""
+"""Sequences that a collator packs into one row are independent, in training and in evaluation."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def small(mixer, **options):
         "num_slots": 8,
         "chunk": 4,
         "max_position_embeddings": 64,
-        "initializer_range": 0.2,  # a token of another sequence shows in the logits
+        "initializer_range": 0.2,  # so that a token of another sequence changes the logits
     }
     return GirihForCausalLM(config_of(mixer=mixer, **(sizes | options)))
 
@@ -36,9 +36,9 @@ def close(a, b, tolerance=1e-5):
     torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
-def collated(**options):
+def make_batch(**options):
     batch = DataCollatorWithFlattening(**options)([{"input_ids": ids} for ids in SEQUENCES])
-    batch["labels"] = batch["input_ids"].clone()  # first tokens too: the model must leave them out
+    batch["labels"] = batch["input_ids"].clone()  # also the first tokens, which the model must ignore
     return batch
 
 
@@ -52,8 +52,8 @@ COLLATORS = {
 }
 
 
-def alone(model):
-    """Logits of every sequence by itself, one after the other, and the mean loss over their tokens."""
+def separate_outputs(model):
+    """Logits of each sequence alone, concatenated, and the mean loss over their tokens."""
     outputs = [(len(ids), model(torch.tensor([ids]))) for ids in SEQUENCES]
     logits = torch.cat([output.logits for _, output in outputs], 1)
     loss, count = 0.0, 0
@@ -68,34 +68,34 @@ def alone(model):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("form", COLLATORS)
-def test_packed_sequences_know_nothing_of_each_other(model, form, training):
+def test_packed_sequences_are_independent(model, form, training):
     model.train(training)
-    output = model(**collated(**COLLATORS[form]))
-    logits, loss = alone(model)
+    output = model(**make_batch(**COLLATORS[form]))
+    logits, loss = separate_outputs(model)
     close(output.logits, logits)
     close(output.loss, loss)
     assert output.past_key_values is None
 
 
-def test_gradients_are_those_of_the_sequences_alone(model):
-    model(**collated(return_flash_attn_kwargs=True)).loss.backward()
+def test_gradients_match_separate_sequences(model):
+    model(**make_batch(return_flash_attn_kwargs=True)).loss.backward()
     packed = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    alone(model)[1].backward()
+    separate_outputs(model)[1].backward()
     for name, p in model.named_parameters():
         close(packed[name], p.grad)
 
 
-def test_the_base_model_takes_the_same(model):
-    batch = collated(return_seq_idx=True)
+def test_base_model_accepts_packed_sequences(model):
+    batch = make_batch(return_seq_idx=True)
     del batch["labels"]
     hidden = model.model(**batch).last_hidden_state
     expected = [model.model(torch.tensor([ids])).last_hidden_state for ids in SEQUENCES]
     close(hidden, torch.cat(expected, 1))
 
 
-def test_bounds_on_the_device_are_not_waited_for():
-    """Nothing is read from tensors that have no values."""
+def test_bounds_are_not_read_on_the_host():
+    """The tensors have no values, so nothing can be read from them."""
     with torch.device("meta"):
         model = small("gsa")
         ids, cu_seqlens = torch.zeros(1, 9, dtype=torch.long), torch.zeros(3, dtype=torch.int32)
@@ -106,7 +106,7 @@ def test_bounds_on_the_device_are_not_waited_for():
 
 
 @torch.no_grad()
-def test_positions_that_only_rise_say_nothing(model):
+def test_rising_positions_start_no_sequence(model):
     model.eval()
     ids, mask = torch.randint(1, 32, (3, 7)), torch.ones(3, 7, dtype=torch.long)
     mask[1, :4], mask[2, :6] = 0, 0
@@ -143,7 +143,7 @@ def test_positions_that_only_rise_say_nothing(model):
         ({"cu_seq_lens_q": torch.tensor([[0, 4]])}, "cu_seqlens has shape"),
     ],
 )
-def test_what_packs_nothing_is_refused(wrong, message):
+def test_invalid_packing_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         small("gsa")(**({"input_ids": torch.ones(1, 4, dtype=torch.long)} | wrong))
 
@@ -154,12 +154,12 @@ def test_compiled_models_pack_too():
     compiled = torch.compile(model, backend="aot_eager")
     for options in ({"return_flash_attn_kwargs": True}, {}):
         torch.compiler.reset()
-        close(compiled(**collated(**options)).loss, alone(model)[1])
+        close(compiled(**make_batch(**options)).loss, separate_outputs(model)[1])
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "attention"])
-def test_trl_packs_and_the_loss_is_that_of_the_sequences_alone(mixer, tmp_path):
-    """Its import takes about four seconds."""
+def test_loss_of_sequences_packed_by_trl_matches_separate_sequences(mixer, tmp_path):
+    """The import of trl takes about four seconds."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -189,6 +189,6 @@ def test_trl_packs_and_the_loss_is_that_of_the_sequences_alone(mixer, tmp_path):
         model=model, args=arguments, train_dataset=data, eval_dataset=data, processing_class=words
     )
     trainer.train()
-    expected = alone(model)[1].item()
+    expected = separate_outputs(model)[1].item()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-4)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Several processes that train together, here two or three of a CPU."""
+"""Training in several processes, here two or three on a CPU."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ sys.exit(run_on({}, "girih.train", sys.argv[1:]))
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a training of a tiny model in so many processes; its folder is tmp_path / "run"."""
+    """Starts a training of a tiny model in `count` processes. Its folder is `tmp_path / "run"`."""
     corpus = tmp_path / "squares.txt"
     corpus.write_text(" ".join(str(i * i) for i in range(4000)))
     fixed = ["--size", "tiny", "--corpus", str(corpus), "--folder", str(tmp_path / "run")]
@@ -49,13 +49,13 @@ def test_a_batch_that_processes_cannot_share_is_refused_in_one_line(start, tmp_p
     version.parse(transformers.__version__) < version.parse("5.23") and not torch.cuda.is_available(),
     reason="this transformers cannot continue several processes without a GPU: torch.load knows no 'cpu:0'",
 )
-def test_processes_stop_together_saved_and_the_same_command_goes_on(start, tmp_path):
-    in_parts = ("--steps", "40", "--at-once", "128")
-    run = start(2, *in_parts)
+def test_processes_save_stop_and_resume_together(start, tmp_path):
+    options = ("--steps", "40", "--at-once", "128")
+    run = start(2, *options)
     for line in run.stdout:
         if line.startswith("step 5/"):
             run.send_signal(signal.SIGINT)
-            run.send_signal(signal.SIGINT)  # the same press, delivered twice
+            run.send_signal(signal.SIGINT)  # one key press, delivered twice
             break
     _, complaint = run.communicate(timeout=300)
     assert run.returncode == 128 + signal.SIGINT
@@ -65,14 +65,14 @@ def test_processes_stop_together_saved_and_the_same_command_goes_on(start, tmp_p
     stopped = int(newest.name.split("-")[1])
     assert 5 <= stopped < 40
 
-    run = start(2, *in_parts)
+    run = start(2, *options)
     printed, complaint = run.communicate(timeout=300)
     assert (run.returncode, complaint) == (0, "")
     assert f"from step {stopped} on" in printed
     assert len([line for line in printed.splitlines() if line.startswith("step 40/40")]) == 1
 
 
-def test_one_that_crashes_ends_the_others_and_its_code_is_the_answer(tmp_path, monkeypatch):
+def test_crash_of_one_process_ends_all_with_its_exit_code(tmp_path, monkeypatch):
     module = tmp_path / "waits.py"
     module.write_text("import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else time.sleep(300)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -88,13 +88,13 @@ def test_as_many_gpus_train_as_share_the_batch_evenly(batch, gpus, used, monkeyp
     assert processes.gpus_for(batch) == used
 
 
-def test_one_that_a_signal_ends_answers_as_a_shell_would(tmp_path, monkeypatch):
+def test_exit_code_after_a_signal_is_that_of_a_shell(tmp_path, monkeypatch):
     (tmp_path / "waits.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert processes.run_on(1, "waits", []) == 128 + signal.SIGKILL
 
 
-def test_each_process_knows_its_place_and_its_arguments(tmp_path, monkeypatch):
+def test_each_process_gets_its_rank_and_its_arguments(tmp_path, monkeypatch):
     variables = "['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS']"
     (tmp_path / "says.py").write_text(
         "import os, sys\n"
@@ -108,14 +108,14 @@ def test_each_process_knows_its_place_and_its_arguments(tmp_path, monkeypatch):
         for rank in ("0", "1"):
             assert (tmp_path / rank).read_text() == f"{rank} {rank} 2 2 127.0.0.1 {threads} --a b"
             (tmp_path / rank).unlink()
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what a user says counts more
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the value of the user takes precedence
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("visible, used", [(None, "0"), ("2,3", "2"), ("1", "1"), ("", "")])
 def test_a_run_without_a_launcher_sees_one_gpu(visible, used, monkeypatch):
-    def see(launched):
+    def visible_devices(launched):
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
@@ -125,12 +125,12 @@ def test_a_run_without_a_launcher_sees_one_gpu(visible, used, monkeypatch):
         processes.use_one_device()
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the end of the test restores it
-    assert see(launched=False) == used and see(launched=True) == visible
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the end of the test restores the variable
+    assert visible_devices(launched=False) == used and visible_devices(launched=True) == visible
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_second_press_stops_at_once_and_the_same_press_twice_does_not(monkeypatch):
+def test_second_interrupt_stops_at_once_and_a_duplicate_does_not(monkeypatch):
     now = 100.0
     monkeypatch.setattr(processes.time, "monotonic", lambda: now)
     interrupt, control = processes.Interrupt(), transformers.TrainerControl()
@@ -148,7 +148,7 @@ def test_a_second_press_stops_at_once_and_the_same_press_twice_does_not(monkeypa
     interrupt.on_step_end(None, None, control)
     assert not control.should_save and not control.should_training_stop
     assert not stops_at_once(signal.SIGINT)
-    now = 100.9  # a launcher and a terminal have both delivered it
+    now = 100.9  # a launcher and a terminal have both delivered the signal
     assert not stops_at_once(signal.SIGINT)
     now = 101.1
     assert not stops_at_once(signal.SIGTERM) and interrupt.number == signal.SIGINT

@@ -1,4 +1,5 @@
-"""Two processes that train a model together, by DDP or FSDP2, have the losses and gradients of one."""
+"""Two processes that train a model together, by DDP or FSDP2, have the losses and gradients of
+one process."""
 
 import os
 import subprocess

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("handlers")
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """40 KB of words in an order drawn once."""
+    """40 KB of words in a random order with a fixed seed."""
     draw = random.Random(0)
     words = ["memory", "slot", "chunk", "decay", "the", "a", "of", "reads", "writes", "key", "value", "."]
     file = tmp_path_factory.mktemp("corpus") / "words.txt"
@@ -52,7 +52,7 @@ def last_line(text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> tuple[Path, str]:
-    """A run that nothing disturbed: its folder and what it printed."""
+    """An undisturbed run: its folder and its output."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -60,7 +60,7 @@ def finished(corpus, tmp_path_factory) -> tuple[Path, str]:
     return folder, printed.getvalue()
 
 
-def test_a_run_leaves_a_model_a_sample_a_curve_and_its_result_in_the_last_line(finished):
+def test_files_and_last_line_of_a_run(finished):
     folder, printed = finished
     result = last_line(printed)
     assert result["mixer"] == "gsa" and result["folder"] == str(folder / "model")
@@ -99,9 +99,7 @@ def test_a_finished_run_says_so_and_is_not_trained_again(finished, corpus, capsy
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
-    number, finished, corpus, tmp_path, capsys
-):
+def test_stopped_run_resumes_and_matches_an_uninterrupted_run(number, finished, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -116,9 +114,9 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
     stopped = int(newest.name.split("-")[1])
     assert 5 <= stopped < STEPS
 
-    cut_off = folder / "checkpoints" / f"checkpoint-{stopped + 1}"
-    shutil.copytree(newest, cut_off, ignore=shutil.ignore_patterns(WHOLE, "trainer_state.json"))
-    (cut_off / "optimizer.pt").write_bytes(b"cut off")
+    partial = folder / "checkpoints" / f"checkpoint-{stopped + 1}"
+    shutil.copytree(newest, partial, ignore=shutil.ignore_patterns(WHOLE, "trainer_state.json"))
+    (partial / "optimizer.pt").write_bytes(b"cut off")
 
     assert train.main(arguments(corpus, folder)) == 0
     printed = capsys.readouterr().out
@@ -128,7 +126,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_ends_as_if_never_stopped(
     )
 
 
-def test_a_killed_run_goes_on_and_ends_bit_for_bit_as_if_never_killed(finished, corpus, tmp_path, capsys):
+def test_killed_run_resumes_bitwise_equal_to_an_uninterrupted_run(finished, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder)]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -158,24 +156,24 @@ def test_other_arguments_are_another_run_and_the_first_is_kept(finished, corpus,
     assert json.loads((tmp_path / "run.1" / "result.json").read_text())["steps"] == STEPS
 
 
-def test_a_run_is_alone_in_its_folder_which_no_other_moves_meanwhile(corpus, tmp_path, capsys):
+def test_folder_of_an_active_run_is_locked_and_not_moved(corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "girih.train", *arguments(corpus, folder, steps=1000)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert "parameters" in run.stdout.readline()
         for seed in ("0", "1"):
-            line = refused([*arguments(corpus, folder, steps=1000), "--seed", seed], capsys)
+            line = refusal([*arguments(corpus, folder, steps=1000), "--seed", seed], capsys)
             assert line == f"girih.train: folder {folder}: another run is at work in it\n"
         assert [p.name for p in tmp_path.iterdir()] == ["run"]
     finally:
         run.kill()
         run.communicate()
-    assert train.main(arguments(corpus, folder, steps=1)) == 0  # the lock of the killed run ended with it
+    assert train.main(arguments(corpus, folder, steps=1)) == 0  # the lock of the killed run is released
     assert (tmp_path / "run.1").exists() and not list(tmp_path.glob("*/" + LOCK))
 
 
-def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(tmp_path, monkeypatch):
+def test_lock_of_a_moved_folder_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setattr(fcntl, "lockf", lambda *_: folder.rename(tmp_path / "run.1"))
@@ -183,7 +181,7 @@ def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(tmp_path, monkeypat
         pass
 
 
-def test_the_lock_of_another_run_is_left_where_it_is(tmp_path):
+def test_lock_of_another_run_is_not_removed(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with lock_folder(folder):
@@ -193,24 +191,26 @@ def test_the_lock_of_another_run_is_left_where_it_is(tmp_path):
     assert (folder / LOCK).exists()
 
 
-def test_mixers_with_commas_take_turns_over_the_layers(corpus, tmp_path, capsys):
+def test_mixers_alternate_over_the_layers(corpus, tmp_path, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1, mixer="gsa,attention")) == 0
     result = last_line(capsys.readouterr().out)
     assert list(GirihForCausalLM.from_pretrained(result["folder"]).config.mixer) == ["gsa", "attention"]
 
 
-def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path, capsys, monkeypatch):
-    drawn = []
+def test_adaptive_run_saves_one_model_for_all_chunks(corpus, tmp_path, capsys, monkeypatch):
+    chunk_draws = []
     choose_chunk = CatModel.choose_chunk
     monkeypatch.setattr(
         CatModel,
         "choose_chunk",
-        lambda model, *args: drawn.append((model.training, choose_chunk(model, *args))) or drawn[-1][1],
+        lambda model, *args: (
+            chunk_draws.append((model.training, choose_chunk(model, *args))) or chunk_draws[-1][1]
+        ),
     )
     argv = [*arguments(corpus, tmp_path / "run", mixer="cat"), "--chunks", "4,8,16"]
     assert train.main(argv) == 0
     result = last_line(capsys.readouterr().out)
-    assert {chunk for training, chunk in drawn if training} == {4, 8, 16}
+    assert {chunk for training, chunk in chunk_draws if training} == {4, 8, 16}
     by_chunk = result["bits_per_byte_by_chunk"]
     assert by_chunk.keys() == {"4", "8", "16"} and by_chunk["16"] == result["bits_per_byte"]
     assert len(set(by_chunk.values())) == 3 and all(bits < 7 for bits in by_chunk.values())
@@ -218,26 +218,26 @@ def test_chunks_are_one_model_that_reads_by_each_of_them(corpus, tmp_path, capsy
     assert (config.chunk, config.chunks) == (16, [4, 8, 16])
 
 
-def test_layers_say_which_parameters_decay(corpus, tmp_path):
+def test_parameters_that_decay_are_those_that_the_layers_name(corpus, tmp_path):
     model = model_of_size("trellis", SIZES["tiny"])
     trainer = fit(model, SIZES["tiny"], None, None, tmp_path, 0)
     groups = {g["weight_decay"]: g["params"] for g in trainer.create_optimizer().param_groups}
     decayed = {id(model.get_parameter(name)) for name in decay_parameter_names(model)}
     assert {id(p) for p in groups[0.1]} == decayed
-    kept = {id(p) for p in groups[0.0]}
-    assert kept == {id(p) for p in model.parameters()} - decayed
-    assert id(model.model.layers[0].mixer.key_memory) in kept
+    undecayed = {id(p) for p in groups[0.0]}
+    assert undecayed == {id(p) for p in model.parameters()} - decayed
+    assert id(model.model.layers[0].mixer.key_memory) in undecayed
 
 
-def refused(argv: list[str], capsys) -> str:
-    """The one line with which `argv` is refused."""
+def refusal(argv: list[str], capsys) -> str:
+    """The one-line error that refuses `argv`."""
     assert train.main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
     return printed.err
 
 
-def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, tmp_path, capsys):
+def test_invalid_arguments_are_refused_in_one_line_and_leave_no_folder(corpus, tmp_path, capsys):
     folder, empty, short = tmp_path / "run", tmp_path / "empty", tmp_path / "short.txt"
     empty.mkdir()
     short.write_text("too short")
@@ -261,15 +261,15 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_leaves_nothing(corpus, t
         "argument --seed: invalid seed value: 'one'": [*arguments(corpus, folder), "--seed", "one"],
     }
     for word, argv in wrong.items():
-        assert word in refused(argv, capsys)
+        assert word in refusal(argv, capsys)
         assert not folder.exists()
 
 
-def test_memory_that_is_full_is_one_line_that_tells_what_helps(corpus, tmp_path, capsys, monkeypatch):
-    def full(*arguments, **named):
+def test_out_of_memory_error_suggests_a_smaller_at_once(corpus, tmp_path, capsys, monkeypatch):
+    def raise_out_of_memory(*arguments, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(ByteTrainer, "training_step", full)
+    monkeypatch.setattr(ByteTrainer, "training_step", raise_out_of_memory)
     assert train.main(arguments(corpus, tmp_path / "run")) == 2
     message = (
         "the GPU's memory is full with 512 tokens at once; the same command with --at-once 256 continues"
@@ -277,13 +277,13 @@ def test_memory_that_is_full_is_one_line_that_tells_what_helps(corpus, tmp_path,
     assert capsys.readouterr().err == f"girih.train: {message}\n"
 
 
-def test_an_option_that_is_not_one_is_refused_in_one_line(capsys):
-    assert "many" in refused(["--steps", "many"], capsys)
+def test_invalid_option_value_is_refused_in_one_line(capsys):
+    assert "many" in refusal(["--steps", "many"], capsys)
 
 
 def test_a_folder_with_something_else_in_it_is_not_touched(corpus, tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
-    assert "something else" in refused(arguments(corpus, tmp_path), capsys)
+    assert "something else" in refusal(arguments(corpus, tmp_path), capsys)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -293,25 +293,25 @@ def test_a_damaged_file_is_refused_in_one_line(name, content, finished, corpus, 
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     (folder / name).write_bytes(content)
-    assert f"file {folder / name}: it is damaged" in refused(arguments(corpus, folder), capsys)
+    assert f"file {folder / name}: it is damaged" in refusal(arguments(corpus, folder), capsys)
 
 
-def test_a_folder_that_cannot_be_one_is_refused_in_one_line(corpus, tmp_path, capsys):
+def test_unusable_folder_is_refused_in_one_line(corpus, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("mine")
     for folder in (file, file / "below", Path("/proc/girih")):
-        assert f"folder {folder}: " in refused(arguments(corpus, folder), capsys)
+        assert f"folder {folder}: " in refusal(arguments(corpus, folder), capsys)
     assert file.read_text() == "mine"
 
 
-def test_a_folder_that_belongs_to_others_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
+def test_folder_without_write_permission_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert "Permission denied" in refused(arguments(corpus, tmp_path / "run"), capsys)
+    assert "Permission denied" in refusal(arguments(corpus, tmp_path / "run"), capsys)
 
 
 @pytest.fixture(scope="module")
 def half_done(corpus, tmp_path_factory) -> Path:
-    """A run that was stopped after its last step, with two checkpoints of 12."""
+    """A run that was stopped after its last step, 12, with two checkpoints."""
     folder = tmp_path_factory.mktemp("half_done") / "run"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(train, "finish", lambda *rest: (_ for _ in ()).throw(Refusal("stopped")))
@@ -320,7 +320,7 @@ def half_done(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", WHOLE])
-def test_a_truncated_checkpoint_is_left_out_which_is_said(name, half_done, corpus, tmp_path, capsys):
+def test_truncated_checkpoint_is_reported_and_left_out(name, half_done, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(half_done, folder)
     newest = folder / "checkpoints" / "checkpoint-12"
@@ -334,7 +334,7 @@ def test_a_truncated_checkpoint_is_left_out_which_is_said(name, half_done, corpu
     assert "from step 11 on" in printed and last_line(printed)["steps"] == 12
 
 
-def test_without_a_whole_checkpoint_a_run_starts_anew(half_done, corpus, tmp_path, capsys):
+def test_without_a_whole_checkpoint_a_run_starts_from_the_beginning(half_done, corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(half_done, folder)
     for file in (folder / "checkpoints").glob("*/optimizer.pt"):
@@ -344,7 +344,8 @@ def test_without_a_whole_checkpoint_a_run_starts_anew(half_done, corpus, tmp_pat
     assert not list((folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("limit", [200_000, 600_000])  # of the weights and of the optimizer's state
+# the first limit stops the weights, the second the optimizer state
+@pytest.mark.parametrize("limit", [200_000, 600_000])
 def test_a_limit_of_file_sizes_is_a_full_disk(limit, corpus, tmp_path, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -357,22 +358,22 @@ def test_a_limit_of_file_sizes_is_a_full_disk(limit, corpus, tmp_path, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
 
 
-def test_arguments_that_a_full_disk_cut_off_do_not_make_the_folder_foreign(corpus, tmp_path, capsys):
+def test_truncated_file_of_arguments_does_not_block_the_folder(corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
-    cut_off = folder / "arguments.json.part"
-    cut_off.symlink_to("/dev/full")
+    partial = folder / "arguments.json.part"
+    partial.symlink_to("/dev/full")
     assert train.main(arguments(corpus, folder, steps=1)) == 2
     assert capsys.readouterr().err.splitlines() == [FULL]
-    cut_off.unlink()
-    cut_off.write_text('{"mixer": "g')
+    partial.unlink()
+    partial.write_text('{"mixer": "g')
     assert train.main(arguments(corpus, folder, steps=1)) == 0
-    assert not cut_off.exists()
+    assert not partial.exists()
 
 
 def test_a_disk_without_room_is_refused_before_training(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert "MB are free" in refused(arguments(corpus, tmp_path / "run"), capsys)
+    assert "MB are free" in refusal(arguments(corpus, tmp_path / "run"), capsys)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -399,9 +400,7 @@ def test_a_corpus_of_one_name_and_other_bytes_is_another_run(tmp_path, capsys):
     assert {name for name in first if first[name] != second[name]} == {"corpus_sha256"}
 
 
-def test_a_disk_that_fills_while_the_run_is_finished_leaves_no_result_and_the_rerun_does(
-    corpus, tmp_path, capsys, monkeypatch
-):
+def test_full_disk_at_the_end_leaves_no_result_and_the_rerun_finishes(corpus, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     full = folder / "sample.txt.part"
     with monkeypatch.context() as patch:
@@ -417,7 +416,7 @@ def test_a_disk_that_fills_while_the_run_is_finished_leaves_no_result_and_the_re
 
 @pytest.fixture
 def small_disk(tmp_path) -> Path:
-    """A disk with room for one checkpoint of a tiny model and a part of the second."""
+    """A disk with room for one checkpoint of a tiny model and a part of a second one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(
@@ -429,9 +428,7 @@ def small_disk(tmp_path) -> Path:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_disk_that_fills_while_a_checkpoint_is_written_leaves_the_one_before(
-    corpus, small_disk, capsys, monkeypatch
-):
+def test_full_disk_during_a_checkpoint_keeps_the_previous_checkpoint(corpus, small_disk, capsys, monkeypatch):
     monkeypatch.setattr(train, "check_space", lambda folder, parameters: None)
     folder = small_disk / "run"
     assert train.main(arguments(corpus, folder, steps=20)) == 2

@@ -1,4 +1,4 @@
-"""How models are trained: the learning rate, what a run continues from, its sample, its size, its speed."""
+"""Recipe of training: learning rate, checkpoint that a run resumes from, sample, size and speed."""
 
 import errno
 import json
@@ -34,14 +34,14 @@ def trainer_of(recipe, folder, **options):
 
 def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
     trainer = trainer_of(RECIPE, tmp_path)
-    used = []
+    used_rates = []
     step = trainer.create_optimizer().step
 
-    def noted(*args, **kwargs):
-        used.append([group["lr"] for group in trainer.optimizer.param_groups])
+    def record_rates(*args, **kwargs):
+        used_rates.append([group["lr"] for group in trainer.optimizer.param_groups])
         return step(*args, **kwargs)
 
-    trainer.optimizer.step = noted
+    trainer.optimizer.step = record_rates
     trainer.train()
     warm, most = STEPS // 20, RECIPE.learning_rate
 
@@ -50,8 +50,8 @@ def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
             return most * done / warm
         return most / 2 * (1 + math.cos(math.pi * (done - warm) / (STEPS - warm)))
 
-    assert len(used) == STEPS and all(len(set(rates)) == 1 for rates in used)
-    assert [rates[0] for rates in used] == pytest.approx([rate(i) for i in range(STEPS)], rel=1e-6)
+    assert len(used_rates) == STEPS and all(len(set(rates)) == 1 for rates in used_rates)
+    assert [rates[0] for rates in used_rates] == pytest.approx([rate(i) for i in range(STEPS)], rel=1e-6)
     logged = {
         log["step"]: log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log
     }
@@ -60,7 +60,7 @@ def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine(tmp_path):
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
-def test_the_optimizer_is_adamw_by_these_numbers(tmp_path):
+def test_optimizer_is_adamw_with_these_settings(tmp_path):
     trainer = trainer_of(RECIPE, tmp_path)
     optimizer = trainer.create_optimizer()
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -74,31 +74,34 @@ def test_the_optimizer_is_adamw_by_these_numbers(tmp_path):
 @pytest.mark.parametrize(
     "batch, context, parts", [(128, 2048, 8), (128, 1024, 4), (32, 512, 1), (3, 40000, 3), (6, 7000, 2)]
 )
-def test_parts_divide_a_batch_and_are_as_large_as_may_be(batch, context, parts):
+def test_parts_divide_a_batch_and_are_as_large_as_possible(batch, context, parts):
     assert trainer_module.count_passes(batch, context, 2**15) == parts
 
 
 @pytest.mark.parametrize("at_once", [16, 1])
-def test_a_batch_that_is_read_in_parts_is_trained_as_one(at_once, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where it would be trained in bf16
+def test_batch_in_parts_matches_the_whole_batch(at_once, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU would train in bf16
 
-    def trained(at_once):
+    def run_training(at_once):
         seen, trainer = (
             [],
             trainer_of(replace(RECIPE, steps=8, batch=6), tmp_path / str(at_once), at_once=at_once),
         )
         trainer.model.register_forward_pre_hook(
-            lambda module, arguments, named: seen.append(named["input_ids"].shape), with_kwargs=True
+            lambda module, arguments, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
         )
         trainer.train()
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         return seen, losses, [p.detach() for p in trainer.model.parameters()]
 
-    (seen, losses, parameters), (all_at_once, of_all, wanted) = trained(at_once), trained(48)
+    (seen, losses, parameters), (all_at_once, whole_losses, whole_parameters) = (
+        run_training(at_once),
+        run_training(48),
+    )
     rows = max(1, at_once // 8)
     assert seen == [(rows, 8)] * (8 * 6 // rows) and all_at_once == [(6, 8)] * 8
-    assert losses == pytest.approx(of_all, rel=1e-4)
-    for part, whole in zip(parameters, wanted, strict=True):
+    assert losses == pytest.approx(whole_losses, rel=1e-4)
+    for part, whole in zip(parameters, whole_parameters, strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
 
 
@@ -107,29 +110,29 @@ def test_the_newest_checkpoint_is_that_of_the_most_steps(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
         state = SimpleNamespace(global_step=step, is_world_process_zero=True)
         MarkWhole().on_save(SimpleNamespace(output_dir=tmp_path), state, None)
-    (tmp_path / "checkpoint-110").mkdir()  # cut off
+    (tmp_path / "checkpoint-110").mkdir()  # an incomplete checkpoint
     assert newest_whole(tmp_path).name == "checkpoint-100"
     assert newest_whole(tmp_path / "none") is None
 
 
-def test_a_seed_is_a_sample():
+def test_seed_determines_the_sample():
     torch.manual_seed(0)
     model = model_of_size("attention", RECIPE).eval()
     same = [write_sample(model, b"seed", 40, seed) for seed in (3, 3, 4)]
     assert same[0] == same[1] != same[2]
 
 
-@pytest.mark.parametrize("over, taken", [(1.01, True), (1.05, False)])
-def test_a_model_may_be_two_percent_off_its_size_and_no_more(over, taken):
+@pytest.mark.parametrize("over, is_accepted", [(1.01, True), (1.05, False)])
+def test_a_model_may_be_two_percent_off_its_size_and_no_more(over, is_accepted):
     least = model_of_size("attention", replace(RECIPE, parameters=1_000_000))
     config = least.config.to_dict() | {"intermediate_size": 8}
     smallest = GirihForCausalLM(type(least.config)(**config)).num_parameters()
-    asked = replace(RECIPE, parameters=round(smallest / over))
-    if taken:
-        assert model_of_size("attention", asked).num_parameters() == smallest
+    recipe = replace(RECIPE, parameters=round(smallest / over))
+    if is_accepted:
+        assert model_of_size("attention", recipe).num_parameters() == smallest
     else:
         with pytest.raises(Refusal, match=f"it has {smallest:,} parameters or more"):
-            model_of_size("attention", asked)
+            model_of_size("attention", recipe)
 
 
 def test_without_an_mlp_the_number_of_layers_is_fitted():
@@ -139,8 +142,8 @@ def test_without_an_mlp_the_number_of_layers_is_fitted():
         assert (found.num_hidden_layers, found.intermediate_size) == (layers, None)
     model = model_of_size("mamba2", SIZES["tiny"])
     assert all(block.mlp is None and block.mlp_norm is None for block in model.model.layers)
-    a_layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert abs(model.num_parameters() - SIZES["tiny"].parameters) <= a_layer / 2
+    layer_size = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert abs(model.num_parameters() - SIZES["tiny"].parameters) <= layer_size / 2
     hybrid = model_of_size("mamba2,attention", SIZES["tiny"])
     assert abs(hybrid.num_parameters() / SIZES["tiny"].parameters - 1) <= 0.02
     assert [block.mlp is None for block in hybrid.model.layers] == [True, False]
@@ -175,20 +178,22 @@ def test_the_speed_of_a_resumed_run_counts_its_own_steps(tmp_path, monkeypatch):
     assert logs["bits"] == pytest.approx(1 / math.log(2))
 
 
-@pytest.mark.parametrize("steps, warm, a_log", [(5, 1, 1), (39, 1, 1), (41, 2, 2), (81, 4, 3), (400, 20, 10)])
-def test_a_run_of_any_length_warms_up_and_logs_forty_times_at_most(steps, warm, a_log, tmp_path):
+@pytest.mark.parametrize(
+    "steps, warm, log_steps", [(5, 1, 1), (39, 1, 1), (41, 2, 2), (81, 4, 3), (400, 20, 10)]
+)
+def test_a_run_of_any_length_warms_up_and_logs_forty_times_at_most(steps, warm, log_steps, tmp_path):
     model = model_of_size("attention", RECIPE)
     recipe = replace(RECIPE, steps=steps, batch=6)
     trainer = fit(model, recipe, None, None, tmp_path, 7, at_once=16, save_steps=3)
     arguments = trainer.args
-    assert (arguments.warmup_steps, arguments.logging_steps, arguments.max_steps) == (warm, a_log, steps)
+    assert (arguments.warmup_steps, arguments.logging_steps, arguments.max_steps) == (warm, log_steps, steps)
     assert (arguments.seed, arguments.save_steps, arguments.output_dir) == (7, 3, str(tmp_path))
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 2
     assert arguments.gradient_accumulation_steps == 3
     assert arguments.bf16 == torch.cuda.is_available() and not arguments.logging_nan_inf_filter
 
 
-def test_a_run_prints_a_line_a_log(tmp_path, capsys):
+def test_run_prints_one_line_for_each_log(tmp_path, capsys):
     trainer = trainer_of(replace(RECIPE, steps=2), tmp_path, unit="bits per word")
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
@@ -215,7 +220,7 @@ def test_a_sample_is_drawn_from_all_bytes():
 
 
 @pytest.mark.parametrize("chunks", [None, [4, 8]])
-def test_a_result_says_what_was_trained_and_measured(chunks, tmp_path):
+def test_result_describes_training_and_measurement(chunks, tmp_path):
     config = SimpleNamespace(chunk=4, chunks=chunks)
     trainer = SimpleNamespace(
         model=SimpleNamespace(config=config, num_parameters=lambda: 123),
@@ -241,13 +246,13 @@ def test_a_result_says_what_was_trained_and_measured(chunks, tmp_path):
 def test_a_curve_is_bits_over_millions_of_tokens(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    drawn, save = [], Figure.savefig
+    figures, save = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to)
+        Figure, "savefig", lambda figure, *to, **options: figures.append(figure) or save(figure, *to)
     )
     history = [{"step": 5, "bits": 4.0}, {"step": 5, "mag_weight": 0.1}, {"step": 10, "bits": 3.0}]
     draw_curve(history, 2 * 10**6, 2.5, "a title", tmp_path / "loss.png")
-    (axes,) = drawn[0].axes
+    (axes,) = figures[0].axes
     training, held_out = axes.lines
     assert training.get_xydata().tolist() == [[10.0, 4.0], [20.0, 3.0]]
     assert list(held_out.get_ydata()) == [2.5, 2.5] and axes.get_ylim()[0] == 0
@@ -256,13 +261,13 @@ def test_a_curve_is_bits_over_millions_of_tokens(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_an_adaptive_cat_goes_by_16_or_else_by_its_first_chunk():
+def test_default_chunk_of_an_adaptive_model():
     for chunks, chunk in (([4, 8], 4), ([8, 16, 32], 16), ([16, 32], 16), ([32, 64], 32)):
         config = config_of_size("cat", SIZES["tiny"], chunks=chunks)
         assert (config.chunk, config.chunks) == (chunk, chunks)
 
 
-def test_a_model_has_room_for_the_context_that_it_is_trained_on():
+def test_positions_cover_the_training_context():
     for context, room in ((64, 8192), (8192, 8192), (16384, 16384)):
         config = config_of_size("attention", replace(SIZES["tiny"], context=context))
         assert config.max_position_embeddings == room
@@ -279,8 +284,9 @@ def test_one_window_at_least_is_held_out():
     assert with_context(size, 512).batch == 1 and with_context(size, 1).batch == 512
 
 
-def test_a_steps_data_is_where_its_windows_start(monkeypatch):
-    """An int64 for each; all of them are drawn before the first step and have to fit into the memory."""
+def test_number_of_steps_is_limited_by_memory(monkeypatch):
+    """The start of a window is an int64. All starts are drawn before the first step and must
+    fit into memory."""
     assert SIZES["tiny"].bytes_a_step == 64
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.get)
     refuse_steps(640, 64)
@@ -290,8 +296,8 @@ def test_a_steps_data_is_where_its_windows_start(monkeypatch):
             refuse_steps(steps, 64)
 
 
-def caused(error, by, how):
-    setattr(error, how, by)
+def with_cause(error, cause, attribute):
+    setattr(error, attribute, cause)
     return error
 
 
@@ -301,12 +307,15 @@ FULL_DISKS = [
     RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     RuntimeError("File too large"),
     RuntimeError("basic_ios::clear: iostream error"),
-    *(caused(ValueError("x"), OSError(errno.ENOSPC, ""), how) for how in ("__cause__", "__context__")),
+    *(
+        with_cause(ValueError("x"), OSError(errno.ENOSPC, ""), attribute)
+        for attribute in ("__cause__", "__context__")
+    ),
 ]
 
 
 @pytest.mark.parametrize("error", FULL_DISKS, ids=repr)
-def test_a_full_disk_is_known_by_its_number_or_its_words(error):
+def test_full_disk_is_recognized_by_number_or_message(error):
     assert disk_full(error)
 
 
@@ -315,17 +324,17 @@ def test_other_errors_are_no_full_disk():
         None,
         OSError(errno.EACCES, "denied"),
         ValueError("28"),
-        caused(ValueError(), KeyError(), "__cause__"),
+        with_cause(ValueError(), KeyError(), "__cause__"),
     )
     assert not any(map(disk_full, others))
 
 
-def test_runs_that_are_moved_aside_are_counted(tmp_path, capsys):
+def test_moved_runs_are_numbered(tmp_path, capsys):
     folder = tmp_path / "run"
     for i in range(3):
         with lock_run(folder, {"seed": i}):
             (folder / "mine").write_text(str(i))
-        with lock_run(folder, {"seed": i}):  # its own half-done run stays
+        with lock_run(folder, {"seed": i}):  # an unfinished run of the same arguments stays
             assert (folder / "mine").read_text() == str(i)
     for name, i in (("run", 2), ("run.1", 0), ("run.2", 1)):
         assert (tmp_path / name / "mine").read_text() == str(i)

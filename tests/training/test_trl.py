@@ -1,7 +1,7 @@
-"""trl's trainers on folders of girih's, of converted and of accelerated models, a few steps each.
+"""Trainers of trl on folders of girih's models, converted models and accelerated models, a few steps each.
 
-Before the first step the reference is the policy: DPO's loss is log 2 and GRPO's KL divergence 0. A reference
-that was loaded without its conversion would be another model.
+Before the first step the reference equals the policy: the loss of DPO is log 2, and the KL divergence of GRPO
+is 0. A reference that is loaded without its conversion would be another model.
 """
 
 import contextlib
@@ -72,14 +72,14 @@ KINDS = ["gsa", "cat", "injected", "replaced", *ACCELERATED]
 
 
 def tokenizer():
-    """A token for each byte."""
+    """A tokenizer with a token for each byte."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL.values(), *letters])}
     model = tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")
-    of_bytes = tokenizers.Tokenizer(model)
-    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    of_bytes.decoder = tokenizers.decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=of_bytes, **SPECIAL)
+    byte_tokenizer = tokenizers.Tokenizer(model)
+    byte_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer, **SPECIAL)
 
 
 def model_of(kind):
@@ -99,7 +99,7 @@ def model_of(kind):
 
 @pytest.fixture(params=KINDS)
 def folder(request, tmp_path):
-    """Of a model; those of transformers itself are accelerated when they are loaded."""
+    """The folder of a model. Models of transformers are accelerated when they are loaded."""
     model_of(request.param).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     with contextlib.ExitStack() as stack:
@@ -111,8 +111,8 @@ def folder(request, tmp_path):
             assert acceleration._places
 
 
-def trained(trainer, config, model, rows, options, folder=None, **arguments):
-    """What the steps have logged, two by default. model: a folder, or a model of it."""
+def train_and_log(trainer, config, model, rows, options, folder=None, **arguments):
+    """The logs of the steps, two by default. model: a folder, or the model of a folder."""
     args = config(
         **{
             "output_dir": f"{folder or model}-trained",
@@ -127,42 +127,43 @@ def trained(trainer, config, model, rows, options, folder=None, **arguments):
         | options
     )
     data = datasets.Dataset.from_list(rows)
-    made = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **arguments)
-    made.train()
-    return [entry for entry in made.state.log_history if "loss" in entry]
+    instance = trainer(model=model, args=args, train_dataset=data, processing_class=tokenizer(), **arguments)
+    instance.train()
+    return [entry for entry in instance.state.log_history if "loss" in entry]
 
 
 def test_dpo(folder):
-    first, second = trained(trl.DPOTrainer, trl.DPOConfig, folder, PAIRS, {})
+    first, second = train_and_log(trl.DPOTrainer, trl.DPOConfig, folder, PAIRS, {})
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and second["loss"] != first["loss"]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_grpo(folder, bf16):
-    """With bf16 the texts' logits are computed under autocast, the texts themselves partly outside."""
+    """With bf16 the logits of the texts are computed under autocast. Generation runs partly
+    outside autocast."""
 
     def reward(completions, **_):
         return [float(len(set(text))) for text in completions]
 
     options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "bf16": bf16}
     rows = [{"prompt": "a b"}] * 8
-    first, second = trained(trl.GRPOTrainer, trl.GRPOConfig, folder, rows, options, reward_funcs=reward)
+    first, second = train_and_log(trl.GRPOTrainer, trl.GRPOConfig, folder, rows, options, reward_funcs=reward)
     assert first["kl"] == pytest.approx(0, abs=1e-6) and math.isfinite(second["loss"])
 
 
 def test_sft(folder):
-    first, second = trained(trl.SFTTrainer, trl.SFTConfig, folder, [{"text": "a b c d e f"}] * 8, {})
+    first, second = train_and_log(trl.SFTTrainer, trl.SFTConfig, folder, [{"text": "a b c d e f"}] * 8, {})
     assert second["loss"] < first["loss"]
 
 
 def test_reward(folder):
     if AutoConfig.from_pretrained(folder).model_type == "bamba":
         pytest.skip("transformers has no Bamba for sequence classification")
-    assert len(trained(trl.RewardTrainer, trl.RewardConfig, folder, PAIRS, {})) == 2
+    assert len(train_and_log(trl.RewardTrainer, trl.RewardConfig, folder, PAIRS, {})) == 2
 
 
 class Gradients(TrainerCallback):
-    """The greatest gradient of each trainable parameter, over all steps."""
+    """The largest gradient of each trainable parameter, over all steps."""
 
     def __init__(self):
         self.most = {}
@@ -176,7 +177,8 @@ class Gradients(TrainerCallback):
 
 @pytest.mark.parametrize("bits", [None, 4], ids=["lora", "qlora"])
 def test_adapters_of_every_linear_layer_train(folder, bits):
-    """As peft prepares a quantized model: frozen, what is not quantized in fp32, with checkpoints."""
+    """peft prepares the model as for quantization: frozen, unquantized parameters in fp32, with
+    checkpoints."""
     peft = pytest.importorskip("peft")
     options = {}
     if bits is not None:
@@ -197,10 +199,12 @@ def test_adapters_of_every_linear_layer_train(folder, bits):
     model = peft.get_peft_model(model, lora)
     gradients = Gradients()
     rows, steps = [{"text": "a b c d e f"}] * 8, {"max_steps": 6, "learning_rate": 1e-2}
-    log = trained(trl.SFTTrainer, trl.SFTConfig, model, rows, steps, folder=folder, callbacks=[gradients])
+    log = train_and_log(
+        trl.SFTTrainer, trl.SFTConfig, model, rows, steps, folder=folder, callbacks=[gradients]
+    )
     assert log[-1]["loss"] < log[0]["loss"] - 0.02
     adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in gradients.most}
-    if any("experts" in name for name in adapted):  # peft adapts experts in the place of other linear layers
+    if any("experts" in name for name in adapted):  # peft adapts experts instead of other linear layers
         linear = {name for name in linear if ".mlp." not in name}
     assert adapted >= linear
     assert not [name for name, most in gradients.most.items() if not most > 0]
