@@ -23,7 +23,7 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
 
   auto arguments = pop_arguments(handle, stack);
   std::vector<std::optional<int64_t>> mapped(op.input_count());
-  c10::SymInt count = -1;  // size of the mapped dimension
+  c10::SymInt count = -1, batch = -1;  // size of the mapped dimension, B of one mapped call
   for (size_t i = 0; i < op.input_count(); ++i) {
     const auto tensor = to_tensor(arguments[i]);
     if (!tensor.defined()) continue;
@@ -52,6 +52,7 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
       tensor = tensor.expand_symint(sizes);
     }
     if (is_packing || !op.tensors[i].patterns.front().has_ellipsis) {
+      if (i == 0) batch = tensor.sym_size(1);
       tensor = tensor.flatten(0, 1);
     }
     arguments[i] = tensor;
@@ -62,10 +63,8 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   for (size_t i = first_result; i < stack->size(); ++i) {
     auto result = to_tensor((*stack)[i]);
     if (!result.defined()) continue;
-    if (!op.tensors[0].patterns.front().has_ellipsis) {
-      const auto rows = result.sym_size(0) / count;
-      result = result.unflatten_symint(0, {count, rows});
-    }
+    // B = N: packed sequences are refused above. `count` may be 0.
+    if (!op.tensors[0].patterns.front().has_ellipsis) result = result.unflatten_symint(0, {count, batch});
     (*stack)[i] = torch_internals::add_mapped_dimension(result, level);
   }
 }
