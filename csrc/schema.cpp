@@ -74,6 +74,8 @@ const std::vector<Operator>& operators() {
                           {"memories_v", "[chunks, HQ, tile, tile]"},
                           {"z", "[2, B, T, HQ, M]"},
                           {"u", "[2, B, T, HQ, M]"},
+                          // Statistics of the rows of z, by which backward computes phi again. The fp32
+                          // kernels save none, and s = -gamma u as u.
                           {"fit", "[2, B, T, HQ, 4]"}}}),
       Operator({.name = "ttt",
                 .data = {{"Tensor q", "[B, T, HQ, D]"},
@@ -93,7 +95,7 @@ const std::vector<Operator>& operators() {
                 .saved = {{"memories_k", "[chunks, HQ, tile, tile]"},
                           {"z", "[1, B, T, HQ, M]"},
                           {"u", "[1, B, T, HQ, M]"},
-                          {"fit", "[1, B, T, HQ, 4 or 8]"}}}),
+                          {"fit", "[1, B, T, HQ, 4 or 8]"}}}),  // 8 with phi_weight
       Operator({.name = "lattice",
                 .data = {{"Tensor q", "[B, T, HQ, M]"},
                          {"Tensor k", "[B, T, H, M]"},
@@ -111,6 +113,7 @@ const std::vector<Operator>& operators() {
                             {"float shrinkage=0.", {}, 0, unbounded}},
                 .output = {"o", "[B, T, HQ, D]"},
                 .saved = {{"memories", "[chunks, H, M, D]"},
+                          // two numbers per column at the end of every chunk
                           {"ends", "[chunks, H, 2, M]"},
                           {"last", "[N, H, D, M]"},
                           {"last_step", "[N, H, D, M]"}}}),
@@ -150,7 +153,7 @@ TORCH_LIBRARY(girih, m) {
     m.def(op.forward_schema().c_str());
     m.def(op.backward_schema().c_str());
     m.def(op.explain_schema().c_str());
-    if (op.states() > 0) m.def(op.step_schema().c_str());
+    if (op.state_count() > 0) m.def(op.step_schema().c_str());
   }
 }
 

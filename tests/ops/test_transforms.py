@@ -57,6 +57,11 @@ def test_vmap_over_any_dimension_with_shared_tensors(device):
         assert_within(found[:, :, i], want, 1e-5)
 
 
+def test_vmap_over_a_dimension_of_size_0(device):
+    q, k, v = torch.randn(3, 0, 2, 5, 7, 4, device=device).unbind(0)
+    assert torch.vmap(lambda *x: ops.gla(*x)[0])(q, k, v).shape == (0, 2, 5, 7, 4)
+
+
 @pytest.mark.parametrize("case", [case for case in ONE_EACH if "weight" in case.data], ids=str)
 def test_vmap_over_weights_is_refused(case, device):
     inputs = case.draw(4, dtype=float_of(device), device=device)

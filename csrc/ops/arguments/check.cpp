@@ -45,13 +45,13 @@ class CallChecker {
  public:
   CallChecker(const Operator& op, std::initializer_list<Argument> arguments)
       : sizes(op), op_(op), arguments_(arguments.begin()), size_owner_(op.letters.size(), -1) {
-    TORCH_INTERNAL_ASSERT(arguments.size() == op.inputs() + op.options.size());
+    TORCH_INTERNAL_ASSERT(arguments.size() == op.input_count() + op.options.size());
   }
 
-  void options() {
+  void check_options() {
     for (size_t i = 0; i < op_.options.size(); ++i) {
       const auto& option = op_.options[i];
-      const auto& value = arguments_[op_.inputs() + i];
+      const auto& value = arguments_[op_.input_count() + i];
       if (value.word()) check_word(option, *value.word());
       if (value.number()) {
         GIRIH_CHECK(std::isfinite(*value.number()) && *value.number() >= option.least &&
@@ -64,31 +64,31 @@ class CallChecker {
       GIRIH_CHECK(*value.integer() >= least && *value.integer() <= most, op_.name, ": ", option.name, " is ",
                   *value.integer(), " but should be ", format_range(least, most));
       const auto letter = std::ranges::find(op_.letters, option.name, &Operator::Letter::name);
-      if (letter != op_.letters.end()) sizes.at(int(letter - op_.letters.begin())) = *value.integer();
+      if (letter != op_.letters.end()) sizes.get(int(letter - op_.letters.begin())) = *value.integer();
     }
   }
 
-  void tensors() {
+  void check_tensors() {
     for (size_t i = 0; i < op_.tensors.size(); ++i) {
       const auto& argument = op_.tensors[i];
       const auto* tensor = arguments_[i].tensor();
       if (tensor == nullptr) {
-        GIRIH_CHECK(argument.optional || i >= op_.data, op_.name, ": ", argument.name,
+        GIRIH_CHECK(argument.optional || i >= op_.data_count, op_.name, ": ", argument.name,
                     " is None but should be a tensor ", argument.shapes);
         continue;
       }
-      dtype(argument, *tensor);
-      shape(int(i), *tensor);
-      if (i == 0) packing();
+      check_dtype(argument, *tensor);
+      check_shape(int(i), *tensor);
+      if (i == 0) check_packing();
     }
-    heads();
+    check_heads();
   }
 
   // Checks the values of integer tensors on the CPU. On a GPU a check would synchronise; there the kernels
   // clamp the values and access valid memory only.
   void check_values() const {
     for (size_t i = 0; i < op_.tensors.size(); ++i) {
-      if (op_.tensors[i].kind == TensorKind::position) position(int(i));
+      if (op_.tensors[i].kind == TensorKind::position) check_position(int(i));
     }
     if (!op_.packing.empty()) check_bounds();
   }
@@ -104,7 +104,7 @@ class CallChecker {
                 " is '", value, "' but should be one of ", c10::Join(", ", option.words));
   }
 
-  void dtype(const TensorArgument& argument, const Tensor& tensor) const {
+  void check_dtype(const TensorArgument& argument, const Tensor& tensor) const {
     const auto type = tensor.scalar_type();
     GIRIH_CHECK(tensor.device() == first().device(), op_.name, ": ", argument.name, " is on ",
                 tensor.device(), " but should be on the device of ", first_name(), ", ", first().device());
@@ -151,9 +151,9 @@ class CallChecker {
       const auto& dimension = pattern.dimensions[d];
       if (dimension.letter < 0) {
         all.emplace_back(dimension.offset);
-      } else if (const auto& size = sizes.at(dimension.letter)) {
+      } else if (const auto& size = sizes.get(dimension.letter)) {
         auto value = *size;
-        if (dimension.factor_letter >= 0) value = value * *sizes.at(dimension.factor_letter);
+        if (dimension.factor_letter >= 0) value = value * *sizes.get(dimension.factor_letter);
         all.push_back(dimension.offset != 0 ? value + dimension.offset : value);
       } else {
         all.push_back(tensor.sym_size(d - own));
@@ -172,7 +172,7 @@ class CallChecker {
                     arguments_[size_owner_[letter]].tensor()->sym_sizes());
   }
 
-  void shape(int i, const Tensor& tensor) {
+  void check_shape(int i, const Tensor& tensor) {
     const auto& argument = op_.tensors[i];
     const auto* pattern = pattern_of(argument, tensor);
     GIRIH_CHECK(pattern != nullptr, op_.name, ": ", argument.name, " has shape ", tensor.sym_sizes(),
@@ -187,9 +187,9 @@ class CallChecker {
                 c10::SymIntArrayRef(expected_shape), size_origin(*pattern, other - have.end() + own));
     for (int64_t d = 0; d < own; ++d) {
       const auto letter = pattern->dimensions[d].letter;
-      if (letter < 0 || sizes.at(letter)) continue;
+      if (letter < 0 || sizes.get(letter)) continue;
       const auto& limit = op_.letters[letter];
-      const auto& size = sizes.at(letter) = tensor.sym_size(d - own);
+      const auto& size = sizes.get(letter) = tensor.sym_size(d - own);
       size_owner_[letter] = i;
       GIRIH_CHECK((limit.least == 0 || *size >= limit.least) &&
                       (limit.most == std::numeric_limits<int64_t>::max() || *size <= limit.most),
@@ -200,11 +200,11 @@ class CallChecker {
 
   // Sets N, the number of sequences. cu [N + 1] packs N sequences into one row; without cu each row is one
   // sequence. cu_seqlens may also be [B, 2], begin and end of the sequence of each row.
-  void packing() {
+  void check_packing() {
     if (op_.packing.empty()) return;
     const auto &name = op_.packing, &first = op_.tensors[0].name;
-    const auto& B = *sizes.at(op_.letter("B"));
-    auto& N = sizes.at(op_.letter("N"));
+    const auto& B = *sizes.get(op_.letter("B"));
+    auto& N = sizes.get(op_.letter("N"));
     const auto* cu = arguments_[op_.tensors.size()].tensor();
     if (cu == nullptr) {
       N = B;
@@ -226,16 +226,16 @@ class CallChecker {
   }
 
   // Positions are 0 to chunk - 1.
-  void position(int i) const {
+  void check_position(int i) const {
     const auto* tensor = arguments_[i].tensor();
     const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
-    const auto& length = arguments_[op_.inputs() + chunk].integer();
+    const auto& length = arguments_[op_.input_count() + chunk].integer();
     if (tensor == nullptr || !length || !is_host_readable(*tensor)) return;
     const auto all = tensor->contiguous();
     for (int64_t n = 0; n < all.numel(); ++n) {
-      const auto at = all.const_data_ptr<int64_t>()[n];
-      GIRIH_CHECK(at >= 0 && at < *length, op_.name, ": ", op_.tensors[i].name, " holds ", at,
-                  " but should be 0 to ", *length - 1, ", a position in a chunk of ", *length);
+      const auto position = all.const_data_ptr<int64_t>()[n];
+      GIRIH_CHECK(position >= 0 && position < *length, op_.name, ": ", op_.tensors[i].name, " holds ",
+                  position, " but should be 0 to ", *length - 1, ", a position in a chunk of ", *length);
     }
   }
 
@@ -247,7 +247,7 @@ class CallChecker {
     auto most = sizes["T"].expect_int();
     if (op_.packing == "cu_chunks") {
       const auto chunk = std::ranges::find(op_.options, "chunk", &Option::name) - op_.options.begin();
-      const auto length = *arguments_[op_.inputs() + chunk].integer();
+      const auto length = *arguments_[op_.input_count() + chunk].integer();
       most = (most + length - 1) / length;
     }
     const auto all = cu->to(at::kLong).contiguous();
@@ -264,7 +264,7 @@ class CallChecker {
 
   // The heads of q are a multiple of those of the memory. If keys have a letter of their own (HK), the heads
   // of the memory may also be a multiple of those of q and of k.
-  void heads() const {
+  void check_heads() const {
     const auto has = [&](const char* name) {
       return std::ranges::find(op_.letters, name, &Operator::Letter::name) != op_.letters.end();
     };
@@ -288,11 +288,11 @@ class CallChecker {
 }  // namespace
 
 Sizes check(const Operator& op, std::initializer_list<Argument> arguments) {
-  CallChecker call(op, arguments);
-  call.options();
-  call.tensors();
-  call.check_values();
-  return std::move(call.sizes);
+  CallChecker checker(op, arguments);
+  checker.check_options();
+  checker.check_tensors();
+  checker.check_values();
+  return std::move(checker.sizes);
 }
 
 void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states) {
@@ -300,7 +300,7 @@ void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> 
               "_step takes one token: ", op.tensors[0].name, " should have T = 1 but has shape ",
               first.sym_sizes());
   for (size_t i = 0; i < states.size(); ++i) {
-    const auto& argument = op.tensors[op.data + i];
+    const auto& argument = op.tensors[op.data_count + i];
     const auto* state = states[i].tensor();
     GIRIH_CHECK(state != nullptr || argument.optional, op.name, "_step: ", argument.name,
                 " is None but is written in place: make the state of a first token with start()");
@@ -312,7 +312,7 @@ void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> 
       if (other == nullptr || has_symbolic_sizes(*state) || has_symbolic_sizes(*other)) continue;
       const auto overlap = at::get_overlap_status(*state, *other);
       GIRIH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op.name,
-                  "_step: ", argument.name, " shares memory with ", op.tensors[op.data + j].name,
+                  "_step: ", argument.name, " shares memory with ", op.tensors[op.data_count + j].name,
                   " but both are written in place: pass a copy of one of them");
     }
   }

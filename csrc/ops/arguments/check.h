@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <initializer_list>
 #include <optional>
 #include <string_view>
@@ -19,13 +20,24 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 inline bool is_defined(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
+// Whether cu_seqlens [N + 1] packs N sequences into one row; cu_seqlens [B, 2] bounds the sequence of each
+// row.
+inline bool is_packed(const OptionalTensor& cu_seqlens) {
+  return is_defined(cu_seqlens) && cu_seqlens->dim() == 1;
+}
+
+// The scale of the queries: 1 / sqrt(D) by default.
+inline double scale_or_default(const std::optional<double>& scale, int64_t D) {
+  return scale.value_or(1 / std::sqrt(double(D)));
+}
+
 // One argument of a call: a tensor or the value of an option. Refers to the argument, which must outlive it.
 class Argument {
  public:
   // NOLINTBEGIN(google-explicit-constructor): arguments convert implicitly in the list of a call
   Argument(const Tensor& tensor) : tensor_(&tensor) {}
   Argument(const OptionalTensor& tensor) : tensor_(tensor ? &*tensor : nullptr) {}
-  Argument(bool) {}
+  Argument(bool) {}  // no condition to check
   Argument(int64_t number) : integer_(number) {}
   Argument(double number) : number_(number) {}
   Argument(std::string_view word) : word_(word) {}
@@ -54,8 +66,8 @@ class Sizes {
   explicit Sizes(const Operator& op) : op_(&op), sizes_(op.letters.size()) {}
 
   const c10::SymInt& operator[](std::string_view letter) const { return *sizes_[op_->letter(letter)]; }
-  std::optional<c10::SymInt>& at(int letter) { return sizes_[letter]; }
-  const std::optional<c10::SymInt>& at(int letter) const { return sizes_[letter]; }
+  std::optional<c10::SymInt>& get(int letter) { return sizes_[letter]; }
+  const std::optional<c10::SymInt>& get(int letter) const { return sizes_[letter]; }
 
  private:
   const Operator* op_;
@@ -72,8 +84,8 @@ Sizes check(const Operator& op, std::initializer_list<Argument> arguments);
 void check_step(const Operator& op, const Tensor& first, at::ArrayRef<Argument> states);
 
 // The dtype of states and sums: fp64 for fp64 inputs, else fp32.
-inline at::ScalarType accumulate_type(const Tensor& like) {
-  return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+inline at::ScalarType accumulate_type(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 }  // namespace girih

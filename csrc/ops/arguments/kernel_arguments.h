@@ -8,6 +8,7 @@
 
 #include "aligned_rows.h"
 #include "check.h"
+#include "path.h"
 #include "tile/array.h"
 #include "tile/last_error.h"
 #include "tile/sequence.h"
@@ -61,15 +62,27 @@ kernels::OutputTensor<Rank> output(const Tensor& tensor) {
 }
 
 // cu_seqlens must be contiguous and outlive the launch.
-inline kernels::SequenceLayout kernel_tokens(const Tensor& x, const Tensor& cu_seqlens) {
+inline kernels::SequenceLayout sequence_layout(const Tensor& x, const Tensor& cu_seqlens) {
   if (!cu_seqlens.defined()) return {x.size(0), x.size(1), x.size(0), nullptr, false, false};
-  const bool rows = cu_seqlens.dim() == 2;
+  const bool has_bounds = cu_seqlens.dim() == 2;
   return {x.size(0),
           x.size(1),
-          rows ? x.size(0) : cu_seqlens.size(0) - 1,
+          has_bounds ? x.size(0) : cu_seqlens.size(0) - 1,
           cu_seqlens.const_data_ptr(),
           cu_seqlens.scalar_type() == at::kLong,
-          rows};
+          has_bounds};
+}
+
+inline Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
+  return is_defined(tensor) ? tensor->contiguous() : Tensor();
+}
+
+// The gradient of an output [B, T, heads, width] in `type`, with aligned rows; zeros if it is absent.
+inline Tensor align_output_gradient(const OptionalTensor& gradient, const Tensor& q, int64_t heads,
+                                    int64_t width, at::ScalarType type, int64_t multiple = 8) {
+  if (is_defined(gradient)) return align_rows(gradient->to(type), multiple);
+  return at::zeros({q.size(0), q.size(1), heads, (width + multiple - 1) / multiple * multiple},
+                   q.options().dtype(type));
 }
 
 // Allocates [B, rows, heads, width] for the kernels to write. With cu_seqlens it is zeroed, since tokens
@@ -81,12 +94,12 @@ inline Tensor new_rows(const Tensor& q, int64_t rows, const Tensor& cu_seqlens, 
                               : at::empty({q.size(0), rows, heads, width}, options);
 }
 
-// Sums the heads of each group of `parts` [B, T, heads * group, padded width] to [B, T, heads, width], in the
-// dtype of `like`.
-inline Tensor sum_head_groups(const Tensor& parts, int64_t heads, int64_t width, const Tensor& like) {
-  const auto group = parts.size(2) / heads;
-  const auto all = group == 1 ? parts : parts.unflatten(2, {heads, group}).sum(3);
-  return crop_width(all, width).to(like.scalar_type()).contiguous();
+// Sums the partial gradients of the query heads of each group, [B, T, heads * group, padded width] to [B, T,
+// heads, width], in the dtype of x.
+inline Tensor sum_head_groups(const Tensor& partials, int64_t heads, int64_t width, const Tensor& x) {
+  const auto group = partials.size(2) / heads;
+  const auto all = group == 1 ? partials : partials.unflatten(2, {heads, group}).sum(3);
+  return crop_width(all, width).to(x.scalar_type()).contiguous();
 }
 
 // A state zero-padded to [N, H, rows, cols]; `transposed`: `state` is [N, H, cols, rows].
@@ -108,9 +121,26 @@ OptionalTensor if_defined(const OptionalTensor& input, const Gradient& gradient)
   return is_defined(input) ? OptionalTensor(gradient()) : std::nullopt;
 }
 
-inline void check_launch(std::string_view kernel, cudaError_t error) {
+inline void check_launch(std::string_view function, cudaError_t error) {
   if (error != cudaSuccess) kernels::clear_last_error();
-  TORCH_CHECK(error == cudaSuccess, "girih: ", kernel, " could not be launched: ", cudaGetErrorString(error));
+  TORCH_CHECK(error == cudaSuccess, "girih: ", function,
+              " could not be launched: ", cudaGetErrorString(error));
+}
+
+// Launches kernels::function(arguments, stream) on the current stream.
+#define GIRIH_LAUNCH(function, ...) \
+  ::girih::check_launch(#function, kernels::function(__VA_ARGS__, c10::cuda::getCurrentCUDAStream()))
+// Calls kernels::function(arguments), which queries the device and launches nothing.
+#define GIRIH_QUERY(function, ...) ::girih::check_launch(#function, kernels::function(__VA_ARGS__))
+
+// The path of a call on `device`: `fallback` if fits() is false, the ATen form without sequences.
+template <class Fits>
+Path restrict_path(const Path& path, const c10::SymInt& sequences, at::Device device, const Fits& fits,
+                   Path (*fallback)(const char* reason)) {
+  if (sequences == 0) return aten(kNoSequences);
+  if (path == Path::Code::aten) return path;
+  const c10::cuda::CUDAGuard guard(device);
+  return fits() ? path : fallback(kSharedMemoryTooSmall);
 }
 
 }  // namespace girih

@@ -1,20 +1,27 @@
 // The ATen implementation of cat_attention, for any device, dtype and size.
 #pragma once
 
-#include "../arguments/check.h"
+#include "problem.h"
 
 namespace girih::cat_attention {
 
 // o, lse
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const OptionalTensor& cu_chunks, int64_t chunk,
-                                   std::optional<double> scale, bool save);
-
-// gradients of q, k, v, cu_chunks
+using Results = std::tuple<Tensor, Tensor>;
+// The gradients of q, k, v, cu_chunks
 using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>;
 
-Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_chunks, const Tensor& lse, const Tensor& o, int64_t chunk,
-                   std::optional<double> scale);
+struct OutputGradients {
+  static auto arguments(auto& g) { return std::tie(g.o); }
+  OptionalTensor o;
+};
+
+struct SavedTensors {
+  static auto arguments(auto& saved) { return std::tie(saved.lse, saved.o); }
+  Tensor lse, o;
+};
+
+Results forward(const Call& call, bool save);
+// Always has a value, as the functions of register_backward return an optional.
+std::optional<Gradients> backward(const Call& call, const OutputGradients& grads, const SavedTensors& saved);
 
 }  // namespace girih::cat_attention

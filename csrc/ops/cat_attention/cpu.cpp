@@ -5,9 +5,7 @@
 // and those of one block exist at a time. Backward computes the scores again and p from lse:
 //   p_j = e^{a_j - lse}        da_j = p_j (do . v_j - sum_i p_i do . v_i)
 //   dq = scale sum_j da_j k_j        dk_j = scale sum da_j q        dv_j = sum p_j do
-#include "../registration/dispatch.h"
 #include "aten.h"
-#include "problem.h"
 
 namespace girih::cat_attention {
 namespace {
@@ -26,24 +24,23 @@ struct Scores {
 // share a head of k and v form one matrix.
 class Attention {
  public:
-  Attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks, int64_t chunk,
-            std::optional<double> scale)
-      : scale(scale.value_or(1 / std::sqrt(double(q.size(3))))),
-        B(q.size(0)),
-        T(q.size(1)),
-        H(k.size(2)),
-        G(q.size(2) / H),
-        C(chunk),
+  explicit Attention(const Call& call)
+      : scale(call.query_scale()),
+        B(call.q.size(0)),
+        T(call.q.size(1)),
+        H(call.k.size(2)),
+        G(call.q.size(2) / H),
+        C(call.chunk),
         K((T + C - 1) / C),
-        type(accumulate_type(q)),
-        q(split(q) * this->scale),
-        k(split(k)),
-        v(split(v)),
-        header_k(this->k.select(3, 0).contiguous()),
-        header_v(this->v.select(3, 0).contiguous()) {
-    is_later_ = at::ones({C, C}, q.options().dtype(at::kBool)).triu(1);
-    if (!is_defined(cu_chunks)) return;
-    const auto cuts = cu_chunks->to(at::kLong).contiguous();
+        type(accumulate_type(call.q)),
+        q(split(call.q) * scale),
+        k(split(call.k)),
+        v(split(call.v)),
+        header_k(k.select(3, 0).contiguous()),
+        header_v(v.select(3, 0).contiguous()) {
+    is_later_ = at::ones({C, C}, call.q.options().dtype(at::kBool)).triu(1);
+    if (!is_defined(call.cu_chunks)) return;
+    const auto cuts = call.cu_chunks->to(at::kLong).contiguous();
     const auto sequence_end = at::searchsorted(cuts, at::arange(K, cuts.options()), false, /*right=*/true);
     first_chunk_ = cuts.index_select(0, (sequence_end - 1).clamp_min(0));
     is_outside = (sequence_end == 0) | (sequence_end == cuts.size(0));
@@ -116,13 +113,11 @@ class Attention {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const OptionalTensor& cu_chunks, int64_t chunk,
-                                   std::optional<double> scale, bool save) {
-  Problem::check(q, k, v, cu_chunks, chunk, scale);
-  const Attention x(q, k, v, cu_chunks, chunk, scale);
+Results forward(const Call& call, bool save) {
+  Problem::check(call);
+  const Attention x(call);
   auto sizes = x.q.sizes().vec();
-  sizes.back() = v.size(3);
+  sizes.back() = call.v.size(3);
   const auto o = at::empty(sizes, x.q.options());
   sizes.back() = 1;
   const auto lse = at::empty(sizes, x.q.options());
@@ -141,16 +136,17 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     o.masked_fill_(is_outside, 0);
     lse.masked_fill_(is_outside, std::numeric_limits<double>::infinity());  // p = 0
   }
-  return {x.join(o, q.scalar_type()), save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
+  return {x.join(o, call.q.scalar_type()),
+          save ? x.join(lse, x.type).squeeze(-1) : at::empty({0}, lse.options())};
 }
 
-Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& cu_chunks, const Tensor& lse, const Tensor&, int64_t chunk,
-                   std::optional<double> scale) {
-  Problem::check(q, k, v, cu_chunks, chunk, scale);
-  if (!is_defined(grad_o)) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
-  const Attention x(q, k, v, cu_chunks, chunk, scale);
-  const auto grad = x.split(*grad_o), norms = x.split(lse.unsqueeze(-1));
+std::optional<Gradients> backward(const Call& call, const OutputGradients& grads, const SavedTensors& saved) {
+  Problem::check(call);
+  const auto &q = call.q, &k = call.k, &v = call.v;
+  if (!is_defined(grads.o))
+    return Gradients{at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), std::nullopt};
+  const Attention x(call);
+  const auto grad = x.split(*grads.o), norms = x.split(saved.lse.unsqueeze(-1));
   const auto dq = at::empty_like(x.q), dk = at::empty_like(x.k), dv = at::empty_like(x.v);
   const auto dheader_k = at::zeros_like(x.header_k), dheader_v = at::zeros_like(x.header_v);
   x.for_blocks([&](int64_t c, int64_t n) {
@@ -175,19 +171,13 @@ Gradients backward(const OptionalTensor& grad_o, const Tensor& q, const Tensor& 
   });
   dk.select(3, 0).add_(dheader_k);
   dv.select(3, 0).add_(dheader_v);
-  return {x.join(dq.mul_(x.scale), q.scalar_type()), x.join(dk, k.scalar_type()), x.join(dv, v.scalar_type()),
-          std::nullopt};
+  return Gradients{x.join(dq.mul_(x.scale), q.scalar_type()), x.join(dk, k.scalar_type()),
+                   x.join(dv, v.scalar_type()), std::nullopt};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) {
-  m.impl("cat_attention_forward", &forward);
-  m.impl("cat_attention_backward", &backward);
+GIRIH_IMPL_ATEN(m) {
+  register_forward<&WithoutTF32<&forward>::call>(m);
+  register_backward<&WithoutTF32<&backward>::call>(m);
 }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("cat_attention_forward", TORCH_FN(WithoutTF32<&forward>::call));
-  m.impl("cat_attention_backward", TORCH_FN(WithoutTF32<&backward>::call));
-}
-#endif
 
 }  // namespace girih::cat_attention

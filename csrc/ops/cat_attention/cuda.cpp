@@ -1,23 +1,20 @@
 // CUDA implementation of cat_attention. float64 and wider heads: the ATen form.
 #include "../arguments/kernel_arguments.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
 #include "cat_attention/cat_attention.h"
-#include "problem.h"
 
 namespace girih::cat_attention {
 namespace {
 
 static_assert(kMaxWidth == kernels::kCatMaxWidth && kMaxFloatWidth == kernels::kCatMaxWidthFp32);
 
-// The path of the problem, restricted by the shared memory of the device.
-Path choose_path(const Problem& problem, const Tensor& q) {
-  const auto path = problem.path(q);
+Path choose_path(const Problem& problem, const Call& call) {
+  const auto path = problem.path(call);
   if (path != Path::Code::tensor_cores) return path;
+  const c10::cuda::CUDAGuard guard(call.q.device());
   bool fits = false;
-  check_launch("cat_fits",
-               kernels::cat_fits(static_cast<int>(problem.D.expect_int()),
-                                 static_cast<int>(problem.V.expect_int()), kernel_dtype(q), fits));
+  GIRIH_QUERY(cat_fits, static_cast<int>(call.q.size(3)), static_cast<int>(call.v.size(3)),
+              kernel_dtype(call.q), fits);
   return fits ? path : aten(kSharedMemoryTooSmall);
 }
 
@@ -26,67 +23,59 @@ struct Arguments {
   Tensor q, k, v, cu_chunks;
   kernels::CatShape shape;
 
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& cu, int64_t chunk,
-            std::optional<double> scale)
-      : q(align_rows(q_)), k(align_rows(k_)), v(align_rows(v_)) {
-    if (is_defined(cu)) cu_chunks = cu->contiguous();
-    shape.chunks = kernel_tokens(q, cu_chunks);
+  explicit Arguments(const Call& call)
+      : q(align_rows(call.q)),
+        k(align_rows(call.k)),
+        v(align_rows(call.v)),
+        cu_chunks(contiguous_or_undefined(call.cu_chunks)) {
+    const auto chunk = call.chunk;
+    shape.chunks = sequence_layout(q, cu_chunks);
     shape.rows = static_cast<int>(q.size(1)), shape.size = static_cast<int>(chunk);
     shape.chunks.tokens = (q.size(1) + chunk - 1) / chunk;
     shape.heads = static_cast<int>(k.size(2)), shape.query_heads = static_cast<int>(q.size(2));
     shape.D = static_cast<int>(q.size(3)), shape.V = static_cast<int>(v.size(3));
-    shape.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(q_.size(3)))));
+    shape.scale = static_cast<float>(call.query_scale());
     shape.dtype = kernel_dtype(q);
   }
 
-  // Allocates [B, T, heads, width] for the kernels to write.
   Tensor empty_like_rows(const Tensor& x) const { return at::empty(x.sizes(), x.options()); }
 
-  template <class Problem>
-  void fill(Problem& p) const {
+  template <class KernelArguments>
+  void fill(KernelArguments& p) const {
     p.shape = shape;
     p.q = input<4>(q), p.k = input<4>(k), p.v = input<4>(v);
   }
 };
 
-std::tuple<Tensor, Tensor> forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
-                                        const OptionalTensor& cu_chunks, int64_t chunk,
-                                        std::optional<double> scale, bool save) {
-  const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
-  const c10::cuda::CUDAGuard device(q.device());
-  if (choose_path(problem, q) == Path::Code::aten) {
-    at::NoTF32Guard no_tf32;
-    return forward(q, k, v, cu_chunks, chunk, scale, save);
-  }
-  const Arguments args(q, k, v, cu_chunks, chunk, scale);
-  const auto B = q.size(0), T = q.size(1), HQ = q.size(2);
-  const auto o = at::empty({B, T, HQ, args.v.size(3)}, q.options());
-  const auto fp32_options = q.options().dtype(at::kFloat);
+Results forward_cuda(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  if (choose_path(problem, call) == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
+  const Arguments args(call);
+  const auto B = call.q.size(0), T = call.q.size(1), HQ = call.q.size(2);
+  const auto o = at::empty({B, T, HQ, args.v.size(3)}, call.q.options());
+  const auto fp32_options = call.q.options().dtype(at::kFloat);
   const auto lse = save ? at::empty({B, T, HQ}, fp32_options) : at::empty({0}, fp32_options);
   kernels::CatForward p;
   args.fill(p);
   p.o = output<4>(o);
   if (save) p.lse = output<3>(lse);
-  check_launch("cat_forward", kernels::cat_forward(p, c10::cuda::getCurrentCUDAStream()));
-  return {crop_width(o, v.size(3)), lse};
+  GIRIH_LAUNCH(cat_forward, p);
+  return {crop_width(o, call.v.size(3)), lse};
 }
 
-Gradients backward_cuda(const OptionalTensor& grad_o, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const OptionalTensor& cu_chunks, const Tensor& lse, const Tensor& o, int64_t chunk,
-                        std::optional<double> scale) {
-  const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
-  const c10::cuda::CUDAGuard device(q.device());
-  if (!is_defined(grad_o) || choose_path(problem, q) == Path::Code::aten) {
-    at::NoTF32Guard no_tf32;
-    return backward(grad_o, q, k, v, cu_chunks, lse, o, chunk, scale);
-  }
-  const auto B = q.size(0), T = q.size(1), HQ = q.size(2);
+std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
+                                       const SavedTensors& saved) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  if (!is_defined(grads.o) || choose_path(problem, call) == Path::Code::aten) return std::nullopt;
+  const auto &lse = saved.lse, &o = saved.o;
+  const auto B = call.q.size(0), T = call.q.size(1), HQ = call.q.size(2);
   check_saved_tensor("cat_attention", "lse", lse, {B, T, HQ}, at::kFloat);
-  check_saved_tensor("cat_attention", "o", o, {B, T, HQ, v.size(3)}, q.scalar_type());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const Arguments args(q, k, v, cu_chunks, chunk, scale);
-  const auto dout = align_rows(grad_o->to(q.scalar_type())), out = align_rows(o);
-  const auto fp32_options = q.options().dtype(at::kFloat);
+  check_saved_tensor("cat_attention", "o", o, {B, T, HQ, call.v.size(3)}, call.q.scalar_type());
+  const Arguments args(call);
+  const auto dout = align_rows(grads.o->to(call.q.scalar_type())), out = align_rows(o);
+  const auto fp32_options = call.q.options().dtype(at::kFloat);
   const auto queries =
       at::empty({B, HQ, T, int64_t(sizeof(kernels::CatQueryRecord) / sizeof(float))}, fp32_options);
   auto* const query_data = static_cast<kernels::CatQueryRecord*>(queries.mutable_data_ptr());
@@ -94,40 +83,37 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const Tensor& q, const Ten
   const auto partials = at::empty({kernels::cat_partials_size(args.shape)}, fp32_options);
   const auto dq = args.empty_like_rows(args.q), dk = args.empty_like_rows(args.k),
              dv = args.empty_like_rows(args.v);
-  kernels::CatQueryGradients rows;
-  args.fill(rows);
-  rows.o = input<4>(out), rows.dout = input<4>(dout), rows.lse = input<3>(lse);
-  rows.dq = output<4>(dq), rows.queries = query_data;
-  rows.dk = output<4>(dk), rows.dv = output<4>(dv), rows.partials = partials.mutable_data_ptr<float>();
-  check_launch("cat_query_gradients", kernels::cat_query_gradients(rows, stream));
+  kernels::CatQueryGradients query_gradients;
+  args.fill(query_gradients);
+  query_gradients.o = input<4>(out), query_gradients.dout = input<4>(dout),
+  query_gradients.lse = input<3>(lse);
+  query_gradients.dq = output<4>(dq), query_gradients.queries = query_data;
+  query_gradients.dk = output<4>(dk), query_gradients.dv = output<4>(dv),
+  query_gradients.partials = partials.mutable_data_ptr<float>();
+  GIRIH_LAUNCH(cat_query_gradients, query_gradients);
 
-  kernels::CatHeaderGradients headers;
-  args.fill(headers);
-  headers.dout = input<4>(dout), headers.queries = query_data;
-  headers.partials = rows.partials;
-  check_launch("cat_header_gradients", kernels::cat_header_gradients(headers, stream));
+  kernels::CatHeaderGradients header_gradients;
+  args.fill(header_gradients);
+  header_gradients.dout = input<4>(dout), header_gradients.queries = query_data;
+  header_gradients.partials = query_gradients.partials;
+  GIRIH_LAUNCH(cat_header_gradients, header_gradients);
 
-  kernels::CatOwnGradients own;
-  args.fill(own);
-  own.dout = input<4>(dout), own.queries = query_data, own.partials = rows.partials;
-  own.dk = output<4>(dk), own.dv = output<4>(dv);
-  check_launch("cat_own_gradients", kernels::cat_own_gradients(own, stream));
-  return {crop_width(dq, q.size(3)), crop_width(dk, k.size(3)), crop_width(dv, v.size(3)), std::nullopt};
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_chunks,
-                    int64_t chunk, std::optional<double> scale, std::string_view device, bool) {
-  const auto problem = Problem::check(q, k, v, cu_chunks, chunk, scale);
-  const c10::cuda::CUDAGuard guard(q.device());
-  return explain_path(choose_path(problem, q), device);
+  kernels::CatOwnGradients own_gradients;
+  args.fill(own_gradients);
+  own_gradients.dout = input<4>(dout), own_gradients.queries = query_data,
+  own_gradients.partials = query_gradients.partials;
+  own_gradients.dk = output<4>(dk), own_gradients.dv = output<4>(dv);
+  GIRIH_LAUNCH(cat_own_gradients, own_gradients);
+  return Gradients{crop_width(dq, call.q.size(3)), crop_width(dk, call.k.size(3)),
+                   crop_width(dv, call.v.size(3)), std::nullopt};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("cat_attention_explain", &explain);
-  m.impl("cat_attention_forward", &forward_cuda);
-  m.impl("cat_attention_backward", &backward_cuda);
+  register_explain<Call, Problem, &choose_path>(m);
+  register_forward<&forward_cuda>(m);
+  register_backward<&backward_cuda>(m);
 }
 
 }  // namespace girih::cat_attention

@@ -23,14 +23,14 @@ Tensor select_rows(const Tensor& flag, const Tensor& state, const Tensor& otherw
   return at::where(flag.view(sizes), state, otherwise);
 }
 
-ChunkDefiningScan::ChunkDefiningScan(const Tensor& like, int64_t B, int64_t T, int64_t C,
+ChunkDefiningScan::ChunkDefiningScan(const Tensor& x, int64_t B, int64_t T, int64_t C,
                                      const OptionalTensor& cu_seqlens, const OptionalTensor& position)
     : C_(C),
       // With chunks of one token every token begins a chunk, so the position has no effect.
       n_(count_chunks_in_block(T, C, C > 1 && is_defined(position))),
       // Chunks would clamp the position to the length of a block; the position must be clamped to the length
       // of a chunk.
-      chunks_(like, B, T, C * n_, cu_seqlens,
+      chunks_(x, B, T, C * n_, cu_seqlens,
               C > 1 && is_defined(position) ? OptionalTensor(position->clamp(0, C - 1)) : std::nullopt,
               Chunks::Cut::at_start) {
   has_whole_chunks_ = !is_defined(cu_seqlens) && !(C > 1 && is_defined(position)) && T % (C * n_) == 0;
@@ -42,14 +42,14 @@ ChunkDefiningScan::Run ChunkDefiningScan::run(const Tensors& inputs, const Chunk
   if (chunks_.count() == 0) return {Tensor(), chunks_.scan(initial, nullptr).finals};
 
   // [B, blocks, C n] -> the last row of each chunk, [B, blocks, n]
-  const auto complete =
+  const auto has_chunk_end =
       has_whole_chunks_ ? Tensor() : chunks_.valid().unflatten(2, {n_, C_}).select(3, C_ - 1).contiguous();
   if (C_ >= kMinBlockChunk) {
     // A block is one chunk. A read depends on other chunks only through their states, so all chunks are read
     // at once after the scan.
     Tensors chunked_inputs;
     for (const auto& x : inputs) chunked_inputs.push_back(x.defined() ? chunks_.split(x, type) : x);
-    const auto block = make(chunked_inputs, has_whole_chunks_ ? complete : complete.squeeze(2));
+    const auto block = make(chunked_inputs, has_whole_chunks_ ? has_chunk_end : has_chunk_end.squeeze(2));
     const auto scan = chunks_.scan(
         initial, [&](int64_t c, const Chunks::States& states) { return block->step(c, states); });
     Tensors starts;
@@ -64,19 +64,19 @@ ChunkDefiningScan::Run ChunkDefiningScan::run(const Tensors& inputs, const Chunk
                                  ? chunks_.split(x, type).unflatten(3, {n_, C_}).transpose(2, 3).unbind(1)
                                  : Tensors(chunks_.count()));
   }
-  const auto complete_per_block = has_whole_chunks_ ? Tensors(chunks_.count()) : complete.unbind(1);
-  const auto states = initial.size();
+  const auto has_chunk_end_per_block = has_whole_chunks_ ? Tensors(chunks_.count()) : has_chunk_end.unbind(1);
+  const auto state_count = initial.size();
   const auto n = n_;
   Tensors o;
   const auto scan =
       chunks_.scan(initial, [&](int64_t b, const Chunks::States& block_states) -> Chunks::States {
-        const auto run_block = [make, states, n,
-                                flags = complete_per_block[b]](const Tensors& arguments) -> Tensors {
-          const auto block = make({arguments.begin() + states, arguments.end()}, flags);
-          std::vector<Tensors> starts(states);
-          Chunks::States state(arguments.begin(), arguments.begin() + states);
+        const auto run_block = [make, state_count, n,
+                                flags = has_chunk_end_per_block[b]](const Tensors& arguments) -> Tensors {
+          const auto block = make({arguments.begin() + state_count, arguments.end()}, flags);
+          std::vector<Tensors> starts(state_count);
+          Chunks::States state(arguments.begin(), arguments.begin() + state_count);
           for (int64_t c = 0; c < n; ++c) {
-            for (size_t i = 0; i < states; ++i) starts[i].push_back(state[i]);
+            for (size_t i = 0; i < state_count; ++i) starts[i].push_back(state[i]);
             state = block->step(c, state);
           }
           Tensors stacked;

@@ -1,5 +1,5 @@
-// Operators whose chunk is part of the model: the update of a token reads the memory at the start of its
-// chunk. A scan over blocks of chunks contains a loop over the chunks of a block.
+// The scan of models whose chunk is a parameter (trellis, ttt, lattice): the update of a token reads the
+// memory at the start of its chunk. A scan over blocks of chunks contains a loop over the chunks of a block.
 #pragma once
 
 #include <memory>
@@ -19,14 +19,15 @@ struct ChunkBlock {
   virtual Tensor read(const Tensors& starts) = 0;
 };
 
-// complete [B, n]: the last token of the chunk is one of these tokens; undefined if that holds for all
+// has_chunk_end [B, n]: the last token of the chunk is one of these tokens; undefined if that holds for all
 // chunks.
 using MakeChunkBlock =
-    std::function<std::unique_ptr<ChunkBlock>(const Tensors& inputs, const Tensor& complete)>;
+    std::function<std::unique_ptr<ChunkBlock>(const Tensors& inputs, const Tensor& has_chunk_end)>;
 
+// For models whose chunk length is a parameter.
 class ChunkDefiningScan {
  public:
-  ChunkDefiningScan(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
+  ChunkDefiningScan(const Tensor& x, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
                     const OptionalTensor& position);
 
   // All chunks begin and end within these tokens, so that no state is inside a chunk.

@@ -13,18 +13,18 @@ Tensor reshape_flag(const Tensor& flag, const Tensor& state) {
 
 }  // namespace
 
-Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
+Chunks::Chunks(const Tensor& x, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
                const OptionalTensor& position, Cut cut)
-    : B_(B), T_(T), chunk_length_(C), is_packed_(is_defined(cu_seqlens) && cu_seqlens->dim() == 1) {
-  const bool bounds = is_defined(cu_seqlens) && !is_packed_;
-  has_index_ = is_packed_ || is_defined(position) || (bounds && cut == Cut::at_start);
-  const auto options = like.options().dtype(at::kLong).requires_grad(false);
+    : B_(B), T_(T), chunk_length_(C), is_packed_(is_packed(cu_seqlens)) {
+  const bool has_bounds = is_defined(cu_seqlens) && !is_packed_;
+  has_index_ = is_packed_ || is_defined(position) || (has_bounds && cut == Cut::at_start);
+  const auto options = x.options().dtype(at::kLong).requires_grad(false);
   const auto rows = at::arange(C, options);
 
   // lo, hi [B, n]: begin and end of the sequences of each row. Bounds are clamped: a wrong cu_seqlens gives
   // wrong numbers but no access out of bounds.
   Tensor lo, hi;
-  if (bounds) {
+  if (has_bounds) {
     const auto within = cu_seqlens->to(at::kLong).clamp(0, T);
     N_ = B;
     lo = within.slice(1, 0, 1);
@@ -43,10 +43,10 @@ Chunks::Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const Option
     count_ = (T + C - 1) / C;
     const auto token = at::arange(count_, options).unsqueeze(1) * C + rows;
     valid_ = (token >= lo.unsqueeze(2)) & (token < hi.unsqueeze(2));
-    if (bounds) in_sequence_ = valid_.flatten(1).narrow(1, 0, T);
+    if (has_bounds) in_sequence_ = valid_.flatten(1).narrow(1, 0, T);
     return;
   }
-  const int64_t n = is_packed_ ? N_ : 1;
+  const int64_t n = is_packed_ ? N_ : 1;  // sequences of a row
   sequence_length_ = (hi - lo).view({N_});
   position_ = is_defined(position) ? position->clamp(0, C - 1) : at::zeros({N_}, options);
   const auto p = position_.view({B, n});
@@ -142,7 +142,7 @@ Tensor Chunks::join(const Tensor& x, at::ScalarType dtype) const {
       .contiguous();
 }
 
-Tensor Chunks::complete() const { return valid_.select(2, chunk_length_ - 1).contiguous(); }
+Tensor Chunks::has_chunk_end() const { return valid_.select(2, chunk_length_ - 1).contiguous(); }
 
 Tensor Chunks::next_position() const {
   if (has_index_) return (position_ + sequence_length_).remainder(chunk_length_);

@@ -15,15 +15,15 @@ class Chunks {
   // B rows of T tokens in chunks of C. cu_seqlens [N + 1] packs N sequences into one row; cu_seqlens [B, 2]
   // has the begin and the end of the sequence of each row. Other tokens belong to no sequence. position [N]
   // (default 0): the place of the first token of each sequence in its chunk. Cut::at_start: chunks begin at
-  // the start of each sequence. Cut::anywhere is for operators whose result does not depend on the chunk
-  // length: with bounds [B, 2] no token moves.
+  // the start of each sequence. Cut::anywhere: with bounds [B, 2] chunks begin at the start of each row, so
+  // that no token moves; for operators whose result does not depend on where chunks begin. The index tables
+  // are on the device of x.
   enum class Cut { anywhere, at_start };
-  Chunks(const Tensor& like, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
+  Chunks(const Tensor& x, int64_t B, int64_t T, int64_t C, const OptionalTensor& cu_seqlens,
          const OptionalTensor& position = std::nullopt, Cut cut = Cut::anywhere);
 
-  int64_t count() const {
-    return count_;
-  }  // chunks of a row; an upper bound if packed: the remaining chunks are empty
+  // Chunks of a row; an upper bound if packed: the remaining chunks are empty.
+  int64_t count() const { return count_; }
   int64_t length() const { return chunk_length_; }  // C
   int64_t sequences() const { return N_; }
 
@@ -35,7 +35,7 @@ class Chunks {
   // [B, count, C]: the row has a token.
   const Tensor& valid() const { return valid_; }
   // [B, count]: the last token of the chunk is one of these tokens.
-  Tensor complete() const;
+  Tensor has_chunk_end() const;
   // [N]: the position after the last token, 0..C-1.
   Tensor next_position() const;
 
@@ -55,13 +55,12 @@ class Chunks {
   bool has_index_ = false, is_packed_ = false;
   Tensor valid_;
   Tensor in_sequence_;  // [B, T]: the token belongs to a sequence; undefined if all tokens do
-  // Defined if table_ is true:
-  Tensor split_index_;  // [B * count * C]: index of the token, in B * T
-  Tensor join_index_;   // [B * T]: index of the row, in B * count * C
-  Tensor sequence_,
-      is_first_;  // [B, count]: sequence of the chunk; whether it is the first chunk of the sequence
-  Tensor chunk_end_,
-      has_tokens_;  // [N]: chunks up to and including the sequence; whether the sequence has tokens
+  // Defined if has_index_ is true:
+  Tensor split_index_;                 // [B * count * C]: index of the token, in B * T
+  Tensor join_index_;                  // [B * T]: index of the row, in B * count * C
+  Tensor sequence_, is_first_;         // [B, count]: sequence of the chunk; whether the chunk is its first
+  Tensor chunk_end_;                   // [N]: chunks up to and including the sequence
+  Tensor has_tokens_;                  // [N]: whether the sequence has tokens
   Tensor position_, sequence_length_;  // [N]: position of the first token; number of tokens
 };
 

@@ -7,7 +7,9 @@
 
 namespace girih {
 
-constexpr int64_t kChunkTokens = 64;                    // tokens of a chunk of gsa and gla
+// Tokens of a range with one saved state, where the length of a chunk is no part of the model: gsa, gla, and
+// the fp32 kernels of trellis and ttt. Also the rows of a chunk of delta_product.
+constexpr int64_t kChunkTokens = 64;
 constexpr int64_t kChunkPairTokens = 2 * kChunkTokens;  // gla with a gate per head or without gates
 
 // The largest sizes of the tensor-core kernels: columns of a state, rows of a memory.
@@ -21,7 +23,7 @@ constexpr KernelLimits kHeadGateLimits{256, std::numeric_limits<int64_t>::max()}
 inline c10::SymInt count_chunks(const Tensor& q, const c10::SymInt& sequences,
                                 const OptionalTensor& cu_seqlens, int64_t tokens) {
   const auto B = q.sym_size(0), T = q.sym_size(1);
-  if (is_defined(cu_seqlens) && cu_seqlens->dim() == 1) return T / tokens + sequences;
+  if (is_packed(cu_seqlens)) return T / tokens + sequences;
   return B * ((T + tokens - 1) / tokens);
 }
 
@@ -38,6 +40,12 @@ inline std::vector<c10::SymInt> saved_states_shape(const Tensor& q, const c10::S
   c10::SymInt rows = 0;
   for (const auto& width : memories) rows = rows + padded_width(width);
   return {count_chunks(q, sequences, cu_seqlens, tokens), heads, rows, padded_width(columns)};
+}
+
+// Allocates a saved tensor. The ATen form saves nothing: it returns tensors of the shapes that Meta predicts,
+// which are not read.
+inline Tensor new_saved(const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
+  return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
 }
 
 // Checks that `name` of a backward call has the shape and the dtype that forward saved.

@@ -12,7 +12,7 @@ inline c10::SymInt count_touched_chunks(const Tensor& q, const c10::SymInt& sequ
                                         int64_t chunk) {
   const auto B = q.sym_size(0), T = q.sym_size(1);
   const int64_t partial_chunks = is_defined(position) ? 2 : 1;
-  if (is_defined(cu_seqlens) && cu_seqlens->dim() == 1) return T / chunk + partial_chunks * sequences;
+  if (is_packed(cu_seqlens)) return T / chunk + partial_chunks * sequences;
   return B * ((T + partial_chunks * (chunk - 1)) / chunk);
 }
 

@@ -5,6 +5,7 @@
 #include "../arguments/kernel_arguments.h"
 #include "../arguments/shared_heads.h"
 #include "delta_product/delta_product.h"
+#include "problem.h"
 
 namespace girih::delta_product {
 
@@ -14,47 +15,46 @@ struct Arguments {
   kernels::DeltaShape shape;
   int64_t D, V;  // widths without padding
 
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& beta_,
-            const OptionalTensor& g_, const OptionalTensor& cu, int64_t n, const std::optional<double>& scale,
-            bool l2norm_qk)
-      : q(align_rows(q_)),
-        k(align_rows(k_)),
-        v(align_rows(v_)),
-        beta(beta_),
-        g(g_.value_or(Tensor())),
-        D(q_.size(3)),
-        V(v_.size(3)) {
-    if (is_defined(cu)) cu_seqlens = cu->contiguous();
+  // `beta`: that of the call, or with rows aligned to 16 bytes.
+  Arguments(const Call& call, const Tensor& beta)
+      : q(align_rows(call.q)),
+        k(align_rows(call.k)),
+        v(align_rows(call.v)),
+        beta(beta),
+        g(call.g.value_or(Tensor())),
+        cu_seqlens(contiguous_or_undefined(call.cu_seqlens)),
+        D(call.q.size(3)),
+        V(call.v.size(3)) {
     const auto H = v.size(2);
-    shape = {kernel_tokens(q, cu_seqlens),
+    shape = {sequence_layout(q, cu_seqlens),
              static_cast<int>(H),
              static_cast<int>(std::max(q.size(2), H)),
              heads_per_shared_head(k, H),
              heads_per_shared_head(q, H),
              static_cast<int>(q.size(3)),
              static_cast<int>(v.size(3)),
-             static_cast<int>(n),
-             l2norm_qk,
+             static_cast<int>(call.n),
+             call.l2norm_qk,
              kernel_dtype(q),
-             static_cast<float>(scale.value_or(1 / std::sqrt(double(D))))};
+             static_cast<float>(call.query_scale())};
   }
 
   int64_t chunks() const {
     return kernels::token_range_count(shape.tokens, kernels::delta_chunk_tokens(shape.n));
   }
 
-  Tensor rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
-    return new_rows(q, rows, cu_seqlens, heads, width, type);
+  Tensor new_rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
+    return girih::new_rows(q, rows, cu_seqlens, heads, width, type);
   }
-  Tensor states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
-  Tensor transitions(const std::vector<c10::SymInt>& saved_shapes) const {
-    const auto all = at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(saved_shapes), q.options().dtype(at::kFloat));
+  Tensor new_states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
+  Tensor transitions(const std::vector<c10::SymInt>& shape_of_saved) const {
+    const auto all = new_saved(shape_of_saved, q.options().dtype(at::kFloat));
     TORCH_INTERNAL_ASSERT(all.dim() == 1 || all.size(0) == kernels::delta_saved_segments(shape));
     return all;
   }
 
-  Tensor padded(const OptionalTensor& state) const { return pad_state(state, false, shape.D, shape.V); }
-  Tensor last_state() const {
+  Tensor pad(const OptionalTensor& state) const { return pad_state(state, false, shape.D, shape.V); }
+  Tensor new_state() const {
     return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
   }
 };

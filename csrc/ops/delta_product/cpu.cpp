@@ -7,9 +7,7 @@
 #include "../arguments/shared_heads.h"
 #include "../chunks/chunks.h"
 #include "../chunks/decay.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
-#include "problem.h"
 
 namespace girih::delta_product {
 namespace {
@@ -43,55 +41,52 @@ std::vector<Tensor> unbind_chunks(const Tensor& x) { return x.transpose(0, 1).fl
 
 }  // namespace
 
-Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, const Tensor& beta_,
-                const OptionalTensor& g_, const OptionalTensor& state_s, const OptionalTensor& state_position,
-                const OptionalTensor& cu_seqlens, int64_t n, std::optional<double> scale, bool l2norm_qk,
-                std::optional<int64_t> chunk, std::optional<std::string_view> between_chunks, bool save) {
-  const auto p = Problem::check(queries, keys, v_, beta_, g_, state_s, state_position, cu_seqlens, n, scale,
-                                l2norm_qk, chunk, between_chunks);
-  const auto H = v_.size(2);
-  const auto q_ = repeat_heads(queries, H), k_ = repeat_heads(keys, H);
-  const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = v_.size(3);
+Results forward(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const auto n = call.n;
+  const auto H = call.v.size(2);
+  const auto q_ = repeat_heads(call.q, H), k_ = repeat_heads(call.k, H);
+  const auto B = q_.size(0), T = q_.size(1), HQ = q_.size(2), D = q_.size(3), V = call.v.size(3);
   const auto type = accumulate_type(q_);
-  const auto saved_shapes = p.saved(q_, beta_, g_, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
-  const auto new_saved = [&](const std::vector<c10::SymInt>& sizes, at::ScalarType of) {
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), q_.options().dtype(of));
-  };
-  const auto states = new_saved(saved_shapes.states, saved_shapes.states_type),
-             prepared = new_saved(saved_shapes.prepared, saved_shapes.prepared_type),
-             transitions = new_saved(saved_shapes.transitions, at::kFloat);
+  const auto options = q_.options();
+  const auto saved_shapes = problem.saved(call, save);
+  const auto states = new_saved(saved_shapes.states, options.dtype(saved_shapes.states_type)),
+             prepared = new_saved(saved_shapes.prepared, options.dtype(saved_shapes.prepared_type)),
+             transitions = new_saved(saved_shapes.transitions, options.dtype(at::kFloat));
   // With T = 1 a chunk is one row: the position of the token determines whether it completes the chunk of the
   // model.
-  const bool is_single_token = between_chunks && T == 1 && !is_defined(cu_seqlens);
-  const Chunks chunks(q_, B, T, is_single_token ? 1 : chunk.value_or(choose_chunk_length(T, n)), cu_seqlens,
-                      is_single_token ? std::nullopt : state_position,
-                      between_chunks ? Chunks::Cut::at_start : Chunks::Cut::anywhere);
+  const bool is_single_token = call.between_chunks && T == 1 && !is_defined(call.cu_seqlens);
+  const Chunks chunks(q_, B, T, is_single_token ? 1 : call.chunk.value_or(choose_chunk_length(T, n)),
+                      call.cu_seqlens, is_single_token ? std::nullopt : call.state_position,
+                      call.between_chunks ? Chunks::Cut::at_start : Chunks::Cut::anywhere);
   const auto count = chunks.count(), C = chunks.length(), R = C * n;
-  const auto S0 =
-      is_defined(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
-  Tensor complete;  // [B, count]
+  const auto S0 = is_defined(call.state_s)
+                      ? *call.state_s
+                      : at::zeros({chunks.sequences(), H, D, V}, q_.options().dtype(type));
+  Tensor has_chunk_end;  // [B, count]
   OptionalTensor position;
   if (is_single_token) {
-    const auto read = is_defined(state_position) ? state_position->clamp(0, *chunk - 1) + 1
-                                                 : at::ones({B}, q_.options().dtype(at::kLong));
-    complete = (read == *chunk).unsqueeze(1);
-    position = read.remainder(*chunk);
-  } else if (between_chunks) {
-    complete = chunks.complete();
+    const auto tokens_read = is_defined(call.state_position)
+                                 ? call.state_position->clamp(0, *call.chunk - 1) + 1
+                                 : at::ones({B}, q_.options().dtype(at::kLong));
+    has_chunk_end = (tokens_read == *call.chunk).unsqueeze(1);
+    position = tokens_read.remainder(*call.chunk);
+  } else if (call.between_chunks) {
+    has_chunk_end = chunks.has_chunk_end();
     position = chunks.next_position();
   }
   if (count == 0)
     return {at::zeros({B, T, HQ, V}, q_.options()), S0.clone(), position, states, prepared, transitions};
 
   auto q = chunks.split(q_, type), k = chunks.split(k_, type, n);
-  if (l2norm_qk) {
+  if (call.l2norm_qk) {
     q = l2_normalise(q);
     k = l2_normalise(k);
   }
-  q = q.view({B, count, H, HQ / H, C, D}) * scale.value_or(1 / std::sqrt(double(D)));
-  auto beta = chunks.split(beta_, type, n);
+  q = q.view({B, count, H, HQ / H, C, D}) * call.query_scale();
+  auto beta = chunks.split(call.beta, type, n);
   if (beta.dim() == 4) beta = beta.unsqueeze(-1);
-  const auto b = beta * k, w = beta * chunks.split(v_, type, n);
+  const auto b = beta * k, w = beta * chunks.split(call.v, type, n);
 
   // Decays:
   //   decay       e^{L_r - L_r'} for r' <= r
@@ -99,8 +94,8 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
   //   k_out       with the factor e^{L_C - L_r}
   Tensor decay = at::ones({R, R}, q.options()).tril(), b_in = b, q_in = q, k_out = k;
   std::vector<Tensor> chunk_decay;
-  if (is_defined(g_)) {
-    const auto g = expand_gates(chunks.split(*g_, type), n);
+  if (is_defined(call.g)) {
+    const auto g = expand_gates(chunks.split(*call.g, type), n);
     const auto in = g.cumsum(-1).exp().unsqueeze(-1);
     decay = decay_matrix(g);
     b_in = b * in;
@@ -120,18 +115,18 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
 
   // U = T^-1 (W - e^{L} B S)
   // S <- e^{L_C} S + (K * e^{L_C - L})^T U
-  // S <- phi(S) if the chunk is complete
+  // S <- phi(S) if the chunk has its last token
   const auto k_rows = unbind_chunks(k_out.transpose(-1, -2));
-  const auto is_complete =
-      between_chunks ? complete.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
+  const auto ends_chunk =
+      call.between_chunks ? has_chunk_end.view({B, count, 1, 1, 1}).unbind(1) : std::vector<Tensor>();
   std::vector<Tensor> U;
   const auto scan = chunks.scan({S0}, [&](int64_t c, const Chunks::States& state) -> Chunks::States {
     const auto S = state[0].flatten(0, 1);
     U.push_back(at::baddbmm(w_solved[c], b_solved[c], S, 1, -1));
     const auto next =
         at::baddbmm(chunk_decay.empty() ? S : chunk_decay[c] * S, k_rows[c], U[c]).view({B, H, D, V});
-    if (!between_chunks) return {next};
-    return {at::where(is_complete[c], *between_chunks == "gelu" ? at::gelu(next) : next.tanh(), next)};
+    if (!call.between_chunks) return {next};
+    return {at::where(ends_chunk[c], *call.between_chunks == "gelu" ? at::gelu(next) : next.tanh(), next)};
   });
 
   // O = e^{L} (Q S) + ((Q K^T) * e^{L_t - L_r'}, rows of tokens <= t) U
@@ -147,9 +142,6 @@ Results forward(const Tensor& queries, const Tensor& keys, const Tensor& v_, con
           transitions};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("delta_product_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("delta_product_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#endif
+GIRIH_IMPL_ATEN(m) { register_forward<&WithoutTF32<&forward>::call>(m); }
 
 }  // namespace girih::delta_product

@@ -1,14 +1,10 @@
 // CUDA implementation of delta_product. Tensor cores: 16-bit elements without between_chunks, with one beta
-// per step, or with one beta per channel, no gates and no l2norm_qk (vector.h). fp32 kernels (3xtf32): the
-// other calls. float64 and wide rows: the ATen form.
-#include "../registration/dispatch.h"
-#include "arguments.h"
-#include "aten.h"
+// per step, or with one beta per channel, no gates and no l2norm_qk (channel_beta.h). fp32 kernels (3xtf32):
+// the other calls. float64 and wide rows: the ATen form.
+#include "channel_beta.h"
 #include "fp32.h"
-#include "problem.h"
 #include "tensor_cores.h"
 #include "tile/segments.h"
-#include "vector.h"
 
 namespace girih::delta_product {
 namespace {
@@ -16,99 +12,64 @@ namespace {
 static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kChunkTokens == kernels::kDeltaChunkRows &&
               kMaxSteps == kernels::kDeltaMaxSteps && kMaxWidth == kernels::kDeltaMaxWidth &&
               kMaxChannelBetaWidth == kernels::kDeltaChannelBetaMaxWidth &&
-              kMaxStepRows == kernels::kDeltaStepLimit && kMultiprocessors == kernels::kMultiprocessors);
+              kStepLimit == kernels::kDeltaStepLimit && kMultiprocessors == kernels::kMultiprocessors);
 
-// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
 // The saved tensors are sized by the problem only, so a device with too little shared memory takes the ATen
 // form.
-Path choose_path(const Problem& problem, const Tensor& q, const Tensor& beta, const OptionalTensor& g,
-                 int64_t n, bool l2norm_qk, const Between& between_chunks) {
-  const auto path = problem.path(q, beta, g, n, l2norm_qk, between_chunks);
-  if (problem.N == 0) return aten(kNoSequences);
-  if (path != Path::Code::tensor_cores) return path;
-  bool fits = false;
-  check_launch("delta_fits", kernels::delta_fits(static_cast<int>(q.size(3)), beta.dim() == 4, fits));
-  return fits ? path : aten(kSharedMemoryTooSmall);
+Path choose_path(const Problem& problem, const Call& call) {
+  const auto path = problem.path(call);
+  const auto fits = [&] {
+    bool fits = true;
+    if (path == Path::Code::tensor_cores) {
+      GIRIH_QUERY(delta_fits, static_cast<int>(call.q.size(3)), call.has_channel_beta(), fits);
+    }
+    return fits;
+  };
+  return restrict_path(path, problem.N, call.q.device(), fits, &aten);
 }
 
-Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                     const OptionalTensor& g, const OptionalTensor& state_s,
-                     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
-                     std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                     Between between_chunks, bool save) {
-  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
-                                      l2norm_qk, chunk, between_chunks);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, beta, g, n, l2norm_qk, between_chunks);
-  if (path == Path::Code::fp32) {
-    const Fp32Call call(repeat_heads(q, v.size(2)), repeat_heads(k, v.size(2)), v, beta, g, state_position,
-                        cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
-    return call.forward(state_s,
-                        problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save));
-  }
-  if (path == Path::Code::aten) {
-    at::NoTF32Guard fp32;
-    return forward(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk, chunk,
-                   between_chunks, save);
-  }
-  const auto saved_shapes = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
-  if (beta.dim() == 4)
-    return ChannelBetaCall(q, k, v, beta, cu_seqlens, n, scale).forward(state_s, saved_shapes);
-  const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
-  return run_forward(a, a.v, {}, state_s, saved_shapes);
+Results forward_cuda(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
+  const auto saved_shapes = problem.saved(call, save);
+  if (path == Path::Code::fp32) return Fp32Call(call).forward(saved_shapes);
+  if (call.has_channel_beta()) return ChannelBetaCall(call).forward(saved_shapes);
+  const Arguments a(call, call.beta);
+  return run_forward(a, a.v, {}, call.state_s, saved_shapes);
 }
 
-Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s,
-                        const OptionalTensor& grad_position, const Tensor& q, const Tensor& k,
-                        const Tensor& v, const Tensor& beta, const OptionalTensor& g,
-                        const OptionalTensor& state_s, const OptionalTensor& state_position,
-                        const OptionalTensor& cu_seqlens, const Tensor& states, const Tensor& prepared,
-                        const Tensor& transitions, int64_t n, std::optional<double> scale, bool l2norm_qk,
-                        std::optional<int64_t> chunk, Between between_chunks) {
-  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale,
-                                      l2norm_qk, chunk, between_chunks);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, beta, g, n, l2norm_qk, between_chunks);
-  if (path == Path::Code::aten) {
-    // Autograd of the ATen form, as on devices without a kernel.
-    return redispatch_to_aten<&backward_cuda>(
-        "delta_product_backward", grad_o, grad_s, grad_position, q, k, v, beta, g, state_s, state_position,
-        cu_seqlens, states, prepared, transitions, n, scale, l2norm_qk, chunk, between_chunks);
-  }
-  const auto saved_shapes = problem.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, true);
-  check_saved_tensor("delta_product", "states", states, saved_shapes.states, saved_shapes.states_type);
-  check_saved_tensor("delta_product", "prepared", prepared, saved_shapes.prepared,
+std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
+                                       const SavedTensors& saved) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return std::nullopt;
+  const auto saved_shapes = problem.saved(call, true);
+  check_saved_tensor("delta_product", "states", saved.states, saved_shapes.states, saved_shapes.states_type);
+  check_saved_tensor("delta_product", "prepared", saved.prepared, saved_shapes.prepared,
                      saved_shapes.prepared_type);
-  check_saved_tensor("delta_product", "transitions", transitions, saved_shapes.transitions, at::kFloat);
-  if (path == Path::Code::fp32) {
-    const Fp32Call call(repeat_heads(q, v.size(2)), repeat_heads(k, v.size(2)), v, beta, g, state_position,
-                        cu_seqlens, n, scale, l2norm_qk, chunk, between_chunks);
-    auto gradients = call.backward(grad_o, grad_s, state_s, states, prepared);
-    auto &dq = std::get<0>(gradients), &dk = std::get<1>(gradients);
-    dq = sum_shared_heads(dq, q), dk = sum_shared_heads(dk, k);
-    return gradients;
-  }
-  if (beta.dim() == 4) {
-    return ChannelBetaCall(q, k, v, beta, cu_seqlens, n, scale)
-        .backward(q, k, grad_o, grad_s, state_s, states, prepared, transitions);
-  }
-  const Arguments a(q, k, v, beta, g, cu_seqlens, n, scale, l2norm_qk);
+  check_saved_tensor("delta_product", "transitions", saved.transitions, saved_shapes.transitions, at::kFloat);
+  if (path == Path::Code::fp32) return Fp32Call(call).backward(grads, saved);
+  if (call.has_channel_beta()) return ChannelBetaCall(call).backward(grads, saved);
+  const Arguments a(call, call.beta);
   const auto& shape = a.shape;
-  const auto T = q.size(1), rows = T * n;
+  const auto T = call.q.size(1), rows = T * call.n;
   const int64_t H = shape.heads, HO = shape.output_heads;
-  const auto type = q.scalar_type();
+  const auto type = call.q.scalar_type();
   // With one output per memory only delta_gradients reads G (dz). dz and dv then share a tensor; depending on
   // the call, reverse has already stored dv.
   const bool has_one_output = H == HO;
-  const auto dv = a.rows(rows, H, shape.V, type), dz = has_one_output ? dv : at::empty_like(dv);
-  const auto reverse_result = run_reverse(a, {}, grad_o, grad_s, prepared, transitions, dz, has_one_output);
+  const auto dv = a.new_rows(rows, H, shape.V, type), dz = has_one_output ? dv : at::empty_like(dv);
+  const auto reverse_result = run_reverse(a, {}, grads, saved, dz, has_one_output);
   const auto& reverse = reverse_result.p;
 
   // Several outputs of one memory write partial gradients in fp32, which are summed later.
-  const auto dq = a.rows(T, HO, shape.D, type),
-             dk = a.rows(rows, HO, shape.D, has_one_output ? type : at::kFloat),
-             dbeta = a.rows(rows, H, 1, at::kFloat).squeeze(-1);
-  const auto dg = a.g.defined() ? a.rows(T, HO, 1, at::kFloat).squeeze(-1) : Tensor();
+  const auto dq = a.new_rows(T, HO, shape.D, type),
+             dk = a.new_rows(rows, HO, shape.D, has_one_output ? type : at::kFloat),
+             dbeta = a.new_rows(rows, H, 1, at::kFloat).squeeze(-1);
+  const auto dg = a.g.defined() ? a.new_rows(T, HO, 1, at::kFloat).squeeze(-1) : Tensor();
   kernels::DeltaGradients p;
   p.shape = shape;
   p.q = reverse.q, p.k = reverse.k, p.v = input<4>(a.v), p.dout = reverse.dout, p.dz = input<4>(dz);
@@ -116,75 +77,56 @@ Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad
   p.in_place = reverse.in_place;
   p.prepared = reverse.prepared;
   p.factors = reverse.factors;
-  p.states = states.const_data_ptr();
+  p.states = saved.states.const_data_ptr();
   p.gradients = reverse.gradients;
-  const auto initial = a.padded(state_s);
+  const auto initial = a.pad(call.state_s);
   p.initial = input<4>(initial), p.end = reverse.initial;
   p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
   p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
-  check_launch("delta_gradients", kernels::delta_gradients(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(delta_gradients, p);
 
-  return {sum_head_groups(dq, q.size(2), a.D, q),
-          sum_head_groups(dk, k.size(2), a.D, k),
-          crop_width(dv, a.V),
-          dbeta.to(beta.scalar_type()),
-          if_defined(g, [&] { return sum_head_groups(dg.unsqueeze(-1), H, 1, *g).squeeze(-1); }),
-          if_defined(state_s, [&] { return crop_state(reverse_result.first, a.D, a.V); }),
-          std::nullopt,
-          std::nullopt};
+  return Gradients{
+      sum_head_groups(dq, call.q.size(2), a.D, call.q),
+      sum_head_groups(dk, call.k.size(2), a.D, call.k),
+      crop_width(dv, a.V),
+      dbeta.to(call.beta.scalar_type()),
+      if_defined(call.g, [&] { return sum_head_groups(dg.unsqueeze(-1), H, 1, *call.g).squeeze(-1); }),
+      if_defined(call.state_s, [&] { return crop_state(reverse_result.dinitial, a.D, a.V); }),
+      std::nullopt,
+      std::nullopt};
 }
 
-Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                 const OptionalTensor& g, const Tensor& state_s, const OptionalTensor& state_position,
-                 int64_t n, std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                 Between between_chunks) {
-  check_step(get_operator("delta_product"), q, {state_s, state_position});
-  const auto problem = Problem::check(q, k, v, beta, g, state_s, state_position, std::nullopt, n, scale,
-                                      l2norm_qk, chunk, between_chunks);
-  if (problem.step_path(q, n, between_chunks) == Path::Code::aten) {
-    return redispatch_to_aten<&step_cuda>("delta_product_step", q, k, v, beta, g, state_s, state_position, n,
-                                          scale, l2norm_qk, chunk, between_chunks);
-  }
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto H = v.size(2), HO = std::max(q.size(2), H);
-  const auto o = at::empty({q.size(0), 1, HO, v.size(3)}, q.options());
+std::optional<Tensor> step_cuda(const Call& call) {
+  const auto problem = Problem::check(call);
+  if (problem.step_path(call) == Path::Code::aten) return std::nullopt;
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto H = call.v.size(2), HO = std::max(call.q.size(2), H);
+  const auto o = at::empty({call.q.size(0), 1, HO, call.v.size(3)}, call.q.options());
   kernels::DeltaStep p;
-  p.sequences = q.size(0);
+  p.sequences = call.q.size(0);
   p.heads = static_cast<int>(H), p.output_heads = static_cast<int>(HO);
-  p.key_share = heads_per_shared_head(k, H), p.query_share = heads_per_shared_head(q, H);
-  p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3)), p.n = static_cast<int>(n);
-  p.unit = l2norm_qk;
-  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
-  p.q = input<3>(q.select(1, 0));
-  p.k = input<4>(k), p.v = input<4>(v);
-  p.beta = input<4>(beta.dim() == 4 ? beta : beta.unsqueeze(-1));
-  if (is_defined(g)) p.g = input<2>(g->select(1, 0));
-  p.state = output<4>(state_s);
+  p.key_share = heads_per_shared_head(call.k, H), p.query_share = heads_per_shared_head(call.q, H);
+  p.D = static_cast<int>(call.q.size(3)), p.V = static_cast<int>(call.v.size(3)),
+  p.n = static_cast<int>(call.n);
+  p.unit = call.l2norm_qk;
+  p.scale = static_cast<float>(call.query_scale());
+  p.q = input<3>(call.q.select(1, 0));
+  p.k = input<4>(call.k), p.v = input<4>(call.v);
+  p.beta = input<4>(call.has_channel_beta() ? call.beta : call.beta.unsqueeze(-1));
+  if (is_defined(call.g)) p.g = input<2>(call.g->select(1, 0));
+  p.state = output<4>(*call.state_s);
   p.o = output<3>(o.select(1, 0));
-  check_launch("delta_step", kernels::delta_step(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(delta_step, p);
   return o;
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                    const OptionalTensor& g, const OptionalTensor& state_s,
-                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
-                    std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                    Between between_chunks, std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
-                                chunk, between_chunks);
-  const c10::cuda::CUDAGuard guard(q.device());
-  return explain_path(
-      step ? p.step_path(q, n, between_chunks) : choose_path(p, q, beta, g, n, l2norm_qk, between_chunks),
-      device);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("delta_product_explain", &explain);
-  m.impl("delta_product_forward", &forward_cuda);
-  m.impl("delta_product_backward", &backward_cuda);
-  m.impl("delta_product_step", &step_cuda);
+  register_explain<Call, Problem, &choose_path>(m);
+  register_forward<&forward_cuda>(m);
+  register_backward<&backward_cuda>(m);
+  register_step<&step_cuda>(m);
 }
 
 }  // namespace girih::delta_product

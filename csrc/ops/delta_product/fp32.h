@@ -2,44 +2,46 @@
 #pragma once
 
 #include "../arguments/kernel_arguments.h"
+#include "../arguments/shared_heads.h"
 #include "aten.h"
 #include "delta_product/fp32.h"
-#include "problem.h"
 
 namespace girih::delta_product {
 
-// One call of the fp32 kernels.
+// One call of the fp32 kernels, which have no shared heads: q and k are repeated to the heads of v.
 class Fp32Call {
  public:
-  Fp32Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const OptionalTensor& g,
-           const OptionalTensor& position, const OptionalTensor& cu, int64_t n,
-           const std::optional<double>& scale, bool unit, std::optional<int64_t> chunk,
-           const Between& between_chunks)
-      : q_(q), k_(k), v_(v), beta_(beta), unit_(unit) {
-    if (is_defined(cu)) cu_seqlens_ = cu->contiguous();
-    if (is_defined(position)) position_ = position->contiguous();
-    if (is_defined(g)) g_ = g->to(at::kFloat), g_type_ = g->scalar_type();
+  explicit Fp32Call(const Call& call)
+      : call_(call),
+        q_(repeat_heads(call.q, call.v.size(2))),
+        k_(repeat_heads(call.k, call.v.size(2))),
+        v_(call.v),
+        beta_(call.beta),
+        cu_seqlens_(contiguous_or_undefined(call.cu_seqlens)),
+        position_(contiguous_or_undefined(call.state_position)) {
+    if (is_defined(call.g)) g_ = call.g->to(at::kFloat);
+    const auto& between_chunks = call.between_chunks;
     const auto between = !between_chunks             ? kernels::Between::none
                          : *between_chunks == "gelu" ? kernels::Between::gelu
                                                      : kernels::Between::tanh;
-    shape_ = {kernels::delta_segments(kernel_tokens(q, cu_seqlens_), static_cast<int>(n), between,
-                                      chunk.value_or(0),
+    shape_ = {kernels::delta_segments(sequence_layout(q_, cu_seqlens_), static_cast<int>(call.n), between,
+                                      call.chunk.value_or(0),
                                       position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr),
-              static_cast<int>(k.size(2)),
-              static_cast<int>(q.size(2)),
-              static_cast<int>(q.size(3)),
-              static_cast<int>(v.size(3)),
-              static_cast<int>(n),
-              static_cast<float>(scale.value_or(1 / std::sqrt(double(q.size(3)))))};
+              static_cast<int>(k_.size(2)),
+              static_cast<int>(q_.size(2)),
+              static_cast<int>(q_.size(3)),
+              static_cast<int>(v_.size(3)),
+              static_cast<int>(call.n),
+              static_cast<float>(call.query_scale())};
   }
 
-  Results forward(const OptionalTensor& initial, const Problem::SavedShapes& saved_shapes) const {
+  Results forward(const Problem::SavedShapes& saved_shapes) const {
     const auto rows = make_rows(true);
-    const auto states = new_saved(saved_shapes.states), u = new_saved(saved_shapes.prepared),
-               last = new_state();
+    const auto states = new_saved(saved_shapes.states, in_fp32()),
+               u = new_saved(saved_shapes.prepared, in_fp32()), last = new_state();
     const auto o = new_rows(q_, q_.size(1), cu_seqlens_, shape_.query_heads, shape_.V, at::kFloat);
     Tensor position;
-    auto p = scan(rows, rows.w, initial.value_or(Tensor()), last);
+    auto p = scan(rows, rows.w, call_.state_s.value_or(Tensor()), last);
     p.o = output<4>(o);
     if (saved_shapes.has_saved) {
       TORCH_INTERNAL_ASSERT(states.size(0) ==
@@ -58,18 +60,15 @@ class Fp32Call {
             position.defined() ? OptionalTensor(position) : std::nullopt,
             states,
             u,
-            new_saved(saved_shapes.transitions)};
+            new_saved(saved_shapes.transitions, in_fp32())};
   }
 
-  Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const OptionalTensor& state,
-                     const Tensor& states, const Tensor& u) const {
+  Gradients backward(const OutputGradients& grads, const SavedTensors& saved) const {
+    const auto &states = saved.states, &u = saved.prepared;
     const auto rows = make_rows(false);
-    const auto dout = is_defined(grad_o) ? align_rows(grad_o->to(at::kFloat), 4)
-                                         : at::zeros({q_.size(0), q_.size(1), shape_.query_heads,
-                                                      kernels::round_up_to_4<int64_t>(shape_.V)},
-                                                     in_fp32());
-    const auto du = rows_like(v_), gradients = at::empty_like(states), first = new_state();
-    auto reverse = scan(rows, dout, grad_s.value_or(Tensor()), first);
+    const auto dout = align_output_gradient(grads.o, q_, shape_.query_heads, shape_.V, at::kFloat, 4);
+    const auto du = rows_like(v_), gradients = at::empty_like(states), dinitial = new_state();
+    auto reverse = scan(rows, dout, grads.s.value_or(Tensor()), dinitial);
     reverse.reverse = true;
     reverse.u = output<4>(du);
     reverse.states = states.const_data_ptr<float>();
@@ -88,30 +87,29 @@ class Fp32Call {
     p.states = states.const_data_ptr<float>(), p.gradients = gradients.const_data_ptr<float>();
     p.dq = output<4>(dunit_q), p.dk = output<4>(dunit_k), p.db = output<4>(db);
     p.dg = dg.defined() ? dg.mutable_data_ptr<float>() : nullptr;
-    check_launch("delta_exact_gradients",
-                 kernels::delta_fp32_gradients(p, c10::cuda::getCurrentCUDAStream()));
+    GIRIH_LAUNCH(delta_fp32_gradients, p);
 
-    const auto like = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
+    const auto empty_with_sizes = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
     const bool reuses_dunit =
-        !unit_ && q_.scalar_type() == at::kFloat && q_.size(3) % 4 == 0;  // then dunit_q is dq
-    const auto dq = reuses_dunit ? dunit_q : like(q_), dk = like(k_), dv = like(v_), dbeta = like(beta_);
+        !call_.l2norm_qk && q_.scalar_type() == at::kFloat && q_.size(3) % 4 == 0;  // then dunit_q is dq
+    const auto dq = reuses_dunit ? dunit_q : empty_with_sizes(q_), dk = empty_with_sizes(k_),
+               dv = empty_with_sizes(v_), dbeta = empty_with_sizes(beta_);
     kernels::DeltaFp32RowGradients r;
     r.shape = shape_;
-    r.unit = unit_;
+    r.unit = call_.l2norm_qk;
     r.q = input<4>(q_), r.k = input<4>(k_), r.v = input<4>(v_), r.beta = expand_beta(beta_);
     r.dunit_q = input<4>(dunit_q), r.dunit_k = input<4>(dunit_k), r.db = input<4>(db), r.dw = input<4>(du);
     if (!reuses_dunit) r.dq = output<4>(dq);
     r.dk = output<4>(dk), r.dv = output<4>(dv);
-    r.has_channel_beta = beta_.dim() == 4;
+    r.has_channel_beta = call_.has_channel_beta();
     r.dbeta = output<4>(r.has_channel_beta ? dbeta : dbeta.unsqueeze(-1));
-    check_launch("delta_exact_row_gradients",
-                 kernels::delta_fp32_row_gradients(r, c10::cuda::getCurrentCUDAStream()));
-    return {dq,
-            dk,
+    GIRIH_LAUNCH(delta_fp32_row_gradients, r);
+    return {sum_shared_heads(dq, call_.q),
+            sum_shared_heads(dk, call_.k),
             dv,
             dbeta,
-            g_.defined() ? OptionalTensor(dg.sum(0).to(g_type_)) : std::nullopt,
-            if_defined(state, [&] { return first; }),
+            g_.defined() ? OptionalTensor(dg.sum(0).to(call_.g->scalar_type())) : std::nullopt,
+            if_defined(call_.state_s, [&] { return dinitial; }),
             std::nullopt,
             std::nullopt};
   }
@@ -122,9 +120,6 @@ class Fp32Call {
   // fp32 rows with the sizes of x. Rows of tokens outside of the sequences are zero.
   Tensor rows_like(const Tensor& x) const {
     return new_rows(q_, x.size(1), cu_seqlens_, x.size(2), kernels::round_up_to_4(x.size(3)), at::kFloat);
-  }
-  Tensor new_saved(const std::vector<c10::SymInt>& sizes) const {
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), in_fp32());
   }
   Tensor new_state() const {
     return at::empty({shape_.segments.tokens.sequences, shape_.heads, shape_.D, shape_.V}, in_fp32());
@@ -141,7 +136,7 @@ class Fp32Call {
   Rows make_rows(bool needs_w) const {
     kernels::DeltaFp32Rows p;
     p.shape = shape_;
-    p.unit = unit_;
+    p.unit = call_.l2norm_qk;
     p.q = input<4>(q_), p.k = input<4>(k_), p.v = input<4>(v_), p.beta = expand_beta(beta_);
     const auto allocate = [&](const Tensor& x, kernels::OutputTensor<4>& to) {
       const auto rows =
@@ -149,12 +144,12 @@ class Fp32Call {
       to = output<4>(rows);
       return rows;
     };
-    const auto unit = [&](const Tensor& x, kernels::OutputTensor<4>& to) {
-      return unit_ || x.scalar_type() != at::kFloat ? allocate(x, to) : align_rows(x, 4);
+    const auto normalise_or_convert = [&](const Tensor& x, kernels::OutputTensor<4>& to) {
+      return call_.l2norm_qk || x.scalar_type() != at::kFloat ? allocate(x, to) : align_rows(x, 4);
     };
-    const Rows rows{unit(q_, p.unit_q), unit(k_, p.unit_k), allocate(k_, p.b),
+    const Rows rows{normalise_or_convert(q_, p.unit_q), normalise_or_convert(k_, p.unit_k), allocate(k_, p.b),
                     needs_w ? allocate(v_, p.w) : Tensor()};
-    check_launch("delta_exact_rows", kernels::delta_fp32_rows(p, c10::cuda::getCurrentCUDAStream()));
+    GIRIH_LAUNCH(delta_fp32_rows, p);
     return rows;
   }
 
@@ -168,13 +163,10 @@ class Fp32Call {
     p.final = output<4>(last);
     return p;
   }
-  static void launch_scan(const kernels::DeltaFp32Scan& p) {
-    check_launch("delta_exact_scan", kernels::delta_fp32_scan(p, c10::cuda::getCurrentCUDAStream()));
-  }
+  static void launch_scan(const kernels::DeltaFp32Scan& p) { GIRIH_LAUNCH(delta_fp32_scan, p); }
 
-  Tensor q_, k_, v_, beta_, g_, cu_seqlens_, position_;
-  at::ScalarType g_type_ = at::kFloat;
-  bool unit_;
+  const Call& call_;
+  Tensor q_, k_, v_, beta_, cu_seqlens_, position_, g_;
   kernels::DeltaFp32Shape shape_;
 };
 

@@ -1,6 +1,8 @@
 // girih::ops::delta_product and girih::ops::delta_product_step.
 #include "../registration/functions.h"
 
+#include "problem.h"
+
 namespace girih::ops {
 namespace {
 
@@ -25,10 +27,8 @@ DeltaProductState DeltaProductState::start(int64_t batch, int64_t heads, int64_t
 std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& beta, const Tensor& g,
                                                    const DeltaProductOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor, OptionalTensor>(
-      TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
-      OptionalTensorArg, int64_t, OptionalFloatArg, bool, OptionalIntArg, OptionalStringArg);
-  static const auto op = find_operator<Signature>("girih::delta_product");
+  using Result = std::tuple<Tensor, Tensor, OptionalTensor>;
+  static const auto op = find_typed_operator<Signature<delta_product::Call, Result>>("girih::delta_product");
   auto [o, s, position] = op.call(q, k, v, beta, to_optional(g), to_optional(options.state.s),
                                   to_optional(options.state.position), to_optional(options.cu_seqlens),
                                   steps_per_token(q, k, options.n), options.scale, options.l2norm_qk,
@@ -38,10 +38,7 @@ std::pair<Tensor, DeltaProductState> delta_product(const Tensor& q, const Tensor
 
 Tensor delta_product_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
                           const Tensor& g, const DeltaProductOptions& options) {
-  using Signature =
-      Tensor(TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg, OptionalTensorArg,
-             int64_t, OptionalFloatArg, bool, OptionalIntArg, OptionalStringArg);
-  static const auto op = find_operator<Signature>("girih::delta_product_step");
+  static const auto op = find_typed_operator<StepSignature<delta_product::Call>>("girih::delta_product_step");
   check_step_state("delta_product", options.state.s, options.cu_seqlens);
   return op.call(q, k, v, beta, to_optional(g), options.state.s, to_optional(options.state.position),
                  steps_per_token(q, k, options.n), options.scale, options.l2norm_qk, options.chunk,

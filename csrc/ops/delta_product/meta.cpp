@@ -1,43 +1,28 @@
 // delta_product on meta tensors: shapes of the results, and the path without a device.
-#include "../registration/dispatch.h"
 #include "aten.h"
-#include "problem.h"
 
 namespace girih::delta_product {
 namespace {
 
-Results forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                     const OptionalTensor& g, const OptionalTensor& state_s,
-                     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
-                     std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                     Between between_chunks, bool save) {
-  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
-                                chunk, between_chunks);
-  const auto saved_shapes = p.saved(q, beta, g, cu_seqlens, n, l2norm_qk, chunk, between_chunks, save);
+Results forward_meta(const Call& call, bool save) {
+  const auto p = Problem::check(call);
+  const auto options = call.q.options();
+  const auto saved_shapes = p.saved(call, save);
   OptionalTensor position;
-  if (between_chunks) position = at::empty_symint({p.N}, q.options().dtype(at::kLong));
-  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
-          at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))),
+  if (call.between_chunks) position = at::empty_symint({p.N}, options.dtype(at::kLong));
+  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, options),
+          at::empty_symint({p.N, p.H, p.D, p.V}, options.dtype(accumulate_type(call.q))),
           position,
-          at::empty_symint(saved_shapes.states, q.options().dtype(saved_shapes.states_type)),
-          at::empty_symint(saved_shapes.prepared, q.options().dtype(saved_shapes.prepared_type)),
-          at::empty_symint(saved_shapes.transitions, q.options().dtype(at::kFloat))};
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                    const OptionalTensor& g, const OptionalTensor& state_s,
-                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t n,
-                    std::optional<double> scale, bool l2norm_qk, std::optional<int64_t> chunk,
-                    Between between_chunks, std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, beta, g, state_s, state_position, cu_seqlens, n, scale, l2norm_qk,
-                                chunk, between_chunks);
-  return explain_path(
-      step ? p.step_path(q, n, between_chunks) : p.path(q, beta, g, n, l2norm_qk, between_chunks), device);
+          at::empty_symint(saved_shapes.states, options.dtype(saved_shapes.states_type)),
+          at::empty_symint(saved_shapes.prepared, options.dtype(saved_shapes.prepared_type)),
+          at::empty_symint(saved_shapes.transitions, options.dtype(at::kFloat))};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("delta_product_forward", &forward_meta); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("delta_product_explain", &explain); }
+TORCH_LIBRARY_IMPL(girih, Meta, m) { register_forward<&forward_meta>(m); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  register_explain<Call, Problem, &Problem::path>(m);
+}
 
 }  // namespace girih::delta_product

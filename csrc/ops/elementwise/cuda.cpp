@@ -33,7 +33,7 @@ kernels::ResidualNormShape shape_of(const char* op, const Tensor& x, const Optio
           dtype(x.scalar_type()), dtype(rows),           use_silu};
 }
 
-Tensor new_empty(const Tensor& like) { return at::empty({0}, like.options()); }
+Tensor new_empty(const Tensor& x) { return at::empty({0}, x.options()); }
 
 std::tuple<Tensor, Tensor> run_norm(const char* op, const Tensor& x_, const OptionalTensor& branch_,
                                     const OptionalTensor& weight, double eps, at::ScalarType rows,
@@ -118,7 +118,7 @@ Tensor run_silu_product(const Tensor& gate_, const Tensor& up_) {
   const auto y = at::empty(gate.sizes(), gate.options());
   const kernels::SiluProduct p{gate.numel(), kernel_dtype(gate), gate.const_data_ptr(), up.const_data_ptr(),
                                y.mutable_data_ptr()};
-  check_launch("silu_product", kernels::silu_product(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(silu_product, p);
   return y;
 }
 
@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> run_silu_product_backward(const Tensor& dy_, 
   p.gate = gate.const_data_ptr(), p.up = up.const_data_ptr(), p.dy = dy.const_data_ptr();
   p.dgate = dgate.mutable_data_ptr(), p.dup = dup.mutable_data_ptr();
   p.y = of_product ? y.mutable_data_ptr() : nullptr;
-  check_launch("silu_product_backward", kernels::silu_product_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(silu_product_backward, p);
   return {dgate, dup, y};
 }
 
@@ -164,37 +164,37 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignored) {
   p.labels = labels.const_data_ptr<int64_t>();
   p.ignored = ignored;
   p.l = l.mutable_data_ptr<float>();
-  check_launch("cross_entropy", kernels::cross_entropy(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(cross_entropy, p);
   return l;
 }
 
-kernels::RotaryShape rotary_shape(const Tensor& like, at::IntArrayRef sizes, int64_t query_heads,
+kernels::RotaryShape rotary_shape(const Tensor& x, at::IntArrayRef sizes, int64_t query_heads,
                                   const Tensor& position, const Tensor& rate) {
   constexpr int kPair = 2 * kernels::kElementwisePack;
   const auto B = sizes[0], T = sizes[1], heads = sizes[2], D = sizes[3];
-  TORCH_CHECK(has_kernel_dtype(like.scalar_type()) && D >= kPair && D % kPair == 0 &&
+  TORCH_CHECK(has_kernel_dtype(x.scalar_type()) && D >= kPair && D % kPair == 0 &&
                   D <= kernels::kRotaryMaxDim && B * T <= 0x7fffffff,
-              "girih: rotary: x is ", like.scalar_type(), " ", sizes,
+              "girih: rotary: x is ", x.scalar_type(), " ", sizes,
               "; expected float32, float16 or bfloat16 [B, T, heads, a multiple of ", kPair, " up to ",
               kernels::kRotaryMaxDim, "] of less than 2^31 tokens");
   TORCH_CHECK(0 <= query_heads && query_heads <= heads && (heads - query_heads) % 2 == 0,
               "girih: rotary: query_heads is ", query_heads, "; expected the number of heads of x, ", heads,
               ", minus those of k and v, which are equal");
   const bool has_row_positions = position.dim() == 2;
-  TORCH_CHECK(position.scalar_type() == at::kLong && position.device() == like.device() &&
+  TORCH_CHECK(position.scalar_type() == at::kLong && position.device() == x.device() &&
                   position.sizes() == (has_row_positions ? at::IntArrayRef({B, T}) : at::IntArrayRef({T})),
               "girih: rotary: position is ", position.scalar_type(), " ", position.sizes(), " on ",
-              position.device(), "; expected Long [", T, "] or [", B, ", ", T, "] on ", like.device());
-  TORCH_CHECK(rate.scalar_type() == at::kFloat && rate.device() == like.device() &&
+              position.device(), "; expected Long [", T, "] or [", B, ", ", T, "] on ", x.device());
+  TORCH_CHECK(rate.scalar_type() == at::kFloat && rate.device() == x.device() &&
                   rate.sizes() == at::IntArrayRef({D / 2}) && rate.is_contiguous(),
               "girih: rotary: rate is ", rate.scalar_type(), " ", rate.sizes(), " on ", rate.device(),
-              "; expected contiguous Float [", D / 2, "] on ", like.device());
+              "; expected contiguous Float [", D / 2, "] on ", x.device());
   return {B,
           T,
           static_cast<int>(query_heads),
           static_cast<int>((heads - query_heads) / 2),
           static_cast<int>(D),
-          kernel_dtype(like),
+          kernel_dtype(x),
           position.const_data_ptr<int64_t>(),
           has_row_positions,
           rate.const_data_ptr<float>()};
@@ -214,7 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> rotary(const Tensor& x_, int64_t query_heads,
   const auto q = rows(query_heads), k = rows(p.shape.heads), v = rows(p.shape.heads);
   p.x = x.const_data_ptr();
   p.q = q.mutable_data_ptr(), p.k = k.mutable_data_ptr(), p.v = v.mutable_data_ptr();
-  check_launch("rotary", kernels::rotary(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(rotary, p);
   return {q, k, v};
 }
 
@@ -236,7 +236,7 @@ Tensor rotary_backward(const Tensor& dq_, const Tensor& dk_, const Tensor& dv_, 
   const auto dx = at::empty(sizes, dq_.options());
   p.dq = dq.const_data_ptr(), p.dk = dk.const_data_ptr(), p.dv = dv.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
-  check_launch("rotary_backward", kernels::rotary_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(rotary_backward, p);
   return dx;
 }
 

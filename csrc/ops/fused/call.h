@@ -9,7 +9,7 @@
 
 namespace girih::fused {
 
-using ops::find_operator, ops::to_optional;
+using ops::find_typed_operator, ops::to_optional;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;

@@ -1,7 +1,7 @@
 // Functions with gradients for the parts of a layer other than its mixer: one pass over memory instead of
-// several passes of PyTorch. Not public operators. The layers of both languages call these functions, here
-// and as torch.ops.girih.*, and choose where: the kernels support a few dtypes on a GPU. Second derivatives
-// are computed by PyTorch.
+// several passes of PyTorch. They are not public operators. The layers in C++ call them here, the layers in
+// Python as torch.ops.girih.*; a layer calls them only for the dtypes and devices that the kernels support,
+// except where a function runs on any device. Second derivatives are computed by PyTorch.
 #pragma once
 
 #include "../arguments/check.h"

@@ -32,7 +32,7 @@ variable_list gate_gradients(const Tensor& dy, const Tensor& r, const Tensor& bi
 struct RowGates : Function<RowGates> {
   static Tensor forward(AutogradContext* ctx, const Tensor& r, std::string_view gate,
                         const OptionalTensor& bias, const OptionalTensor& rate, double scale) {
-    static const auto op = find_operator<ForwardSignature>("girih::row_gates");
+    static const auto op = find_typed_operator<ForwardSignature>("girih::row_gates");
     ctx->save_for_backward({r, bias.value_or(Tensor()), rate.value_or(Tensor())});
     ctx->saved_data["gate"] = std::string(gate);
     ctx->saved_data["scale"] = scale;
@@ -40,7 +40,7 @@ struct RowGates : Function<RowGates> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<BackwardSignature>("girih::row_gates_backward");
+    static const auto op = find_typed_operator<BackwardSignature>("girih::row_gates_backward");
     const auto saved = ctx->get_saved_variables();
     const auto &dy = grads[0], &r = saved[0], &bias = saved[1], &rate = saved[2];
     const auto gate = ctx->saved_data["gate"].toStringView();

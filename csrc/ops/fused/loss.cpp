@@ -14,7 +14,8 @@ std::pair<Tensor, Tensor> cross_entropy(Tensor logits, const Tensor& labels, int
                                         at::ScalarType wide) {
 #ifdef GIRIH_WITH_CUDA
   if (logits.is_cuda() && logits.scalar_type() != at::kDouble && logits.size(1) % kPack == 0) {
-    static const auto op = find_operator<Tensor(Tensor&, const Tensor&, int64_t)>("girih::cross_entropy_");
+    static const auto op =
+        find_typed_operator<Tensor(Tensor&, const Tensor&, int64_t)>("girih::cross_entropy_");
     const auto loss = op.call(logits, labels.to(at::kLong).contiguous(), ignored).sum();
     return {loss, logits};
   }

@@ -28,7 +28,7 @@ std::pair<Tensor, Tensor> norm_gradients(const Tensor& dy, const Tensor& s, cons
 struct ResidualNorm : Function<ResidualNorm> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& branch,
                                const OptionalTensor& weight, double eps, at::ScalarType rows) {
-    static const auto op = find_operator<NormSignature>("girih::residual_norm");
+    static const auto op = find_typed_operator<NormSignature>("girih::residual_norm");
     const auto [s, y] = call_below_autograd(op, x, branch, weight, eps, rows);
     ctx->save_for_backward({s, weight.value_or(Tensor())});
     ctx->saved_data = {{"eps", eps}, {"rows", rows}, {"of_branch", is_defined(branch)}};
@@ -37,7 +37,7 @@ struct ResidualNorm : Function<ResidualNorm> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<NormBackwardSignature>("girih::residual_norm_backward");
+    static const auto op = find_typed_operator<NormBackwardSignature>("girih::residual_norm_backward");
     const auto saved = ctx->get_saved_variables();
     const auto &ds_next = grads[0], &dy = grads[1], &s = saved[0], &weight = saved[1];
     const double eps = ctx->saved_data["eps"].toDouble();
@@ -61,14 +61,15 @@ struct ResidualNorm : Function<ResidualNorm> {
 
 struct SiluNorm : Function<SiluNorm> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps) {
-    static const auto op = find_operator<Tensor(const Tensor&, const Tensor&, double)>("girih::silu_norm");
+    static const auto op =
+        find_typed_operator<Tensor(const Tensor&, const Tensor&, double)>("girih::silu_norm");
     ctx->save_for_backward({x, weight});
     ctx->saved_data["eps"] = eps;
     return call_below_autograd(op, x, weight, eps);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<SiluNormBackwardSignature>("girih::silu_norm_backward");
+    static const auto op = find_typed_operator<SiluNormBackwardSignature>("girih::silu_norm_backward");
     const auto saved = ctx->get_saved_variables();
     const auto &dy = grads[0], &x = saved[0], &weight = saved[1];
     const double eps = ctx->saved_data["eps"].toDouble();

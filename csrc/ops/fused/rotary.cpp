@@ -24,14 +24,14 @@ Tensor rotate_back(const Tensor& dx, const Tensor& position, const Tensor& rate)
 struct Rotary : Function<Rotary> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, int64_t query_heads,
                                const Tensor& position, const Tensor& rate) {
-    static const auto op = find_operator<RotarySignature>("girih::rotary");
+    static const auto op = find_typed_operator<RotarySignature>("girih::rotary");
     ctx->save_for_backward({position, rate});
     const auto [q, k, v] = call_below_autograd(op, x, query_heads, position, rate);
     return {q, k, v};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<RotaryBackwardSignature>("girih::rotary_backward");
+    static const auto op = find_typed_operator<RotaryBackwardSignature>("girih::rotary_backward");
     const auto saved = ctx->get_saved_variables();
     const auto &dq = grads[0], &dk = grads[1], &dv = grads[2], &position = saved[0], &rate = saved[1];
     if (!is_double_backward()) return {op.call(dq, dk, dv, position, rate), {}, {}, {}};

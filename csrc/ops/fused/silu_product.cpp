@@ -23,7 +23,8 @@ Tensor compute_with_aten(const Tensor& gate, const Tensor& up) { return at::silu
 
 Tensor compute_product(const Tensor& gate, const Tensor& up) {
   if (!has_kernel(gate, up)) return compute_with_aten(gate, up);
-  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
+  static const auto op =
+      find_typed_operator<Tensor(const Tensor&, const Tensor&)>("girih::silu_product_forward");
   return call_below_autograd(op, gate, up);
 }
 
@@ -31,7 +32,7 @@ Tensor compute_product(const Tensor& gate, const Tensor& up) {
 std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Tensor& dy, const Tensor& gate, const Tensor& up,
                                                      bool needs_product) {
   if (!is_double_backward() && has_kernel(gate, up)) {
-    static const auto op = find_operator<BackwardSignature>("girih::silu_product_backward");
+    static const auto op = find_typed_operator<BackwardSignature>("girih::silu_product_backward");
     return op.call(dy, gate, up, needs_product);
   }
   const auto product = needs_product ? compute_with_aten(gate, up) : Tensor();

@@ -50,7 +50,7 @@ Tensor forward(const Tensor& x_, std::string_view gate, const OptionalTensor& bi
   auto p = fill_arguments("row_gates", x, gate, bias, rate, scale);
   const auto y = at::empty(x_.sizes(), x.options().dtype(at::kFloat));
   p.y = y.mutable_data_ptr<float>();
-  check_launch("row_gates", kernels::gate_activations(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(gate_activations, p);
   return y;
 }
 
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, std::st
   p.dx = dx.mutable_data_ptr();
   p.sums = of_sums ? sums.mutable_data_ptr<float>() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();
-  check_launch(kOp, kernels::gate_activations_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(gate_activations_backward, p);
   return {dx, sums};
 }
 

@@ -21,7 +21,7 @@ class Fp32Reads {
   };
   // The sum over the terms, [B, T, readers, M] in fp32.
   Tensor value(std::initializer_list<Term> terms) const {
-    const auto out = a_.rows(read_heads(), shape_.M, at::kFloat);
+    const auto out = a_.new_rows(read_heads(), shape_.M, at::kFloat);
     kernels::ValueRead p;
     p.shape = shape_;
     auto* to = p.term;
@@ -29,20 +29,20 @@ class Fp32Reads {
       *to++ = {input<4>(x), input<4>(y), input<4>(s), first_row, static_cast<int>(x.size(3))};
     }
     p.out = output<4>(out);
-    check_launch("fp32_value_read", kernels::fp32_value_read(p, c10::cuda::getCurrentCUDAStream()));
+    GIRIH_LAUNCH(fp32_value_read, p);
     return out;
   }
 
   // [B, T, readers, width of y] in the dtype of q.
   Tensor key(const Tensor& p_, const Tensor& s, const Tensor& y, int first_row) const {
-    const auto out = a_.rows(read_heads(), y.size(3), a_.q.scalar_type());
+    const auto out = a_.new_rows(read_heads(), y.size(3), a_.q.scalar_type());
     kernels::KeyRead p;
     p.shape = shape_;
     p.p = input<4>(p_), p.s = input<4>(s), p.y = input<4>(y);
     p.first_row = first_row;
     p.width = static_cast<int>(y.size(3));
     p.out = output<4>(out);
-    check_launch("fp32_key_read", kernels::fp32_key_read(p, c10::cuda::getCurrentCUDAStream()));
+    GIRIH_LAUNCH(fp32_key_read, p);
     return out;
   }
 
@@ -54,12 +54,12 @@ class Fp32Reads {
 };
 
 // The gradient of the gates, [B, T, H, M] in fp32. w: the reads times their gradients; s, ds: the writes and
-// their gradients. `states` and `gradients` are from the two scans; `last` are the final states, `start` the
-// gradients of the initial states.
+// their gradients. `states` and `gradients` are from the two scans; `last` are the final states, `dinitial`
+// the gradients of the initial states.
 inline Tensor fp32_gate_gradient(const GatedArguments& a, const Tensor& w, const Tensor& s, const Tensor& ds,
                                  bool has_derived_s, const Tensor& states, const Tensor& gradients,
-                                 const FinalStates& last, const FinalStates& start) {
-  const auto dg = a.rows(a.shape.heads, a.shape.M, at::kFloat);
+                                 const ScanEnd& last, const ScanEnd& dinitial) {
+  const auto dg = a.new_rows(a.shape.heads, a.shape.M, at::kFloat);
   kernels::Fp32GateGradient p;
   p.tokens = a.shape.tokens;
   p.heads = a.shape.heads, p.query_heads = a.shape.query_heads, p.M = a.shape.M;
@@ -68,9 +68,9 @@ inline Tensor fp32_gate_gradient(const GatedArguments& a, const Tensor& w, const
   p.states = states.const_data_ptr<float>(), p.gradients = gradients.const_data_ptr<float>();
   p.width[0] = a.shape.D, p.width[1] = a.shape.V;
   p.final_state[0] = input<4>(last.k), p.final_state[1] = input<4>(last.v);
-  p.initial_gradient[0] = input<4>(start.k), p.initial_gradient[1] = input<4>(start.v);
+  p.initial_gradient[0] = input<4>(dinitial.k), p.initial_gradient[1] = input<4>(dinitial.v);
   p.dg = output<4>(dg);
-  check_launch("fp32_gate_gradient", kernels::fp32_gate_gradient(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(fp32_gate_gradient, p);
   return dg;
 }
 

@@ -1,4 +1,4 @@
-// Linear attention with decays in chunk form: the pass of gla and both passes of gsa.
+// Linear attention with decays in chunk form, by ATen: the scan of gla, and both scans of gsa (keys, values).
 #pragma once
 
 #include "../chunks/chunks.h"
@@ -7,7 +7,7 @@ namespace girih {
 
 // Decays per channel within a chunk. A common factor e^{-L} for all rows overflows. The block size h
 // therefore doubles from 1 to C / 2, and the reference of a pair of blocks is the boundary between them:
-// every exponent is a sum of gates, <= 0. Both passes of gsa share one object.
+// every exponent is a sum of gates, <= 0. Both scans of gsa share one object.
 struct ChannelDecay {
   struct Level {
     int64_t h;

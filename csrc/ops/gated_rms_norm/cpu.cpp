@@ -40,13 +40,13 @@ Tensor forward(const Tensor& x, const Tensor& weight, const OptionalTensor& gate
 Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& gate, std::string_view activation, double eps) {
   Problem::check(x, weight, gate, activation, eps);
-  const auto zeros = [](const Tensor& like) { return at::zeros(like.sizes(), like.options()); };
+  const auto zeros = [](const Tensor& x) { return at::zeros(x.sizes(), x.options()); };
   if (!is_defined(grad_y)) {
     return {zeros(x), zeros(weight), is_defined(gate) ? OptionalTensor(zeros(*gate)) : std::nullopt};
   }
   const auto type = accumulate_type(x);
-  const auto as = [](const Tensor& tensor, const Tensor& like) {
-    return tensor.to(like.scalar_type()).contiguous();
+  const auto to_dtype_of = [](const Tensor& tensor, const Tensor& x) {
+    return tensor.to(x.scalar_type()).contiguous();
   };
   const auto w = weight.to(type), dy = grad_y->to(type), wide = x.to(type);
   const auto r = wide.square().mean(-1, true).add_(eps).rsqrt_(), n = wide * r;
@@ -54,23 +54,17 @@ Gradients backward(const OptionalTensor& grad_y, const Tensor& x, const Tensor& 
   auto u = dy;
   if (is_defined(gate)) {
     const auto g = gate->to(type);
-    dgate = as(activation_backward(n * w * dy, g, activation), *gate);
+    dgate = to_dtype_of(activation_backward(n * w * dy, g, activation), *gate);
     u = activate(g, activation).mul_(dy);
   }
   const auto dn = u * w;
   const auto dx = (dn - n * (dn * n).mean(-1, true)).mul_(r);
-  return {as(dx, x), as((u * n).reshape({-1, weight.size(0)}).sum(0), weight), dgate};
+  return {to_dtype_of(dx, x), to_dtype_of((u * n).reshape({-1, weight.size(0)}).sum(0), weight), dgate};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) {
+GIRIH_IMPL_ATEN(m) {
   m.impl("gated_rms_norm_forward", &forward);
   m.impl("gated_rms_norm_backward", &backward);
 }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("gated_rms_norm_forward", &forward);
-  m.impl("gated_rms_norm_backward", &backward);
-}
-#endif
 
 }  // namespace girih::gated_rms_norm

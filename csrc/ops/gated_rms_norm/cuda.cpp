@@ -21,10 +21,6 @@ kernels::GatedRmsNormShape shape_of(const Tensor& x, const OptionalTensor& gate,
           kernel_dtype(x)};
 }
 
-// Contiguous; undefined if the tensor is absent.
-Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
-  return is_defined(tensor) ? tensor->contiguous() : Tensor();
-}
 const void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
@@ -42,8 +38,7 @@ Tensor forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor&
   p.weight = input<1>(weight);
   p.gate = data_or_null(gates);
   p.y = y.mutable_data_ptr();
-  check_launch("gated_rms_norm_forward",
-               kernels::gated_rms_norm_forward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(gated_rms_norm_forward, p);
   return y;
 }
 
@@ -68,8 +63,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Ten
   p.dweight = output<1>(dweight);
   p.dgate = dgate ? dgate->mutable_data_ptr() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();
-  check_launch("gated_rms_norm_backward",
-               kernels::gated_rms_norm_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(gated_rms_norm_backward, p);
   return {dx, dweight, dgate};
 }
 

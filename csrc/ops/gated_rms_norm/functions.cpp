@@ -6,7 +6,7 @@ namespace girih::ops {
 Tensor gated_rms_norm(const Tensor& x, const Tensor& weight, const Tensor& gate,
                       const GatedRMSNormOptions& options) {
   using Signature = Tensor(TensorArg, TensorArg, OptionalTensorArg, StringArg, double);
-  static const auto op = find_operator<Signature>("girih::gated_rms_norm");
+  static const auto op = find_typed_operator<Signature>("girih::gated_rms_norm");
   return op.call(x, weight, to_optional(gate), options.activation, options.eps);
 }
 

@@ -3,33 +3,28 @@
 //   o_t = scale * S_t^T q_t
 #include "../arguments/shared_heads.h"
 #include "../gated/gated_scan.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
-#include "problem.h"
 
 namespace girih::gla {
 
-Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                bool save) {
-  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  const auto B = q.size(0), T = q.size(1), H = v.size(2), D = q.size(3), V = v.size(3);
-  const auto type = accumulate_type(q);
-  const Chunks chunks(q, B, T, choose_chunk_length(T), cu_seqlens);
-  const auto S0 =
-      is_defined(state_s) ? *state_s : at::zeros({chunks.sequences(), H, D, V}, q.options().dtype(type));
-  const auto q_ = chunks.split(repeat_heads(q, H), type) * scale.value_or(1 / std::sqrt(double(D)));
-  const auto k_ = chunks.split(repeat_heads(k, H), type), v_ = chunks.split(v, type);
-  const auto g_ = is_defined(g) ? chunks.split(*g, type) : Tensor();
-  const auto read = has_channel_gates(g) ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
-                                         : scan_head_decay(chunks, q_, k_, v_, g_, S0);
-  return {chunks.join(read.o, q.scalar_type()), read.state,
-          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, g, cu_seqlens, save)), q.options())};
+Results forward(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const auto B = call.q.size(0), T = call.q.size(1), H = call.v.size(2), D = call.q.size(3),
+             V = call.v.size(3);
+  const auto type = accumulate_type(call.q);
+  const Chunks chunks(call.q, B, T, choose_chunk_length(T), call.cu_seqlens);
+  const auto S0 = is_defined(call.state_s)
+                      ? *call.state_s
+                      : at::zeros({chunks.sequences(), H, D, V}, call.q.options().dtype(type));
+  const auto q_ = chunks.split(repeat_heads(call.q, H), type) * call.query_scale();
+  const auto k_ = chunks.split(repeat_heads(call.k, H), type), v_ = chunks.split(call.v, type);
+  const auto g_ = is_defined(call.g) ? chunks.split(*call.g, type) : Tensor();
+  const auto read = call.has_channel_gates() ? scan_key_decay(chunks, q_, k_, v_, ChannelDecay(g_), S0)
+                                             : scan_head_decay(chunks, q_, k_, v_, g_, S0);
+  return {chunks.join(read.o, call.q.scalar_type()), read.state,
+          new_saved(problem.saved(call, save), call.q.options())};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gla_forward", &forward); }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("gla_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#endif
+GIRIH_IMPL_ATEN(m) { register_forward<&WithoutTF32<&forward>::call>(m); }
 
 }  // namespace girih::gla

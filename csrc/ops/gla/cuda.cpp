@@ -3,11 +3,9 @@
 // the ATen form.
 #include "../arguments/shared_heads.h"
 #include "../gated/gated_fp32.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
 #include "gla/gla.h"
 #include "gla/head.h"
-#include "problem.h"
 
 namespace girih::gla {
 namespace {
@@ -16,19 +14,31 @@ static_assert(kHeadGateLimits.columns == kernels::kHeadMaxKeys && kChunkPairToke
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
-Path choose_path(const Problem& problem, const Tensor& q, const OptionalTensor& g) {
-  const auto path = problem.path(q, g);
-  if (problem.N == 0) return aten(kNoSequences);
-  if (path != Path::Code::tensor_cores) return path;
-  const auto D = static_cast<int>(q.size(3));
-  bool fits = false;
-  if (has_channel_gates(g)) {
-    check_launch("gsa_fits", kernels::gsa_fits(D, fits));  // the gla kernels need less than those of gsa
-  } else {
-    check_launch("head_fits", kernels::head_fits(D, fits));
-  }
-  return fits ? path : fp32(kSharedMemoryTooSmall);
+// The gradients of the outputs.
+struct OutputGradients {
+  static auto arguments(auto& g) { return std::tie(g.o, g.s); }
+  OptionalTensor o, s;
+};
+
+struct SavedTensors {
+  static auto arguments(auto& saved) { return std::tie(saved.states); }
+  Tensor states;
+};
+
+Path choose_path(const Problem& problem, const Call& call) {
+  const auto path = problem.path(call);
+  const auto fits = [&] {
+    bool fits = true;
+    if (path != Path::Code::tensor_cores) return fits;
+    const auto D = static_cast<int>(call.q.size(3));
+    if (call.has_channel_gates()) {
+      GIRIH_QUERY(gsa_fits, D, fits);  // the gla kernels need less shared memory than those of gsa
+    } else {
+      GIRIH_QUERY(head_fits, D, fits);
+    }
+    return fits;
+  };
+  return restrict_path(path, problem.N, call.q.device(), fits, &fp32);
 }
 
 // One gate per channel: expands gates per head, zeros without gates.
@@ -37,64 +47,64 @@ Tensor channel_gates(const Tensor& k, const OptionalTensor& g) {
   return g->dim() == 4 ? *g : g->unsqueeze(-1).expand(k.sizes());
 }
 
-GatedArguments arguments(KernelKind by, const Tensor& q, const Tensor& k, const Tensor& v,
-                         const OptionalTensor& g, const OptionalTensor& cu_seqlens,
-                         const std::optional<double>& scale) {
+GatedArguments gated_arguments(KernelKind kind, const Call& call) {
   // These kernels have no shared heads: k has one head per memory, q at least one.
-  const auto keys = repeat_heads(k, v.size(2));
-  return {by,    repeat_heads(q, v.size(2)), keys, v, std::nullopt, channel_gates(keys, g), cu_seqlens,
-          scale, kernels::Feature::none,     true};
+  const auto keys = repeat_heads(call.k, call.v.size(2));
+  return {kind,
+          repeat_heads(call.q, call.v.size(2)),
+          keys,
+          call.v,
+          std::nullopt,
+          channel_gates(keys, call.g),
+          call.cu_seqlens,
+          call.query_scale(),
+          kernels::Feature::none,
+          true};
 }
 
-Results forward_fp32(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                     const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                     std::optional<double> scale, const Tensor& saved) {
-  const auto a = arguments(KernelKind::fp32, q, k, v, g, cu_seqlens, scale);
+Results forward_fp32(const Call& call, const Problem& problem, bool save) {
+  const auto a = gated_arguments(KernelKind::fp32, call);
   const auto& shape = a.shape;
-  const auto states = a.states();
+  const auto states = a.new_states();
   const auto last =
-      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(state_s, true, shape.V, shape.M), states);
+      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(call.state_s, true, shape.V, shape.M), states);
   const auto p = a.q.to(at::kFloat) * shape.scale;
   return {crop_width(Fp32Reads(a, states, false).key(p, a.k, a.v, 0), a.V), crop_state(last.v.mT(), a.M, a.V),
-          saved};
+          new_saved(problem.saved(call, save), call.q.options())};
 }
 
-Gradients backward_fp32(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                        std::optional<double> scale) {
-  const auto a = arguments(KernelKind::fp32, q, k, v, g, cu_seqlens, scale);
+Gradients backward_fp32(const Call& call, const OutputGradients& grads) {
+  const auto a = gated_arguments(KernelKind::fp32, call);
   const auto& shape = a.shape;
-  const auto type = q.scalar_type();
-  const auto dout =
-      is_defined(grad_o) ? align_rows(*grad_o) : a.rows(shape.query_heads, shape.V, type).zero_();
+  const auto type = call.q.scalar_type();
+  const auto dout = align_output_gradient(grads.o, call.q, shape.query_heads, shape.V, type);
 
   // Computes the states again: in fp32 they would be the largest saved tensor.
-  const auto states = a.states();
+  const auto states = a.new_states();
   const auto last =
-      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(state_s, true, shape.V, shape.M), states);
+      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(call.state_s, true, shape.V, shape.M), states);
 
   const auto p = a.q.to(at::kFloat) * shape.scale;
   const auto dp = Fp32Reads(a, states, false).value({{dout, a.v, a.k, 0}});
 
-  const auto gradients = a.states();
-  const auto start =
-      gated_scan(a, true, {}, {}, dout, p, {}, pad_state(grad_s, true, shape.V, shape.M), gradients);
+  const auto gradients = a.new_states();
+  const auto dinitial =
+      gated_scan(a, true, {}, {}, dout, p, {}, pad_state(grads.s, true, shape.V, shape.M), gradients);
   const Fp32Reads writes(a, gradients, true);
   const auto dk = writes.value({{a.v, dout, p, 0}});
   const auto dv = writes.key(a.k, p, dout, 0);
 
   OptionalTensor gates;
-  if (is_defined(g)) {
+  if (is_defined(call.g)) {
     const auto dg =
-        fp32_gate_gradient(a, p * dp, a.k.to(at::kFloat), dk, false, states, gradients, last, start);
-    gates = (g->dim() == 4 ? crop_width(dg, a.M) : dg.sum(-1)).to(g->scalar_type());
+        fp32_gate_gradient(a, p * dp, a.k.to(at::kFloat), dk, false, states, gradients, last, dinitial);
+    gates = (call.g->dim() == 4 ? crop_width(dg, a.M) : dg.sum(-1)).to(call.g->scalar_type());
   }
-  return {sum_shared_heads(crop_width((dp * shape.scale).to(type), a.M), q),
-          sum_shared_heads(crop_width(dk.to(type), a.M), k),
+  return {sum_shared_heads(crop_width((dp * shape.scale).to(type), a.M), call.q),
+          sum_shared_heads(crop_width(dk.to(type), a.M), call.k),
           crop_width(dv, a.V),
           gates,
-          if_defined(state_s, [&] { return crop_state(start.v.mT(), a.M, a.V); }),
+          if_defined(call.state_s, [&] { return crop_state(dinitial.v.mT(), a.M, a.V); }),
           std::nullopt};
 }
 
@@ -103,262 +113,236 @@ struct HeadArguments {
   Tensor q, k, v, cu_seqlens;
   kernels::HeadShape shape;
 
-  HeadArguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g,
-                const OptionalTensor& cu, const std::optional<double>& scale)
-      : q(align_rows(q_)), k(align_rows(k_)), v(align_rows(v_)) {
-    if (is_defined(cu)) cu_seqlens = cu->contiguous();
+  explicit HeadArguments(const Call& call)
+      : q(align_rows(call.q)),
+        k(align_rows(call.k)),
+        v(align_rows(call.v)),
+        cu_seqlens(contiguous_or_undefined(call.cu_seqlens)) {
     const auto H = v.size(2);
-    shape = {kernel_tokens(q, cu_seqlens),
+    shape = {sequence_layout(q, cu_seqlens),
              static_cast<int>(H),
              static_cast<int>(std::max(q.size(2), H)),
              heads_per_shared_head(k, H),
              heads_per_shared_head(q, H),
              static_cast<int>(k.size(3)),
              static_cast<int>(v.size(3)),
-             static_cast<int>(k_.size(3)),
-             static_cast<int>(v_.size(3)),
+             static_cast<int>(call.k.size(3)),
+             static_cast<int>(call.v.size(3)),
              kernel_dtype(q),
-             static_cast<float>(scale.value_or(1 / std::sqrt(double(k_.size(3))))),
-             input<3>(g)};
+             static_cast<float>(call.query_scale()),
+             input<3>(call.g)};
   }
 
-  Tensor rows(int64_t width, at::ScalarType type) const {
-    return new_rows(q, q.size(1), cu_seqlens, shape.query_heads, width, type);
+  Tensor new_rows(int64_t width, at::ScalarType type) const {
+    return girih::new_rows(q, q.size(1), cu_seqlens, shape.query_heads, width, type);
   }
   // The dtype of dk and dv: fp32 if several outputs read one memory and their gradients are summed.
   at::ScalarType partial_type() const {
     return shape.query_heads == shape.heads ? q.scalar_type() : at::ScalarType(at::kFloat);
   }
-  Tensor states(int64_t heads) const {
+  Tensor new_states(int64_t heads) const {
     return at::empty({kernels::token_range_count(shape.tokens, kernels::kHeadPair), heads, shape.V, shape.D},
                      q.options());
   }
 };
 
-// Runs head_read; `first` and the returned state are [N, heads, D, V].
-Tensor head_read(const HeadArguments& a, kernels::HeadRead p, const OptionalTensor& first, const Tensor& o,
+// Runs head_read; `initial` and the returned state are [N, heads, D, V].
+Tensor head_read(const HeadArguments& a, kernels::HeadRead p, const OptionalTensor& initial, const Tensor& o,
                  const Tensor& states) {
   const auto options = a.q.options().dtype(at::kFloat);
   const auto heads = p.reverse ? a.shape.query_heads : a.shape.heads;
   const auto last = at::empty({a.shape.tokens.sequences, heads, a.shape.keys, a.shape.values}, options);
   p.shape = a.shape;
-  if (is_defined(first)) p.initial = input<4>(first->mT());
+  if (is_defined(initial)) p.initial = input<4>(initial->mT());
   p.final = output<4>(last.mT());
   p.o = output<4>(o);
   if (states.defined()) p.states = states.mutable_data_ptr();
   const auto workspace = at::empty({kernels::head_read_workspace(p)}, options.dtype(at::kByte));
   p.workspace = workspace.mutable_data_ptr();
-  check_launch("head_read", kernels::head_read(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(head_read, p);
   return last;
 }
 
-Results forward_head(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                     const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                     std::optional<double> scale, bool save) {
-  const HeadArguments a(q, k, v, g, cu_seqlens, scale);
-  const auto states = save ? a.states(a.shape.heads) : Tensor();
-  const auto o = a.rows(a.shape.V, q.scalar_type());
+Results forward_head(const Call& call, bool save) {
+  const HeadArguments a(call);
+  const auto states = save ? a.new_states(a.shape.heads) : Tensor();
+  const auto o = a.new_rows(a.shape.V, call.q.scalar_type());
   kernels::HeadRead p{};
   p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v);
-  const auto last = head_read(a, p, state_s, o, states);
-  return {crop_width(o, a.shape.values), last, save ? states : at::empty({0}, q.options())};
+  const auto last = head_read(a, p, call.state_s, o, states);
+  return {crop_width(o, a.shape.values), last, save ? states : at::empty({0}, call.q.options())};
 }
 
-Gradients backward_head(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, const Tensor& states,
-                        std::optional<double> scale) {
-  const HeadArguments a(q, k, v, g, cu_seqlens, scale);
+Gradients backward_head(const Call& call, const OutputGradients& grads, const Tensor& states) {
+  const HeadArguments a(call);
   const auto& shape = a.shape;
   const int64_t H = shape.heads, group = shape.query_heads / H;
-  const auto type = q.scalar_type();
-  const auto dout = is_defined(grad_o) ? align_rows(grad_o->to(type)) : a.rows(shape.V, type).zero_();
+  const auto type = call.q.scalar_type();
+  const auto dout = align_output_gradient(grads.o, call.q, shape.query_heads, shape.V, type);
 
   // Only the first query head of a memory starts from the gradient of the final state; the gradients of all
   // heads are summed later.
-  OptionalTensor first = grad_s;
-  if (is_defined(grad_s) && group > 1) {
-    first = at::zeros({grad_s->size(0), H, group, shape.keys, shape.values}, grad_s->options());
-    first->select(2, 0).copy_(*grad_s);
-    first = first->flatten(1, 2);
+  OptionalTensor dfinal = grads.s;
+  if (is_defined(grads.s) && group > 1) {
+    dfinal = at::zeros({grads.s->size(0), H, group, shape.keys, shape.values}, grads.s->options());
+    dfinal->select(2, 0).copy_(*grads.s);
+    dfinal = dfinal->flatten(1, 2);
   }
-  const auto dv = a.rows(shape.V, a.partial_type());
-  const auto gradients = a.states(shape.query_heads);
-  kernels::HeadRead p{};
-  p.reverse = true;
-  p.q = input<4>(a.k), p.k = input<4>(a.q), p.v = input<4>(dout);
-  const auto start = head_read(a, p, first, dv, gradients);
+  const auto dv = a.new_rows(shape.V, a.partial_type());
+  const auto gradients = a.new_states(shape.query_heads);
+  kernels::HeadRead reverse{};
+  reverse.reverse = true;
+  reverse.q = input<4>(a.k), reverse.k = input<4>(a.q), reverse.v = input<4>(dout);
+  const auto dinitial = head_read(a, reverse, dfinal, dv, gradients);
 
-  const auto dq = a.rows(shape.D, type), dk = a.rows(shape.D, a.partial_type());
-  kernels::HeadGradients of;
-  of.shape = shape;
-  of.q = input<4>(a.q), of.k = input<4>(a.k), of.v = input<4>(a.v), of.dout = input<4>(dout);
-  of.states = states.const_data_ptr();
-  of.gradients = gradients.const_data_ptr();
-  if (is_defined(state_s)) of.initial = input<4>(state_s->mT());
-  of.dinitial = input<4>(start.mT());
-  of.dq = output<4>(dq), of.dk = output<4>(dk);
-  check_launch("head_gradient_tile", kernels::head_gradient_tile(shape.D, of.tile));
+  const auto dq = a.new_rows(shape.D, type), dk = a.new_rows(shape.D, a.partial_type());
+  kernels::HeadGradients p;
+  p.shape = shape;
+  p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v), p.dout = input<4>(dout);
+  p.states = states.const_data_ptr();
+  p.gradients = gradients.const_data_ptr();
+  if (is_defined(call.state_s)) p.initial = input<4>(call.state_s->mT());
+  p.dinitial = input<4>(dinitial.mT());
+  p.dq = output<4>(dq), p.dk = output<4>(dk);
+  GIRIH_QUERY(head_gradient_tile, shape.D, p.tile);
   OptionalTensor dg;
-  Tensor dg_parts, partner_gate_terms;
-  if (is_defined(g)) {
-    dg = at::empty(g->sizes(), g->options());
-    dg_parts = a.rows(of.tiles(), at::kFloat);
+  Tensor dg_partials, partner_gate_terms;
+  if (is_defined(call.g)) {
+    dg = at::empty(call.g->sizes(), call.g->options());
+    dg_partials = a.new_rows(p.tiles(), at::kFloat);
     partner_gate_terms =
-        at::empty({kernels::token_range_count(shape.tokens, kernels::kChunk), shape.query_heads, of.tiles()},
-                  dg_parts.options());
-    of.dg = output<3>(*dg);
-    of.dg_parts = dg_parts.mutable_data_ptr<float>(),
-    of.partner_gate_terms = partner_gate_terms.mutable_data_ptr<float>();
+        at::empty({kernels::token_range_count(shape.tokens, kernels::kChunk), shape.query_heads, p.tiles()},
+                  dg_partials.options());
+    p.dg = output<3>(*dg);
+    p.dg_parts = dg_partials.mutable_data_ptr<float>(),
+    p.partner_gate_terms = partner_gate_terms.mutable_data_ptr<float>();
   }
-  check_launch("head_gradients", kernels::head_gradients(of, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(head_gradients, p);
 
-  return {sum_head_groups(dq, q.size(2), shape.keys, q),
-          sum_head_groups(dk, k.size(2), shape.keys, k),
-          sum_head_groups(dv, H, shape.values, v),
+  return {sum_head_groups(dq, call.q.size(2), shape.keys, call.q),
+          sum_head_groups(dk, call.k.size(2), shape.keys, call.k),
+          sum_head_groups(dv, H, shape.values, call.v),
           dg,
-          if_defined(state_s,
+          if_defined(call.state_s,
                      [&] {
-                       return group == 1 ? start : start.unflatten(1, {H, group}).sum(2);
+                       return group == 1 ? dinitial : dinitial.unflatten(1, {H, group}).sum(2);
                      }),
           std::nullopt};
 }
 
-Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                     const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                     std::optional<double> scale, bool save) {
-  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, g);
-  if (path == Path::Code::aten) return forward(q, k, v, g, state_s, cu_seqlens, scale, save);
-  if (path == Path::Code::fp32) {
-    const auto saved =
-        at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(problem.saved(q, g, cu_seqlens, save)), q.options());
-    return forward_fp32(q, k, v, g, state_s, cu_seqlens, scale, saved);
-  }
-  if (!has_channel_gates(g)) return forward_head(q, k, v, g, state_s, cu_seqlens, scale, save);
-  const auto a = arguments(KernelKind::tensor, q, k, v, g, cu_seqlens, scale);
+Results forward_cuda(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
+  if (path == Path::Code::fp32) return forward_fp32(call, problem, save);
+  if (!call.has_channel_gates()) return forward_head(call, save);
+  const auto a = gated_arguments(KernelKind::tensor, call);
   const auto& shape = a.shape;
-  const auto states = a.states();
+  const auto states = a.new_states();
   const auto last =
-      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(state_s, true, shape.V, shape.M), states);
-  const auto o = a.rows(shape.query_heads, shape.V, q.scalar_type());
+      gated_scan(a, false, {}, {}, a.v, a.k, {}, pad_state(call.state_s, true, shape.V, shape.M), states);
+  const auto o = a.new_rows(shape.query_heads, shape.V, call.q.scalar_type());
   kernels::GlaOutput p;
   p.shape = shape;
   p.q = input<4>(a.q), p.k = input<4>(a.k), p.v = input<4>(a.v), p.g = input<4>(a.g);
   p.states = states.const_data_ptr();
   p.o = output<4>(o);
-  check_launch("gla_output", kernels::gla_output(p, c10::cuda::getCurrentCUDAStream()));
-  return {crop_width(o, a.V), crop_state(last.v.mT(), a.M, a.V), save ? states : at::empty({0}, q.options())};
+  GIRIH_LAUNCH(gla_output, p);
+  return {crop_width(o, a.V), crop_state(last.v.mT(), a.M, a.V),
+          save ? states : at::empty({0}, call.q.options())};
 }
 
-Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_s, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                        const OptionalTensor& state_s, const OptionalTensor& cu_seqlens, const Tensor& states,
-                        std::optional<double> scale) {
-  const auto problem = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, g);
-  if (path == Path::Code::aten) {
-    // Autograd of the ATen form, as on devices without a kernel.
-    return redispatch_to_aten<&backward_cuda>("gla_backward", grad_o, grad_s, q, k, v, g, state_s, cu_seqlens,
-                                              states, scale);
-  }
-  if (path == Path::Code::fp32) {
-    return backward_fp32(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, scale);
-  }
-  check_saved_tensor("gla", "states", states, problem.saved(q, g, cu_seqlens, true), q.scalar_type());
-  if (!has_channel_gates(g)) {
-    return backward_head(grad_o, grad_s, q, k, v, g, state_s, cu_seqlens, states, scale);
-  }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto a = arguments(KernelKind::tensor, q, k, v, g, cu_seqlens, scale);
+std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
+                                       const SavedTensors& saved) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return std::nullopt;
+  if (path == Path::Code::fp32) return backward_fp32(call, grads);
+  const auto& states = saved.states;
+  check_saved_tensor("gla", "states", states, problem.saved(call, true), call.q.scalar_type());
+  if (!call.has_channel_gates()) return backward_head(call, grads, states);
+  const auto a = gated_arguments(KernelKind::tensor, call);
   const auto& shape = a.shape;
   const auto HQ = shape.query_heads;
-  const auto type = q.scalar_type();
-  const auto dout = is_defined(grad_o) ? align_rows(grad_o->to(type)) : a.rows(HQ, shape.V, type).zero_();
+  const auto type = call.q.scalar_type();
+  const auto dout = align_output_gradient(grads.o, call.q, HQ, shape.V, type);
 
-  const auto dq = a.rows(HQ, shape.M, type), q_scan = a.rows(HQ, shape.M, type);
-  const RowGradientBuffers gate_terms(a);
-  kernels::GlaDq rows;
-  rows.shape = shape;
-  rows.q = input<4>(a.q), rows.k = input<4>(a.k), rows.v = input<4>(a.v), rows.g = input<4>(a.g);
-  rows.states = states.const_data_ptr();
-  rows.dout = input<4>(dout);
-  rows.dq = output<4>(dq), rows.q_scan = output<4>(q_scan), rows.gate_terms = gate_terms.arrays();
-  check_launch("gla_rows", kernels::gla_dq(rows, stream));
+  const auto dq = a.new_rows(HQ, shape.M, type), q_scan = a.new_rows(HQ, shape.M, type);
+  const GateGradientBuffers gate_terms(a);
+  kernels::GlaDq dq_arguments;
+  dq_arguments.shape = shape;
+  dq_arguments.q = input<4>(a.q), dq_arguments.k = input<4>(a.k), dq_arguments.v = input<4>(a.v),
+  dq_arguments.g = input<4>(a.g);
+  dq_arguments.states = states.const_data_ptr();
+  dq_arguments.dout = input<4>(dout);
+  dq_arguments.dq = output<4>(dq), dq_arguments.q_scan = output<4>(q_scan),
+  dq_arguments.gate_terms = gate_terms.arrays();
+  GIRIH_LAUNCH(gla_dq, dq_arguments);
 
-  const auto gradients = a.states();
-  const auto start = gated_scan(a, true, {}, {}, dout, q_scan, {}, pad_state(grad_s, true, shape.V, shape.M),
-                                gradients, gate_terms.factored_data());
+  const auto gradients = a.new_states();
+  const auto dinitial =
+      gated_scan(a, true, {}, {}, dout, q_scan, {}, pad_state(grads.s, true, shape.V, shape.M), gradients,
+                 gate_terms.factored_data());
 
   // Several query heads of one memory write partial gradients in fp32, which are summed later.
   const auto partial_type = a.group() == 1 ? type : at::kFloat;
-  const auto dk = a.rows(HQ, shape.M, partial_type), dv = a.rows(HQ, shape.V, partial_type),
-             dg = a.rows(HQ, shape.M, at::kFloat);
-  const auto initial = pad_state(state_s, true, shape.V, shape.M);
-  kernels::GatedDkv columns;
-  columns.shape = shape;
-  columns.s = rows.k, columns.g = rows.g, columns.w = input<4>(gate_terms.w);
-  columns.memory[1] = {
-      rows.v,        rows.dout, rows.q, input<4>(q_scan), input<4>(initial), input<4>(start.v),
-      output<4>(dv), shape.V};
-  columns.y_scale = shape.scale;
-  columns.states = states.const_data_ptr();
-  columns.gradients = gradients.const_data_ptr();
-  columns.ds = output<4>(dk), columns.dg = output<4>(dg);
-  check_launch("gla_columns", kernels::gla_dkv(columns, stream));
+  const auto dk = a.new_rows(HQ, shape.M, partial_type), dv = a.new_rows(HQ, shape.V, partial_type),
+             dg = a.new_rows(HQ, shape.M, at::kFloat);
+  const auto initial = pad_state(call.state_s, true, shape.V, shape.M);
+  kernels::GatedDkv dkv_arguments;
+  dkv_arguments.shape = shape;
+  dkv_arguments.s = dq_arguments.k, dkv_arguments.g = dq_arguments.g,
+  dkv_arguments.w = input<4>(gate_terms.w);
+  dkv_arguments.memory[1] = {dq_arguments.v,    dq_arguments.dout,    dq_arguments.q, input<4>(q_scan),
+                             input<4>(initial), input<4>(dinitial.v), output<4>(dv),  shape.V};
+  dkv_arguments.y_scale = shape.scale;
+  dkv_arguments.states = states.const_data_ptr();
+  dkv_arguments.gradients = gradients.const_data_ptr();
+  dkv_arguments.ds = output<4>(dk), dkv_arguments.dg = output<4>(dg);
+  GIRIH_LAUNCH(gla_dkv, dkv_arguments);
 
-  return {sum_shared_heads(crop_width(dq, a.M), q),
-          sum_shared_heads(a.sum_head_groups(dk, a.M, k), k),
-          a.sum_head_groups(dv, a.V, v),
-          a.sum_head_groups(dg, a.M, *g),
-          if_defined(state_s, [&] { return crop_state(start.v.mT(), a.M, a.V); }),
-          std::nullopt};
+  return Gradients{sum_shared_heads(crop_width(dq, a.M), call.q),
+                   sum_shared_heads(a.sum_head_groups(dk, a.M, call.k), call.k),
+                   a.sum_head_groups(dv, a.V, call.v),
+                   a.sum_head_groups(dg, a.M, *call.g),
+                   if_defined(call.state_s, [&] { return crop_state(dinitial.v.mT(), a.M, a.V); }),
+                   std::nullopt};
 }
 
-Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                 const Tensor& state_s, std::optional<double> scale) {
-  check_step(get_operator("gla"), q, {state_s});
-  Problem::check(q, k, v, g, state_s, std::nullopt, scale);
-  if (Problem::step_path(q) == Path::Code::aten) {
-    return redispatch_to_aten<&step_cuda>("gla_step", q, k, v, g, state_s, scale);
-  }
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto H = v.size(2), HO = std::max(q.size(2), H);
-  const auto o = at::empty({q.size(0), 1, HO, v.size(3)}, q.options());
+std::optional<Tensor> step_cuda(const Call& call) {
+  Problem::check(call);
+  if (Problem::step_path(call) == Path::Code::aten) return std::nullopt;
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto H = call.v.size(2), HO = std::max(call.q.size(2), H);
+  const auto o = at::empty({call.q.size(0), 1, HO, call.v.size(3)}, call.q.options());
   kernels::GlaStep p;
-  p.sequences = q.size(0);
+  p.sequences = call.q.size(0);
   p.heads = static_cast<int>(H), p.query_heads = static_cast<int>(HO);
-  p.key_share = heads_per_shared_head(k, H), p.query_share = heads_per_shared_head(q, H);
-  p.D = static_cast<int>(q.size(3)), p.V = static_cast<int>(v.size(3));
-  p.scale = static_cast<float>(scale.value_or(1 / std::sqrt(double(p.D))));
-  p.q = input<3>(q.select(1, 0)), p.k = input<3>(k.select(1, 0)), p.v = input<3>(v.select(1, 0));
-  if (is_defined(g)) {
-    const auto channel_g = has_channel_gates(g) ? *g : g->unsqueeze(-1).expand({p.sequences, 1, H, p.D});
+  p.key_share = heads_per_shared_head(call.k, H), p.query_share = heads_per_shared_head(call.q, H);
+  p.D = static_cast<int>(call.q.size(3)), p.V = static_cast<int>(call.v.size(3));
+  p.scale = static_cast<float>(call.query_scale());
+  p.q = input<3>(call.q.select(1, 0)), p.k = input<3>(call.k.select(1, 0)),
+  p.v = input<3>(call.v.select(1, 0));
+  if (is_defined(call.g)) {
+    const auto channel_g =
+        call.has_channel_gates() ? *call.g : call.g->unsqueeze(-1).expand({p.sequences, 1, H, p.D});
     p.g = input<3>(channel_g.select(1, 0));
   }
-  p.state = output<4>(state_s);
+  p.state = output<4>(*call.state_s);
   p.o = output<3>(o.select(1, 0));
-  check_launch("gla_step", kernels::gla_step(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(gla_step, p);
   return o;
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                    const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                    std::optional<double> scale, std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  const c10::cuda::CUDAGuard guard(q.device());
-  return explain_path(step ? Problem::step_path(q) : choose_path(p, q, g), device);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("gla_explain", &explain);
-  m.impl("gla_forward", &forward_cuda);
-  m.impl("gla_backward", &backward_cuda);
-  m.impl("gla_step", &step_cuda);
+  register_explain<Call, Problem, &choose_path>(m);
+  register_forward<&forward_cuda>(m);
+  register_backward<&backward_cuda>(m);
+  register_step<&step_cuda>(m);
 }
 
 }  // namespace girih::gla

@@ -1,30 +1,22 @@
 // gla on meta tensors: shapes of the results, and the path without a device.
-#include "../registration/dispatch.h"
-#include "problem.h"
+#include "aten.h"
 
 namespace girih::gla {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const OptionalTensor& g, const OptionalTensor& state_s,
-                                           const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                                           bool save) {
-  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, q.options()),
-          at::empty_symint({p.N, p.H, p.D, p.V}, q.options().dtype(accumulate_type(q))),
-          at::empty_symint(p.saved(q, g, cu_seqlens, save), q.options())};
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& g,
-                    const OptionalTensor& state_s, const OptionalTensor& cu_seqlens,
-                    std::optional<double> scale, std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, g, state_s, cu_seqlens, scale);
-  return explain_path(step ? Problem::step_path(q) : p.path(q, g), device);
+Results forward_meta(const Call& call, bool save) {
+  const auto p = Problem::check(call);
+  const auto options = call.q.options();
+  return {at::empty_symint({p.B, p.T, p.output_heads(), p.V}, options),
+          at::empty_symint({p.N, p.H, p.D, p.V}, options.dtype(accumulate_type(call.q))),
+          at::empty_symint(p.saved(call, save), options)};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("gla_forward", &forward); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("gla_explain", &explain); }
+TORCH_LIBRARY_IMPL(girih, Meta, m) { register_forward<&forward_meta>(m); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  register_explain<Call, Problem, &Problem::path>(m);
+}
 
 }  // namespace girih::gla

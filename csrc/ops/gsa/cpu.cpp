@@ -4,7 +4,6 @@
 //   Hv_t = Diag(e^{g_t}) Hv_{t-1} + s_t v_t^T        [M, V]
 //   o_t  = Hv_t^T p_t
 #include "../gated/gated_scan.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
 #include "problem.h"
 
@@ -52,47 +51,42 @@ AbcGates compute_abc_gates(const Chunks& chunks, const Tensor& logits, const Ten
 
 }  // namespace
 
-Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& s,
-                const OptionalTensor& g, const OptionalTensor& state_k, const OptionalTensor& state_v,
-                const OptionalTensor& state_z, const OptionalTensor& cu_seqlens, std::optional<double> scale,
-                std::string_view feature, bool save) {
-  const auto p = Problem::check(q, k, v, s, g, state_k, state_v, state_z, cu_seqlens, scale, feature);
-  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = q.size(3), V = v.size(3);
-  const auto type = accumulate_type(q);
-  const auto options = q.options().dtype(type);
-  const Chunks chunks(q, B, T, choose_chunk_length(T), cu_seqlens);
+Results forward(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const auto B = call.q.size(0), T = call.q.size(1), H = call.k.size(2), D = call.q.size(3),
+             V = call.v.size(3);
+  const auto type = accumulate_type(call.q);
+  const auto options = call.q.options().dtype(type);
+  const Chunks chunks(call.q, B, T, choose_chunk_length(T), call.cu_seqlens);
   const auto N = chunks.sequences();
 
   OptionalTensor z;
   Tensor weights, gates;
-  if (is_defined(g)) {
-    gates = chunks.split(*g, type);
-    weights = is_defined(s) ? chunks.split(*s, type) : -gates.expm1();
+  if (is_defined(call.g)) {
+    gates = chunks.split(*call.g, type);
+    weights = is_defined(call.s) ? chunks.split(*call.s, type) : -gates.expm1();
   } else {
-    const auto M = s->size(3);
-    auto abc = compute_abc_gates(chunks, chunks.split(*s, type),
-                                 is_defined(state_z) ? *state_z : at::full({N, H, M}, -INFINITY, options));
+    const auto M = call.s->size(3);
+    auto abc =
+        compute_abc_gates(chunks, chunks.split(*call.s, type),
+                          is_defined(call.state_z) ? *call.state_z : at::full({N, H, M}, -INFINITY, options));
     weights = abc.s;
     gates = abc.g;
     z = abc.z;
   }
   const auto M = weights.size(-1);
-  const auto Hk = is_defined(state_k) ? *state_k : at::zeros({N, H, D, M}, options);
-  const auto Hv = is_defined(state_v) ? *state_v : at::zeros({N, H, M, V}, options);
+  const auto Hk = is_defined(call.state_k) ? *call.state_k : at::zeros({N, H, D, M}, options);
+  const auto Hv = is_defined(call.state_v) ? *call.state_v : at::zeros({N, H, M, V}, options);
 
   const ChannelDecay decay(gates);
-  const auto logits =
-      scan_value_decay(chunks, chunks.split(q, type) * scale.value_or(1 / std::sqrt(double(D))),
-                       chunks.split(k, type), weights, decay, Hk);
-  const auto read =
-      scan_key_decay(chunks, apply_feature(feature, logits.o), weights, chunks.split(v, type), decay, Hv);
-  return {chunks.join(read.o, q.scalar_type()), logits.state, read.state, z,
-          at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(p.saved(q, g, cu_seqlens, save)), q.options())};
+  const auto logits = scan_value_decay(chunks, chunks.split(call.q, type) * call.query_scale(),
+                                       chunks.split(call.k, type), weights, decay, Hk);
+  const auto read = scan_key_decay(chunks, apply_feature(call.feature, logits.o), weights,
+                                   chunks.split(call.v, type), decay, Hv);
+  return {chunks.join(read.o, call.q.scalar_type()), logits.state, read.state, z,
+          new_saved(problem.saved(call, save), call.q.options())};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("gsa_forward", &forward); }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("gsa_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#endif
+GIRIH_IMPL_ATEN(m) { register_forward<&WithoutTF32<&forward>::call>(m); }
 
 }  // namespace girih::gsa

@@ -1,6 +1,8 @@
 // girih::ops::gsa and girih::ops::gsa_step.
 #include "../registration/functions.h"
 
+#include "problem.h"
+
 namespace girih::ops {
 
 GSAState GSAState::start(int64_t batch, int64_t heads, int64_t D, int64_t V, int64_t M, bool abc,
@@ -11,10 +13,8 @@ GSAState GSAState::start(int64_t batch, int64_t heads, int64_t D, int64_t V, int
 
 std::pair<Tensor, GSAState> gsa(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s,
                                 const Tensor& g, const GSAOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>(
-      TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
-      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalFloatArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::gsa");
+  using Result = std::tuple<Tensor, Tensor, Tensor, OptionalTensor>;
+  static const auto op = find_typed_operator<Signature<gsa::Call, Result>>("girih::gsa");
   const auto& past = options.state;
   auto [o, state_k, state_v, state_z] =
       op.call(q, k, v, to_optional(s), to_optional(g), to_optional(past.k), to_optional(past.v),
@@ -24,9 +24,7 @@ std::pair<Tensor, GSAState> gsa(const Tensor& q, const Tensor& k, const Tensor& 
 
 Tensor gsa_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& s, const Tensor& g,
                 const GSAOptions& options) {
-  using Signature = Tensor(TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, TensorArg,
-                           TensorArg, OptionalTensorArg, OptionalFloatArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::gsa_step");
+  static const auto op = find_typed_operator<StepSignature<gsa::Call>>("girih::gsa_step");
   const auto& state = options.state;
   check_step_state("gsa", state.k, options.cu_seqlens);
   return op.call(q, k, v, to_optional(s), to_optional(g), state.k, state.v, to_optional(state.z),

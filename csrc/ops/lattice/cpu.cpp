@@ -6,16 +6,14 @@
 // A chunk reads S at its start, X_0 = S. The next chunk starts from unit(X) of the last token.
 #include "../chunks/chunk_defining.h"
 #include "../chunks/decay.h"
-#include "../registration/dispatch.h"
 #include "aten.h"
-#include "problem.h"
 
 namespace girih::lattice {
 namespace {
 
 // e^L with L >= -30, so that its square does not underflow: a memory keeps its direction when all gates are
 // closed.
-Tensor kept(const Tensor& L) { return L.clamp_min(-30).exp(); }
+Tensor floored_decay(const Tensor& L) { return L.clamp_min(-30).exp(); }
 
 // Normalises the columns of X. A zero column has no direction; the column of S replaces it.
 Tensor normalise_columns(const Tensor& X, const Tensor& S) {
@@ -55,7 +53,7 @@ class ObjectiveTerms {
   struct Pair {
     Tensor H, W, a;  // [B, H, C, D], [B, H, C, M], a = H S [B, H, C, M]
   };
-  Pair at(int64_t c, const Tensor& S) const {
+  Pair compute(int64_t c, const Tensor& S) const {
     if (objective_ == Objective::decode) {
       const auto E = k_[c].matmul(S.transpose(-1, -2)) - v_[c];
       return {E, W_[c], E.matmul(S)};
@@ -77,7 +75,7 @@ Tensor group_heads(const Tensor& q, int64_t H) { return q.unflatten(2, {H, q.siz
 class TangentSteps : public ChunkBlock {
  public:
   // inputs: q [B, n, HQ, C, M], k [B, n, H, C, M], v [B, n, H, C, D], gamma, g [B, n, H, C]
-  TangentSteps(const Tensors& inputs, const Tensor& complete, Objective objective)
+  TangentSteps(const Tensors& inputs, const Tensor& has_chunk_end, Objective objective)
       : q_(group_heads(inputs[0], inputs[1].size(2))),
         g_(inputs[4]),
         terms_(objective, inputs[1], inputs[2], inputs[3]) {
@@ -86,15 +84,15 @@ class TangentSteps : public ChunkBlock {
       const auto sum = g_.sum(-1);
       sum_ = unbind_chunks(sum);
       decay_ = unbind_chunks(sum.exp().unsqueeze(-1).unsqueeze(-1));
-      kept_ = unbind_chunks(kept(sum).unsqueeze(-1).unsqueeze(-1));
+      floored_decay_ = unbind_chunks(floored_decay(sum).unsqueeze(-1).unsqueeze(-1));
       to_end_ = unbind_chunks(exclusive_suffix_sum(g_, -1).exp().unsqueeze(-1));
     }
-    if (complete.defined()) complete_ = unbind_chunks(complete);
+    if (has_chunk_end.defined()) has_chunk_end_ = unbind_chunks(has_chunk_end);
   }
 
   Chunks::States step(int64_t c, const Chunks::States& states) override {
     const auto& S = states[0];
-    const auto pair = terms_.at(c, S);
+    const auto pair = terms_.compute(c, S);
     H_.push_back(pair.H);
     W_.push_back(pair.W);
     a_.push_back(pair.a);
@@ -103,19 +101,19 @@ class TangentSteps : public ChunkBlock {
     const auto sigma = (W * pair.a).sum(-2, true), steps = pair.H.transpose(-1, -2).matmul(W);
     if (states.size() == 1) {
       // x_i = (m_C - sigma_C) s_i + steps, S <- x_i / |x_i|
-      return {normalise_columns(at::addcmul(steps, S, g_.defined() ? kept_[c] - sigma : 1 - sigma), S)};
+      return {
+          normalise_columns(at::addcmul(steps, S, g_.defined() ? floored_decay_[c] - sigma : 1 - sigma), S)};
     }
-    const auto& is_complete = complete_[c];
+    const auto& has_end = has_chunk_end_[c];
     const auto Delta = (g_.defined() ? decay_[c] * states[1] : states[1]) + steps - S * sigma;
     if (!g_.defined()) {
-      return {select_rows(is_complete, normalise_columns(S + Delta, S), S),
-              select_rows(is_complete, at::zeros_like(Delta), Delta)};
+      return {select_rows(has_end, normalise_columns(S + Delta, S), S),
+              select_rows(has_end, at::zeros_like(Delta), Delta)};
     }
     const auto L = states[2] + sum_[c];
-    return {
-        select_rows(is_complete, normalise_columns(S * kept(L).unsqueeze(-1).unsqueeze(-1) + Delta, S), S),
-        select_rows(is_complete, at::zeros_like(Delta), Delta),
-        select_rows(is_complete, at::zeros_like(L), L)};
+    return {select_rows(has_end,
+                        normalise_columns(S * floored_decay(L).unsqueeze(-1).unsqueeze(-1) + Delta, S), S),
+            select_rows(has_end, at::zeros_like(Delta), Delta), select_rows(has_end, at::zeros_like(L), L)};
   }
 
   Tensor read(const Tensors& starts) override {
@@ -150,7 +148,8 @@ class TangentSteps : public ChunkBlock {
     n = at::where(n < floor, floor, n);
     // q~ = Q / sqrt(m^2 + n), O = (q~ * (m - sigma)) S^T + (tril(q~ W^T) * E) H + (q~ e^{L}) Delta^T
     Tensor m;
-    if (gated) m = kept(is_resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
+    if (gated)
+      m = floored_decay(is_resumed && starts.size() > 2 ? L_ + starts[2].unsqueeze(-1) : L_).unsqueeze(-1);
     const auto inverse = (gated ? n + m.square() : n + 1).rsqrt();
     const auto q = q_ * inverse.unsqueeze(3);
     const auto s_coefficient = gated ? m - sigma : 1 - sigma;
@@ -166,8 +165,9 @@ class TangentSteps : public ChunkBlock {
  private:
   Tensor q_, g_, L_;
   ObjectiveTerms terms_;
-  Tensors sum_, decay_, kept_, to_end_;  // L_C [B, H], e^{L_C} and m_C [B, H, 1, 1], e^{L_C - L} [B, H, C, 1]
-  Tensors complete_;                     // [B]
+  Tensors sum_, decay_, floored_decay_,
+      to_end_;             // L_C [B, H], e^{L_C} and m_C [B, H, 1, 1], e^{L_C - L} [B, H, C, 1]
+  Tensors has_chunk_end_;  // [B]
   Tensors H_, W_, a_;
 };
 
@@ -179,27 +179,27 @@ class TangentSteps : public ChunkBlock {
 // States: S [B, H, D, M].
 class TokenSteps : public ChunkBlock {
  public:
-  TokenSteps(const Tensors& inputs, const Tensor& complete, Objective objective, bool normalize,
+  TokenSteps(const Tensors& inputs, const Tensor& has_chunk_end, Objective objective, bool normalize,
              double shrinkage)
       : q_(group_heads(inputs[0], inputs[1].size(2))),
         terms_(objective, inputs[1], inputs[2], inputs[3]),
         normalize_(normalize),
         has_shrinkage_(shrinkage > 0) {
-    if (inputs[4].defined()) decay_ = unbind_chunks(kept(inputs[4]).unsqueeze(-1));
+    if (inputs[4].defined()) decay_ = unbind_chunks(floored_decay(inputs[4]).unsqueeze(-1));
     if (has_shrinkage_) threshold_ = unbind_chunks((inputs[3] * shrinkage).unsqueeze(-1));
-    if (complete.defined()) complete_ = unbind_chunks(complete);
+    if (has_chunk_end.defined()) has_chunk_end_ = unbind_chunks(has_chunk_end);
   }
 
   Chunks::States step(int64_t c, const Chunks::States& states) override {
     const auto& S = states[0];
     const auto length = normalize_ ? Tensor() : at::linalg_vector_norm(S, 2, -2, true);
     const auto phi = normalize_ ? S : S / length;
-    const auto pair = terms_.at(c, phi);
+    const auto pair = terms_.compute(c, phi);
     const auto W = normalize_ ? pair.W : pair.W / length;
     auto X = (decay_.empty() ? S : S * decay_[c]) + pair.H.transpose(-1, -2).matmul(W) - phi * (W * pair.a);
     if (has_shrinkage_) X = X.sign() * (X.abs() - threshold_[c]).clamp_min(0);
     X = normalize_ ? normalise_columns(X, S) : at::where((X == 0).all(-2, true), S, X);
-    X_.push_back(complete_.empty() ? X : select_rows(complete_[c], X, S));
+    X_.push_back(has_chunk_end_.empty() ? X : select_rows(has_chunk_end_[c], X, S));
     return {X_.back()};
   }
 
@@ -211,60 +211,55 @@ class TokenSteps : public ChunkBlock {
   Tensor q_;
   ObjectiveTerms terms_;
   bool normalize_, has_shrinkage_;
-  Tensors decay_, threshold_, complete_;  // e^{g}, gamma lambda [B, H, 1, 1], [B]
+  Tensors decay_, threshold_, has_chunk_end_;  // e^{g}, gamma lambda [B, H, 1, 1], [B]
   Tensors X_;
 };
 
 }  // namespace
 
-Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
-                const OptionalTensor& g, const OptionalTensor& state_first, const OptionalTensor& state_step,
-                const OptionalTensor& state_decay, const OptionalTensor& state_position,
-                const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view objective, bool normalize,
-                double shrinkage, bool save) {
-  const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                      cu_seqlens, chunk, objective, normalize, shrinkage);
-  const auto B = q.size(0), T = q.size(1), H = k.size(2), D = v.size(3);
-  const ChunkDefiningScan chunks(q, B, T, chunk, cu_seqlens, state_position);
-  const auto S = normalize ? project_gradient(*state_first) : *state_first;
+Results forward(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const auto B = call.q.size(0), T = call.q.size(1), H = call.k.size(2), D = call.v.size(3);
+  const ChunkDefiningScan chunks(call.q, B, T, call.chunk, call.cu_seqlens, call.state_position);
+  const auto S = call.normalize ? project_gradient(*call.state_first) : *call.state_first;
   const auto zeros = at::zeros_like(S), no_decay = at::zeros({S.size(0), H}, S.options());
-  const bool has_partial_chunks = chunk > 1 && !chunks.has_whole_chunks();  // a state may be inside a chunk
+  // Whether a state may be inside a chunk.
+  const bool has_partial_chunks = call.chunk > 1 && !chunks.has_whole_chunks();
   Chunks::States initial{S};
   if (has_partial_chunks) {
-    const bool is_resumed = is_defined(state_position);
-    initial.push_back(is_resumed ? *state_step : zeros);
-    if (is_defined(g)) initial.push_back(is_resumed && is_defined(state_decay) ? *state_decay : no_decay);
+    const bool is_resumed = is_defined(call.state_position);
+    initial.push_back(is_resumed ? *call.state_step : zeros);
+    if (is_defined(call.g))
+      initial.push_back(is_resumed && is_defined(call.state_decay) ? *call.state_decay : no_decay);
   }
 
-  const auto pair = parse_objective(objective);
+  const auto kind = parse_objective(call.objective);
+  // Copies for the lambda, which backward calls after the call has ended.
+  const auto chunk = call.chunk;
+  const auto normalize = call.normalize;
+  const auto shrinkage = call.shrinkage;
   const auto run = chunks.run(
-      {q, k, v, gamma, g.value_or(Tensor())}, initial,
-      [=](const Tensors& inputs, const Tensor& complete) -> std::unique_ptr<ChunkBlock> {
-        if (chunk > 1) return std::make_unique<TangentSteps>(inputs, complete, pair);
-        return std::make_unique<TokenSteps>(inputs, complete, pair, normalize, shrinkage);
+      {call.q, call.k, call.v, call.gamma, call.g.value_or(Tensor())}, initial,
+      [=](const Tensors& inputs, const Tensor& has_chunk_end) -> std::unique_ptr<ChunkBlock> {
+        if (chunk > 1) return std::make_unique<TangentSteps>(inputs, has_chunk_end, kind);
+        return std::make_unique<TokenSteps>(inputs, has_chunk_end, kind, normalize, shrinkage);
       },
-      q.scalar_type());
+      call.q.scalar_type());
   const auto& finals = run.finals;
   OptionalTensor decay;
-  if (is_defined(g)) decay = has_partial_chunks ? finals[2] : no_decay;
-  const auto kept = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
-  const auto new_saved = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
-  };
-  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), D}, q.options()),
+  if (is_defined(call.g)) decay = has_partial_chunks ? finals[2] : no_decay;
+  const auto shapes = problem.saved(call, save);
+  return {run.o.defined() ? run.o : at::zeros({B, T, call.q.size(2), D}, call.q.options()),
           finals[0],
           has_partial_chunks ? finals[1] : zeros,
           decay,
           chunks.next_position(),
-          new_saved(kept.memories, q.options().dtype(kept.memories_type)),
-          new_saved(kept.ends, S.options()),
-          new_saved(kept.last, S.options()),
-          new_saved(kept.last, S.options())};
+          new_saved(shapes.memories, call.q.options().dtype(shapes.memories_type)),
+          new_saved(shapes.ends, S.options()),
+          new_saved(shapes.last, S.options()),
+          new_saved(shapes.last, S.options())};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("lattice_forward", &forward); }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("lattice_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#endif
+GIRIH_IMPL_ATEN(m) { register_forward<&WithoutTF32<&forward>::call>(m); }
 
 }  // namespace girih::lattice

@@ -1,11 +1,8 @@
 // CUDA implementation of lattice, and of its step. Tensor cores: 16-bit elements and unit columns. fp32
 // kernels: the other calls. float64 and wide memories: the ATen form.
-#include "../arguments/kernel_arguments.h"
-#include "../registration/dispatch.h"
-#include "aten.h"
+#include "../arguments/chunk_grid.h"
 #include "fp32.h"
 #include "lattice/lattice.h"
-#include "problem.h"
 
 namespace girih::lattice {
 namespace {
@@ -15,117 +12,96 @@ static_assert(kMaxWidth == kernels::kLatticeMaxWidth && kChunkTokens == kernels:
 // The tensors of one call as the kernels read them: rows aligned to 16 bytes, states zero-padded to the same
 // widths.
 struct Arguments {
-  Tensor q, k, v, gamma, g, cu_seqlens, position, first, step, decay;
+  Tensor q, k, v, gamma, g, cu_seqlens, position, memory, step, decay;
   kernels::LatticeShape shape;
   int64_t D, M;  // widths without padding
 
-  Arguments(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& gamma_,
-            const OptionalTensor& g_, const OptionalTensor& state_first, const OptionalTensor& state_step,
-            const OptionalTensor& state_decay, const OptionalTensor& position_, const OptionalTensor& cu,
-            int64_t chunk, std::string_view objective)
-      : q(align_rows(q_)),
-        k(align_rows(k_)),
-        v(align_rows(v_)),
-        gamma(gamma_),
-        g(g_.value_or(Tensor())),
-        D(v_.size(3)),
-        M(k_.size(3)) {
-    if (is_defined(cu)) cu_seqlens = cu->contiguous();
+  explicit Arguments(const Call& call)
+      : q(align_rows(call.q)),
+        k(align_rows(call.k)),
+        v(align_rows(call.v)),
+        gamma(call.gamma),
+        g(call.g.value_or(Tensor())),
+        cu_seqlens(contiguous_or_undefined(call.cu_seqlens)),
+        position(contiguous_or_undefined(call.state_position)),
+        D(call.v.size(3)),
+        M(call.k.size(3)) {
     shape.heads = static_cast<int>(k.size(2)), shape.query_heads = static_cast<int>(q.size(2));
     shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(k.size(3));
     shape.dtype = kernel_dtype(q);
-    shape.objective = parse_objective(objective);
-    first = pad_state(state_first, false, shape.D, shape.M);
-    if (is_defined(position_)) {
-      position = position_->contiguous();
-      step = pad_state(state_step, false, shape.D, shape.M);
-      if (is_defined(g_)) decay = *state_decay;
+    shape.objective = parse_objective(call.objective);
+    memory = pad_state(call.state_first, false, shape.D, shape.M);
+    if (position.defined()) {
+      step = pad_state(call.state_step, false, shape.D, shape.M);
+      if (g.defined()) decay = *call.state_decay;
     }
-    shape.grid = {kernel_tokens(q, cu_seqlens), static_cast<int>(chunk),
-                  position.defined() ? position.const_data_ptr<int64_t>() : nullptr};
+    shape.grid = make_chunk_grid(q, cu_seqlens, position, call.chunk);
   }
 
-  kernels::LatticeStart start() const { return {input<4>(first), input<4>(step), input<2>(decay)}; }
+  kernels::LatticeStart start() const { return {input<4>(memory), input<4>(step), input<2>(decay)}; }
   int64_t sequences() const { return shape.grid.tokens.sequences; }
-  Tensor rows(int64_t heads, int64_t width, at::ScalarType type) const {
-    return new_rows(q, q.size(1), cu_seqlens, heads, width, type);
+  Tensor new_rows(int64_t heads, int64_t width, at::ScalarType type) const {
+    return girih::new_rows(q, q.size(1), cu_seqlens, heads, width, type);
   }
-  Tensor token_scalars() const { return rows(shape.heads, 1, at::kFloat).squeeze(3); }
-  Tensor states() const {
+  Tensor new_token_scalars() const { return new_rows(shape.heads, 1, at::kFloat).squeeze(3); }
+  Tensor new_state() const {
     return at::empty({sequences(), shape.heads, shape.D, shape.M}, q.options().dtype(at::kFloat));
   }
-  Tensor sequence_scalars() const {
+  Tensor new_sequence_scalars() const {
     return at::empty({sequences(), shape.heads}, q.options().dtype(at::kFloat));
   }
-  Tensor memories() const {
+  Tensor new_memories() const {
     return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.D}, q.options());
   }
 
-  template <class Problem>
-  void fill(Problem& p) const {
+  template <class KernelArguments>
+  void fill(KernelArguments& p) const {
     p.shape = shape;
     p.k = input<4>(k), p.v = input<4>(v), p.gamma = input<3>(gamma), p.g = input<3>(g);
   }
 };
 
-// The path of the problem, restricted by the shared memory of the device and by the number of sequences. The
-// saved tensors are sized by the problem alone, so a device with too little shared memory takes the ATen
+// The saved tensors are sized by the problem alone, so a device with too little shared memory takes the ATen
 // form.
-Path choose_path(const Problem& problem, const Tensor& q, const Tensor& k, const Tensor& v,
-                 const OptionalTensor& position, int64_t chunk, bool normalize, double shrinkage) {
-  const auto path = problem.path(q, chunk, normalize, shrinkage);
-  if (problem.N == 0) return aten(kNoSequences);
-  if (path == Path::Code::aten) return path;
-  bool fits = false;
-  if (path == Path::Code::fp32) {
-    const auto shape = fp32_shape(q, k, v, chunk);
-    check_launch("lattice_exact_fits", kernels::lattice_fp32_fits(shape, fits));
-    return fits ? path : aten(kSharedMemoryTooSmall);
-  }
-  kernels::LatticeShape shape{};
-  shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(q.size(3));
-  // lattice_fits tests whether position is null and does not read it.
-  shape.grid.size = static_cast<int>(chunk);
-  shape.grid.position = is_defined(position) ? position->const_data_ptr<int64_t>() : nullptr;
-  check_launch("lattice_fits", kernels::lattice_fits(shape, fits));
-  return fits ? path : aten(kSharedMemoryTooSmall);
+Path choose_path(const Problem& problem, const Call& call) {
+  const auto path = problem.path(call);
+  const auto fits = [&] {
+    bool fits = false;
+    if (path == Path::Code::fp32) {
+      GIRIH_QUERY(lattice_fp32_fits, fp32_shape(call), fits);
+      return fits;
+    }
+    kernels::LatticeShape shape{};
+    shape.D = static_cast<int>(call.v.size(3)), shape.M = static_cast<int>(call.q.size(3));
+    // lattice_fits tests whether position is null and does not read it.
+    shape.grid.size = static_cast<int>(call.chunk);
+    shape.grid.position =
+        is_defined(call.state_position) ? call.state_position->const_data_ptr<int64_t>() : nullptr;
+    GIRIH_QUERY(lattice_fits, shape, fits);
+    return fits;
+  };
+  return restrict_path(path, problem.N, call.q.device(), fits, &aten);
 }
 
-Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
-                     const OptionalTensor& g, const OptionalTensor& state_first,
-                     const OptionalTensor& state_step, const OptionalTensor& state_decay,
-                     const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                     std::string_view objective, bool normalize, double shrinkage, bool save) {
-  const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                      cu_seqlens, chunk, objective, normalize, shrinkage);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, k, v, state_position, chunk, normalize, shrinkage);
-  if (path == Path::Code::fp32) {
-    const Fp32Call call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                        chunk, objective, normalize, shrinkage);
-    return call.forward(problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save),
-                        save);
-  }
-  if (path == Path::Code::aten) {
-    at::NoTF32Guard fp32;
-    return forward(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens, chunk,
-                   objective, normalize, shrinkage, save);
-  }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                       chunk, objective);
-  const auto last = args.states(), last_step = args.states();
+Results forward_cuda(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
+  if (path == Path::Code::fp32) return Fp32Call(call).forward(problem.saved(call, save), save);
+  const Arguments args(call);
+  const auto last = args.new_state(), last_step = args.new_state();
   const auto new_empty = [&] { return at::empty({0}, last.options()); };
   bool is_short = false;
-  check_launch("lattice_is_short", kernels::lattice_uses_short_scan(args.shape, is_short));
+  GIRIH_QUERY(lattice_uses_short_scan, args.shape, is_short);
   const bool stores_memories = save || !is_short;
-  const auto memories = stores_memories ? args.memories() : at::empty({0}, q.options());
+  const auto memories = stores_memories ? args.new_memories() : at::empty({0}, call.q.options());
   const auto ends = stores_memories
                         ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options())
                         : new_empty();
-  const auto decay = args.g.defined() ? args.sequence_scalars() : Tensor();
-  const auto position = at::empty({args.sequences()}, q.options().dtype(at::kLong));
-  const auto o = args.rows(args.shape.query_heads, args.shape.D, q.scalar_type());
+  const auto decay = args.g.defined() ? args.new_sequence_scalars() : Tensor();
+  const auto position = at::empty({args.sequences()}, call.q.options().dtype(at::kLong));
+  const auto o = args.new_rows(args.shape.query_heads, args.shape.D, call.q.scalar_type());
   kernels::LatticeScan scan;
   args.fill(scan);
   scan.start = args.start();
@@ -139,7 +115,7 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   read.start = args.start();
   read.memories = scan.memories;
   read.o = output<4>(o);
-  check_launch("lattice_forward", kernels::lattice_forward(scan, read, stream));
+  GIRIH_LAUNCH(lattice_forward, scan, read);
 
   // The returned states may be overwritten by a step, so saved states are copied.
   const auto clone_if_saved = [&](const Tensor& state) {
@@ -150,161 +126,123 @@ Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
           clone_if_saved(last_step),
           args.g.defined() ? OptionalTensor(decay) : std::nullopt,
           position,
-          save ? memories : at::empty({0}, q.options()),
+          save ? memories : at::empty({0}, call.q.options()),
           save ? ends : new_empty(),
           save ? last : new_empty(),
           save ? last_step : new_empty()};
 }
 
-Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first,
-                        const OptionalTensor& grad_step, const OptionalTensor& grad_decay,
-                        const OptionalTensor& grad_position, const Tensor& q, const Tensor& k,
-                        const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
-                        const OptionalTensor& state_first, const OptionalTensor& state_step,
-                        const OptionalTensor& state_decay, const OptionalTensor& state_position,
-                        const OptionalTensor& cu_seqlens, const Tensor& memories, const Tensor& ends,
-                        const Tensor& last, const Tensor& last_step, int64_t chunk,
-                        std::string_view objective, bool normalize, double shrinkage) {
-  const auto problem = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                      cu_seqlens, chunk, objective, normalize, shrinkage);
-  const c10::cuda::CUDAGuard device(q.device());
-  const auto path = choose_path(problem, q, k, v, state_position, chunk, normalize, shrinkage);
-  if (path == Path::Code::aten) {
-    return redispatch_to_aten<&backward_cuda>("lattice_backward", grad_o, grad_first, grad_step, grad_decay,
-                                              grad_position, q, k, v, gamma, g, state_first, state_step,
-                                              state_decay, state_position, cu_seqlens, memories, ends, last,
-                                              last_step, chunk, objective, normalize, shrinkage);
-  }
-  const auto saved_shapes = problem.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, true);
-  check_saved_tensor("lattice", "memories", memories, saved_shapes.memories, saved_shapes.memories_type);
-  check_saved_tensor("lattice", "ends", ends, saved_shapes.ends, at::kFloat);
-  check_saved_tensor("lattice", "last", last, saved_shapes.last, at::kFloat);
-  check_saved_tensor("lattice", "last_step", last_step, saved_shapes.last, at::kFloat);
-  if (path == Path::Code::fp32) {
-    const Fp32Call call(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                        chunk, objective, normalize, shrinkage);
-    return call.backward(grad_o, grad_first, grad_step, grad_decay, memories);
-  }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const Arguments args(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, cu_seqlens,
-                       chunk, objective);
+std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
+                                       const SavedTensors& saved) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
+  const auto path = choose_path(problem, call);
+  if (path == Path::Code::aten) return std::nullopt;
+  const auto shapes = problem.saved(call, true);
+  const auto& [memories, ends, last, last_step] = saved;
+  check_saved_tensor("lattice", "memories", memories, shapes.memories, shapes.memories_type);
+  check_saved_tensor("lattice", "ends", ends, shapes.ends, at::kFloat);
+  check_saved_tensor("lattice", "last", last, shapes.last, at::kFloat);
+  check_saved_tensor("lattice", "last_step", last_step, shapes.last, at::kFloat);
+  if (path == Path::Code::fp32) return Fp32Call(call).backward(grads, memories);
+  const Arguments args(call);
   const auto& shape = args.shape;
-  const bool gated = args.g.defined(), has_position = args.position.defined();
-  const auto type = q.scalar_type();
-  const auto dout =
-      is_defined(grad_o) ? align_rows(grad_o->to(type)) : args.rows(shape.query_heads, shape.D, type).zero_();
+  const bool has_gates = args.g.defined(), has_position = args.position.defined();
+  const auto type = call.q.scalar_type();
+  const auto dout = align_output_gradient(grads.o, call.q, shape.query_heads, shape.D, type);
 
-  const auto dq = args.rows(shape.query_heads, shape.M, type), dk = args.rows(shape.heads, shape.M, type),
-             dv = args.rows(shape.heads, shape.D, type), dgamma = args.token_scalars();
-  const auto ddecay_at_floor = gated ? args.token_scalars() : Tensor(), gradients = args.memories();
-  const auto dstep = has_position ? args.states() : Tensor(),
-             ddecay = has_position && gated ? args.sequence_scalars() : Tensor();
-  kernels::LatticeReadBackward reads;
-  args.fill(reads);
-  reads.q = input<4>(args.q), reads.dout = input<4>(dout);
-  reads.start = args.start();
-  reads.memories = memories.const_data_ptr();
-  reads.dq = output<4>(dq), reads.dk = output<4>(dk), reads.dv = output<4>(dv);
-  reads.dgamma = output<3>(dgamma), reads.ddecay_at_floor = output<3>(ddecay_at_floor);
-  reads.gradients = gradients.mutable_data_ptr();
-  reads.dstep = output<4>(dstep), reads.ddecay = output<2>(ddecay);
-  check_launch("lattice_reads", kernels::lattice_read_backward(reads, stream));
+  const auto dq = args.new_rows(shape.query_heads, shape.M, type),
+             dk = args.new_rows(shape.heads, shape.M, type), dv = args.new_rows(shape.heads, shape.D, type),
+             dgamma = args.new_token_scalars();
+  const auto ddecay_at_floor = has_gates ? args.new_token_scalars() : Tensor(),
+             gradients = args.new_memories();
+  const auto dstep = has_position ? args.new_state() : Tensor(),
+             ddecay = has_position && has_gates ? args.new_sequence_scalars() : Tensor();
+  kernels::LatticeReadBackward read_backward;
+  args.fill(read_backward);
+  read_backward.q = input<4>(args.q), read_backward.dout = input<4>(dout);
+  read_backward.start = args.start();
+  read_backward.memories = memories.const_data_ptr();
+  read_backward.dq = output<4>(dq), read_backward.dk = output<4>(dk), read_backward.dv = output<4>(dv);
+  read_backward.dgamma = output<3>(dgamma), read_backward.ddecay_at_floor = output<3>(ddecay_at_floor);
+  read_backward.gradients = gradients.mutable_data_ptr();
+  read_backward.dstep = output<4>(dstep), read_backward.ddecay = output<2>(ddecay);
+  GIRIH_LAUNCH(lattice_read_backward, read_backward);
 
-  const auto dfirst = args.states(), dend_decay = gated ? args.sequence_scalars() : Tensor();
-  const auto dlast = pad_state(grad_first, false, shape.D, shape.M),
-             dlast_step = pad_state(grad_step, false, shape.D, shape.M);
+  const auto dmemory = args.new_state(), dend_decay = has_gates ? args.new_sequence_scalars() : Tensor();
+  const auto dlast = pad_state(grads.first, false, shape.D, shape.M),
+             dlast_step = pad_state(grads.step, false, shape.D, shape.M);
   // With gates lattice_reverse overwrites ends; backward may run again with the saved tensor.
-  const auto ends_copy = gated ? ends.clone() : ends;
+  const auto ends_copy = has_gates ? ends.clone() : ends;
   kernels::LatticeReverse reverse;
   args.fill(reverse);
   reverse.start = args.start();
   reverse.memories = memories.const_data_ptr(), reverse.ends = ends_copy.mutable_data_ptr<float>();
   reverse.last = input<4>(last), reverse.last_step = input<4>(last_step);
   reverse.dlast = input<4>(dlast), reverse.dlast_step = input<4>(dlast_step);
-  reverse.dlast_decay = input<2>(grad_decay);
+  reverse.dlast_decay = input<2>(grads.decay);
   reverse.gradients = gradients.mutable_data_ptr();
-  reverse.dmemory = output<4>(dfirst), reverse.dstep = output<4>(dstep);
+  reverse.dmemory = output<4>(dmemory), reverse.dstep = output<4>(dstep);
   reverse.ddecay = output<2>(ddecay), reverse.dend_decay = output<2>(dend_decay);
-  const auto dg = gated ? args.token_scalars() : Tensor();
-  kernels::LatticeDkv columns;
-  args.fill(columns);
-  columns.memories = memories.const_data_ptr(), columns.gradients = gradients.const_data_ptr();
-  columns.ends = gated ? ends_copy.const_data_ptr<float>() : nullptr;
-  columns.ddecay_at_floor = input<3>(ddecay_at_floor), columns.dend_decay = input<2>(dend_decay);
-  columns.dk = output<4>(dk), columns.dv = output<4>(dv);
-  columns.dgamma = output<3>(dgamma), columns.dg = output<3>(dg);
-  check_launch("lattice_reverse", kernels::lattice_reverse(reverse, columns, stream));
+  const auto dg = has_gates ? args.new_token_scalars() : Tensor();
+  kernels::LatticeDkv dkv_arguments;
+  args.fill(dkv_arguments);
+  dkv_arguments.memories = memories.const_data_ptr(), dkv_arguments.gradients = gradients.const_data_ptr();
+  dkv_arguments.ends = has_gates ? ends_copy.const_data_ptr<float>() : nullptr;
+  dkv_arguments.ddecay_at_floor = input<3>(ddecay_at_floor), dkv_arguments.dend_decay = input<2>(dend_decay);
+  dkv_arguments.dk = output<4>(dk), dkv_arguments.dv = output<4>(dv);
+  dkv_arguments.dgamma = output<3>(dgamma), dkv_arguments.dg = output<3>(dg);
+  GIRIH_LAUNCH(lattice_reverse, reverse, dkv_arguments);
 
-  return {crop_width(dq, args.M),
-          crop_width(dk, args.M),
-          crop_width(dv, args.D),
-          dgamma.to(gamma.scalar_type()),
-          if_defined(g, [&] { return dg.to(g->scalar_type()); }),
-          crop_state(dfirst, args.D, args.M),
-          has_position ? OptionalTensor(crop_state(dstep, args.D, args.M)) : zero_gradient(state_step),
-          has_position && gated ? OptionalTensor(ddecay) : zero_gradient(state_decay),
-          std::nullopt,
-          std::nullopt};
+  return Gradients{
+      crop_width(dq, args.M),
+      crop_width(dk, args.M),
+      crop_width(dv, args.D),
+      dgamma.to(call.gamma.scalar_type()),
+      if_defined(call.g, [&] { return dg.to(call.g->scalar_type()); }),
+      crop_state(dmemory, args.D, args.M),
+      has_position ? OptionalTensor(crop_state(dstep, args.D, args.M)) : zero_gradient(call.state_step),
+      has_position && has_gates ? OptionalTensor(ddecay) : zero_gradient(call.state_decay),
+      std::nullopt,
+      std::nullopt};
 }
 
-Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
-                 const OptionalTensor& g, const Tensor& state_first, const Tensor& state_step,
-                 const OptionalTensor& state_decay, const Tensor& state_position, int64_t chunk,
-                 std::string_view objective, bool normalize, double shrinkage) {
-  check_step(get_operator("lattice"), q, {state_first, state_step, state_decay, state_position});
-  Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position, std::nullopt, chunk,
-                 objective, normalize, shrinkage);
-  if (Problem::step_path(q, normalize, shrinkage) == Path::Code::aten) {
-    return redispatch_to_aten<&step_cuda>("lattice_step", q, k, v, gamma, g, state_first, state_step,
-                                          state_decay, state_position, chunk, objective, normalize,
-                                          shrinkage);
-  }
-  const c10::cuda::CUDAGuard device(q.device());
+std::optional<Tensor> step_cuda(const Call& call) {
+  Problem::check(call);
+  if (Problem::step_path(call) == Path::Code::aten) return std::nullopt;
+  const c10::cuda::CUDAGuard device(call.q.device());
   const auto token = [](const Tensor& x) { return x.select(1, 0); };
-  const auto o = at::empty({q.size(0), 1, q.size(2), v.size(3)}, q.options());
-  const auto position = state_position.contiguous(), next = at::empty_like(position);
+  const auto o = at::empty({call.q.size(0), 1, call.q.size(2), call.v.size(3)}, call.q.options());
+  const auto position = call.state_position->contiguous(), next = at::empty_like(position);
   kernels::LatticeStep p;
-  p.sequences = q.size(0);
-  p.heads = static_cast<int>(k.size(2)), p.query_heads = static_cast<int>(q.size(2));
-  p.D = static_cast<int>(v.size(3)), p.M = static_cast<int>(k.size(3)), p.chunk = static_cast<int>(chunk);
-  p.objective = parse_objective(objective);
-  p.q = input<3>(token(q)), p.k = input<3>(token(k)), p.v = input<3>(token(v));
-  p.gamma = input<2>(token(gamma));
-  if (is_defined(g)) p.g = input<2>(token(*g));
-  p.memory = output<4>(state_first);
+  p.sequences = call.q.size(0);
+  p.heads = static_cast<int>(call.k.size(2)), p.query_heads = static_cast<int>(call.q.size(2));
+  p.D = static_cast<int>(call.v.size(3)), p.M = static_cast<int>(call.k.size(3)),
+  p.chunk = static_cast<int>(call.chunk);
+  p.objective = parse_objective(call.objective);
+  p.q = input<3>(token(call.q)), p.k = input<3>(token(call.k)), p.v = input<3>(token(call.v));
+  p.gamma = input<2>(token(call.gamma));
+  if (is_defined(call.g)) p.g = input<2>(token(*call.g));
+  p.memory = output<4>(*call.state_first);
   p.position = nullptr, p.next_position = nullptr;
-  if (chunk > 1) {
-    p.step = output<4>(state_step);
-    if (is_defined(g)) p.decay = output<2>(*state_decay);
+  if (call.chunk > 1) {
+    p.step = output<4>(*call.state_step);
+    if (is_defined(call.g)) p.decay = output<2>(*call.state_decay);
     p.position = position.const_data_ptr<int64_t>(), p.next_position = next.mutable_data_ptr<int64_t>();
   }
   p.o = output<3>(token(o));
-  check_launch("lattice_step", kernels::lattice_step(p, c10::cuda::getCurrentCUDAStream()));
-  if (chunk > 1) state_position.copy_(next);
+  GIRIH_LAUNCH(lattice_step, p);
+  if (call.chunk > 1) call.state_position->copy_(next);
   return o;
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
-                    const OptionalTensor& g, const OptionalTensor& state_first,
-                    const OptionalTensor& state_step, const OptionalTensor& state_decay,
-                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                    std::string_view objective, bool normalize, double shrinkage, std::string_view device,
-                    bool step) {
-  const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                cu_seqlens, chunk, objective, normalize, shrinkage);
-  const c10::cuda::CUDAGuard guard(q.device());
-  return explain_path(step ? Problem::step_path(q, normalize, shrinkage)
-                           : choose_path(p, q, k, v, state_position, chunk, normalize, shrinkage),
-                      device);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("lattice_explain", &explain);
-  m.impl("lattice_forward", &forward_cuda);
-  m.impl("lattice_backward", &backward_cuda);
-  m.impl("lattice_step", &step_cuda);
+  register_explain<Call, Problem, &choose_path>(m);
+  register_forward<&forward_cuda>(m);
+  register_backward<&backward_cuda>(m);
+  register_step<&step_cuda>(m);
 }
 
 }  // namespace girih::lattice

@@ -4,12 +4,8 @@
 #include "../arguments/kernel_arguments.h"
 #include "aten.h"
 #include "lattice/fp32.h"
-#include "problem.h"
 
 namespace girih::lattice {
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                             OptionalTensor, OptionalTensor, OptionalTensor>;
 
 inline kernels::LatticeObjective parse_objective(std::string_view name) {
   using kernels::LatticeObjective;
@@ -24,43 +20,40 @@ inline OptionalTensor zero_gradient(const OptionalTensor& state) {
 }
 
 // The part of the shape that determines the shared memory.
-inline kernels::LatticeFp32Shape fp32_shape(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            int64_t chunk) {
+inline kernels::LatticeFp32Shape fp32_shape(const Call& call) {
   kernels::LatticeFp32Shape shape{};
-  shape.chunk = static_cast<int>(chunk);
-  shape.heads = static_cast<int>(k.size(2)), shape.query_heads = static_cast<int>(q.size(2));
-  shape.D = static_cast<int>(v.size(3)), shape.M = static_cast<int>(k.size(3));
+  shape.chunk = static_cast<int>(call.chunk);
+  shape.heads = static_cast<int>(call.k.size(2)), shape.query_heads = static_cast<int>(call.q.size(2));
+  shape.D = static_cast<int>(call.v.size(3)), shape.M = static_cast<int>(call.k.size(3));
   return shape;
 }
 
 // One call of the fp32 kernels, which read the tensors without padding.
 class Fp32Call {
  public:
-  Fp32Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
-           const OptionalTensor& first, const OptionalTensor& step, const OptionalTensor& decay,
-           const OptionalTensor& position, const OptionalTensor& cu, int64_t chunk,
-           std::string_view objective, bool normalize, double shrinkage)
-      : q_(q), k_(k), v_(v), gamma_(gamma), g_(g), step_(step), decay_(decay) {
-    if (is_defined(cu)) cu_seqlens_ = cu->contiguous();
+  explicit Fp32Call(const Call& call) : call_(call), cu_seqlens_(contiguous_or_undefined(call.cu_seqlens)) {
     // The kernels clamp positions to the length of a segment, which is longer than a chunk.
-    if (is_defined(position)) position_ = position->clamp(0, chunk - 1).contiguous();
+    if (is_defined(call.state_position)) {
+      position_ = call.state_position->clamp(0, call.chunk - 1).contiguous();
+    }
     auto& shape = inputs_.shape;
-    shape = fp32_shape(q, k, v, chunk);
-    shape.tokens = kernel_tokens(q, cu_seqlens_);
+    shape = fp32_shape(call);
+    shape.tokens = sequence_layout(call.q, cu_seqlens_);
     shape.position = position_.defined() ? position_.const_data_ptr<int64_t>() : nullptr;
-    shape.objective = parse_objective(objective);
-    shape.normalize = normalize, shape.shrinkage = static_cast<float>(shrinkage);
-    inputs_.q = input<4>(q), inputs_.k = input<4>(k), inputs_.v = input<4>(v);
-    inputs_.gamma = input<3>(gamma), inputs_.g = input<3>(g);
-    inputs_.start = {input<4>(first), input<4>(step), input<2>(decay)};
+    shape.objective = parse_objective(call.objective);
+    shape.normalize = call.normalize, shape.shrinkage = static_cast<float>(call.shrinkage);
+    inputs_.q = input<4>(call.q), inputs_.k = input<4>(call.k), inputs_.v = input<4>(call.v);
+    inputs_.gamma = input<3>(call.gamma), inputs_.g = input<3>(call.g);
+    inputs_.start = {input<4>(call.state_first), input<4>(call.state_step), input<2>(call.state_decay)};
   }
 
   Results forward(const Problem::SavedShapes& saved_shapes, bool save) const {
-    const auto last = states(), step = states(), decay = gated() ? sequence_scalars() : Tensor();
-    const auto position = at::empty({last.size(0)}, q_.options().dtype(at::kLong));
-    const auto memories = new_saved(saved_shapes.memories);
+    const auto last = new_state(), step = new_state(), decay = has_gates() ? sequence_scalars() : Tensor();
+    const auto position = at::empty({last.size(0)}, call_.q.options().dtype(at::kLong));
+    const auto memories = new_saved(saved_shapes.memories, in_fp32());
     const auto empty_fp32 = [&] { return at::empty({0}, in_fp32()); };
-    const auto o = new_rows(q_, q_.size(1), cu_seqlens_, q_.size(2), v_.size(3), q_.scalar_type());
+    const auto o = new_rows(call_.q, call_.q.size(1), cu_seqlens_, call_.q.size(2), call_.v.size(3),
+                            call_.q.scalar_type());
     kernels::LatticeFp32Scan p{};
     p.of = inputs_;
     p.end = {output<4>(last), output<4>(step), output<2>(decay)};
@@ -71,64 +64,61 @@ class Fp32Call {
       p.memories = memories.mutable_data_ptr<float>();
     }
     p.o = output<4>(o);
-    check_launch("lattice_exact_scan", kernels::lattice_fp32_scan(p, c10::cuda::getCurrentCUDAStream()));
-    return {o,           last,     step,         gated() ? OptionalTensor(decay) : std::nullopt,
+    GIRIH_LAUNCH(lattice_fp32_scan, p);
+    return {o,           last,     step,         has_gates() ? OptionalTensor(decay) : std::nullopt,
             position,    memories, empty_fp32(), empty_fp32(),
             empty_fp32()};
   }
 
-  Gradients backward(const OptionalTensor& grad_o, const OptionalTensor& grad_first,
-                     const OptionalTensor& grad_step, const OptionalTensor& grad_decay,
-                     const Tensor& memories) const {
-    const auto like = [&](const Tensor& x) {
+  Gradients backward(const OutputGradients& grads, const Tensor& memories) const {
+    const auto new_gradient = [&](const Tensor& x) {
       return cu_seqlens_.defined() ? at::zeros(x.sizes(), x.options()) : at::empty(x.sizes(), x.options());
     };
     const bool is_resumed = position_.defined() && inputs_.shape.chunk > 1;
-    const auto dq = like(q_), dk = like(k_), dv = like(v_), dgamma = like(gamma_);
-    const auto dg = gated() ? like(*g_) : Tensor(), dfirst = states();
-    const auto dstep = is_resumed ? states() : Tensor(),
-               ddecay = is_resumed && gated() ? sequence_scalars() : Tensor();
+    const auto dq = new_gradient(call_.q), dk = new_gradient(call_.k), dv = new_gradient(call_.v),
+               dgamma = new_gradient(call_.gamma);
+    const auto dg = has_gates() ? new_gradient(*call_.g) : Tensor(), dmemory = new_state();
+    const auto dstep = is_resumed ? new_state() : Tensor(),
+               ddecay = is_resumed && has_gates() ? sequence_scalars() : Tensor();
     int64_t floats = 0;
-    check_launch("lattice_exact_workspace", kernels::lattice_fp32_workspace(inputs_.shape, floats));
+    GIRIH_QUERY(lattice_fp32_workspace, inputs_.shape, floats);
     const auto workspace = at::empty({floats}, in_fp32());
     kernels::LatticeFp32Backward p;
     p.of = inputs_;
     p.memories = memories.const_data_ptr<float>();
-    p.dout = input<4>(grad_o);
-    p.dlast = input<4>(grad_first), p.dlast_step = input<4>(grad_step), p.dlast_decay = input<2>(grad_decay);
+    p.dout = input<4>(grads.o);
+    p.dlast = input<4>(grads.first), p.dlast_step = input<4>(grads.step),
+    p.dlast_decay = input<2>(grads.decay);
     p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
     p.dgamma = output<3>(dgamma), p.dg = output<3>(dg);
-    p.dmemory = output<4>(dfirst), p.dstep = output<4>(dstep), p.ddecay = output<2>(ddecay);
+    p.dmemory = output<4>(dmemory), p.dstep = output<4>(dstep), p.ddecay = output<2>(ddecay);
     p.workspace = workspace.mutable_data_ptr<float>();
-    check_launch("lattice_exact_gradients",
-                 kernels::lattice_fp32_backward(p, c10::cuda::getCurrentCUDAStream()));
+    GIRIH_LAUNCH(lattice_fp32_backward, p);
     return {dq,
             dk,
             dv,
             dgamma,
-            if_defined(g_, [&] { return dg; }),
-            dfirst,
-            is_resumed ? OptionalTensor(dstep) : zero_gradient(step_),
-            is_resumed && gated() ? OptionalTensor(ddecay) : zero_gradient(decay_),
+            if_defined(call_.g, [&] { return dg; }),
+            dmemory,
+            is_resumed ? OptionalTensor(dstep) : zero_gradient(call_.state_step),
+            is_resumed && has_gates() ? OptionalTensor(ddecay) : zero_gradient(call_.state_decay),
             std::nullopt,
             std::nullopt};
   }
 
  private:
-  bool gated() const { return is_defined(g_); }
-  at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
-  Tensor new_saved(const std::vector<c10::SymInt>& sizes) const {
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), in_fp32());
-  }
-  Tensor states() const {
-    return at::empty({inputs_.shape.tokens.sequences, k_.size(2), v_.size(3), k_.size(3)}, in_fp32());
+  bool has_gates() const { return is_defined(call_.g); }
+  at::TensorOptions in_fp32() const { return call_.q.options().dtype(at::kFloat); }
+  Tensor new_state() const {
+    return at::empty({inputs_.shape.tokens.sequences, call_.k.size(2), call_.v.size(3), call_.k.size(3)},
+                     in_fp32());
   }
   Tensor sequence_scalars() const {
-    return at::empty({inputs_.shape.tokens.sequences, k_.size(2)}, in_fp32());
+    return at::empty({inputs_.shape.tokens.sequences, call_.k.size(2)}, in_fp32());
   }
 
-  Tensor q_, k_, v_, gamma_, cu_seqlens_, position_;
-  OptionalTensor g_, step_, decay_;
+  const Call& call_;
+  Tensor cu_seqlens_, position_;
   kernels::LatticeFp32Inputs inputs_;
 };
 

@@ -1,6 +1,8 @@
 // girih::ops::lattice and girih::ops::lattice_step.
 #include "../registration/functions.h"
 
+#include "problem.h"
+
 namespace girih::ops {
 
 LatticeState LatticeState::start(int64_t batch, const Tensor& first, bool gated) {
@@ -12,10 +14,8 @@ LatticeState LatticeState::start(int64_t batch, const Tensor& first, bool gated)
 
 std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& gamma, const Tensor& g, const LatticeOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor>(
-      TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
-      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, StringArg, bool, double);
-  static const auto op = find_operator<Signature>("girih::lattice");
+  using Result = std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor>;
+  static const auto op = find_typed_operator<Signature<lattice::Call, Result>>("girih::lattice");
   const auto& past = options.state;
   auto [o, first, step, decay, position] =
       op.call(q, k, v, gamma, to_optional(g), expand_to_sequences(past.first, q, options.cu_seqlens),
@@ -27,9 +27,7 @@ std::pair<Tensor, LatticeState> lattice(const Tensor& q, const Tensor& k, const 
 
 Tensor lattice_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const Tensor& g,
                     const LatticeOptions& options) {
-  using Signature = Tensor(TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg,
-                           TensorArg, OptionalTensorArg, TensorArg, int64_t, StringArg, bool, double);
-  static const auto op = find_operator<Signature>("girih::lattice_step");
+  static const auto op = find_typed_operator<StepSignature<lattice::Call>>("girih::lattice_step");
   const auto& state = options.state;
   check_step_state("lattice", state.position, options.cu_seqlens);
   return op.call(q, k, v, gamma, to_optional(g), state.first, state.step, to_optional(state.decay),

@@ -1,47 +1,31 @@
 // lattice on meta tensors: shapes of the results, and the path without a device.
-#include "../registration/dispatch.h"
-#include "problem.h"
+#include "aten.h"
 
 namespace girih::lattice {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma, const OptionalTensor& g,
-    const OptionalTensor& state_first, const OptionalTensor& state_step, const OptionalTensor& state_decay,
-    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-    std::string_view objective, bool normalize, double shrinkage, bool save) {
-  const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                cu_seqlens, chunk, objective, normalize, shrinkage);
-  const auto options = q.options().dtype(accumulate_type(q));
-  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, normalize, shrinkage, save);
+Results forward_meta(const Call& call, bool save) {
+  const auto p = Problem::check(call);
+  const auto options = call.q.options(), state_options = options.dtype(accumulate_type(call.q));
+  const auto shapes = p.saved(call, save);
   OptionalTensor decay;
-  if (is_defined(g)) decay = at::empty_symint({p.N, p.H}, options);
-  return {at::empty_symint({p.B, p.T, p.HQ, p.D}, q.options()),
-          at::empty_symint({p.N, p.H, p.D, p.M}, options),
-          at::empty_symint({p.N, p.H, p.D, p.M}, options),
+  if (is_defined(call.g)) decay = at::empty_symint({p.N, p.H}, state_options);
+  return {at::empty_symint({p.B, p.T, p.HQ, p.D}, options),
+          at::empty_symint({p.N, p.H, p.D, p.M}, state_options),
+          at::empty_symint({p.N, p.H, p.D, p.M}, state_options),
           decay,
-          at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(saved_shapes.memories, q.options().dtype(saved_shapes.memories_type)),
-          at::empty_symint(saved_shapes.ends, options),
-          at::empty_symint(saved_shapes.last, options),
-          at::empty_symint(saved_shapes.last, options)};
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& gamma,
-                    const OptionalTensor& g, const OptionalTensor& state_first,
-                    const OptionalTensor& state_step, const OptionalTensor& state_decay,
-                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                    std::string_view objective, bool normalize, double shrinkage, std::string_view device,
-                    bool step) {
-  const auto p = Problem::check(q, k, v, gamma, g, state_first, state_step, state_decay, state_position,
-                                cu_seqlens, chunk, objective, normalize, shrinkage);
-  return explain_path(
-      step ? Problem::step_path(q, normalize, shrinkage) : p.path(q, chunk, normalize, shrinkage), device);
+          at::empty_symint({p.N}, options.dtype(at::kLong)),
+          at::empty_symint(shapes.memories, options.dtype(shapes.memories_type)),
+          at::empty_symint(shapes.ends, state_options),
+          at::empty_symint(shapes.last, state_options),
+          at::empty_symint(shapes.last, state_options)};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("lattice_forward", &forward); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("lattice_explain", &explain); }
+TORCH_LIBRARY_IMPL(girih, Meta, m) { register_forward<&forward_meta>(m); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  register_explain<Call, Problem, &Problem::path>(m);
+}
 
 }  // namespace girih::lattice

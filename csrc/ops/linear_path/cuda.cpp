@@ -82,7 +82,7 @@ TensorTriple virtual_rows(const Tensor& q, const Tensor& k, const Tensor& v, int
   const auto of_q = at::empty(q.sizes(), q.options());
   const auto of_k = at::empty(rows.kv_sizes(), q.options()), of_v = at::empty_like(of_k);
   p.rows_q = of_q.mutable_data_ptr(), p.rows_k = of_k.mutable_data_ptr(), p.rows_v = of_v.mutable_data_ptr();
-  check_launch("virtual_rows", kernels::virtual_rows(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(virtual_rows, p);
   return {of_q, of_k, of_v};
 }
 
@@ -100,7 +100,7 @@ TensorTriple virtual_rows_backward(const Tensor& of_q_, const Tensor& of_k_, con
   const auto dq = at::empty(q.sizes(), q.options());
   const auto dk = at::empty(k.sizes(), k.options()), dv = at::empty(v.sizes(), v.options());
   p.dq = dq.mutable_data_ptr(), p.dk = dk.mutable_data_ptr(), p.dv = dv.mutable_data_ptr();
-  check_launch("virtual_rows_backward", kernels::virtual_rows_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(virtual_rows_backward, p);
   return {dq, dk, dv};
 }
 
@@ -125,7 +125,7 @@ Tensor running_sum(const Tensor& x_, bool from_end, at::ScalarType type) {
                               kernel_dtype(total),
                               token_rows(x),
                               total.mutable_data_ptr()};
-  check_launch("running_sum", kernels::running_sum(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(running_sum, p);
   return total;
 }
 
@@ -141,7 +141,7 @@ Tensor pooled_gate(const Tensor& total_) {
                               kernel_dtype(total),
                               total.const_data_ptr(),
                               beta.mutable_data_ptr<float>()};
-  check_launch("pooled_gate", kernels::pooled_gate(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(pooled_gate, p);
   return beta;
 }
 
@@ -159,7 +159,7 @@ Tensor pooled_gate_backward(const Tensor& dbeta_, const Tensor& total_) {
                                       total.const_data_ptr(),
                                       dbeta.const_data_ptr<float>(),
                                       dtotal.mutable_data_ptr()};
-  check_launch("pooled_gate_backward", kernels::pooled_gate_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(pooled_gate_backward, p);
   return dtotal;
 }
 
@@ -178,7 +178,7 @@ Tensor channel_gate(const Tensor& total_, int64_t n) {
                                kernel_dtype(total),
                                total.const_data_ptr(),
                                beta.mutable_data_ptr()};
-  check_launch("channel_gate", kernels::channel_gate(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(channel_gate, p);
   return beta;
 }
 
@@ -200,7 +200,7 @@ Tensor channel_gate_backward(const Tensor& dbeta_, const Tensor& total_, int64_t
                                        total.const_data_ptr(),
                                        dbeta.const_data_ptr(),
                                        dtotal.mutable_data_ptr()};
-  check_launch("channel_gate_backward", kernels::channel_gate_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(channel_gate_backward, p);
   return dtotal;
 }
 

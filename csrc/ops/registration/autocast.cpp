@@ -35,7 +35,7 @@ void register_autocast(torch::Library& m) {
   for (const auto& op : operators()) {
     register_boxed<&cast<key, device>>(m, op.name, op);
     register_boxed<&cast<key, device>>(m, op.name + "_explain", op);
-    if (op.states() > 0) register_boxed<&cast<key, device>>(m, op.name + "_step", op);
+    if (op.state_count() > 0) register_boxed<&cast<key, device>>(m, op.name + "_step", op);
     register_boxed<&without_autocast<key>>(m, op.name + "_forward", op);
     register_boxed<&without_autocast<key>>(m, op.name + "_backward", op);
   }

@@ -6,7 +6,7 @@
 
 namespace girih {
 
-const OperatorHandles& operator_handles(const Operator& op) {
+const OperatorHandles& get_handles(const Operator& op) {
   static const auto all = [] {
     std::vector<OperatorHandles> handles;
     for (const auto& each : operators())
@@ -22,7 +22,7 @@ using c10::IValue;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Key of the saved options of a node: (index of the operator, bit mask of the differentiable outputs,
+// Key of what a node saves beside tensors: (index of the operator, bit mask of the differentiable outputs,
 // options).
 constexpr const char* kCall = "call";
 
@@ -34,18 +34,18 @@ struct Backward {
     const auto call = ctx->saved_data[kCall].toTuple();
     const auto& op = operators()[call->elements()[0].toInt()];
     Stack stack;
-    const auto differentiable = call->elements()[1].toInt();
+    const auto differentiable_mask = call->elements()[1].toInt();
     size_t next = 0;
-    for (size_t i = 0; i < op.outputs(); ++i) {
-      stack.push_back(differentiable >> i & 1 ? to_ivalue(grads[next++]) : IValue());
+    for (size_t i = 0; i < op.output_count(); ++i) {
+      stack.push_back(differentiable_mask >> i & 1 ? to_ivalue(grads[next++]) : IValue());
     }
     const auto saved_tensors = ctx->get_saved_variables();
     for (const auto& tensor : saved_tensors) stack.push_back(to_ivalue(tensor));
     stack.insert(stack.end(), call->elements().begin() + 2, call->elements().end());
-    operator_handles(op).backward.callBoxed(&stack);
+    get_handles(op).backward.callBoxed(&stack);
 
     variable_list results;
-    for (size_t i = 0; i < op.inputs(); ++i) {
+    for (size_t i = 0; i < op.input_count(); ++i) {
       if (saved_tensors[i].defined()) results.push_back(to_tensor(stack[i]));
     }
     return results;
@@ -64,34 +64,34 @@ Stack record_node(const Operator& op, const variable_list& inputs, at::ArrayRef<
 
   Stack stack(arguments.begin(), arguments.end());
   variable_list outputs, saved_tensors = inputs;
-  int64_t differentiable = 0;
+  int64_t differentiable_mask = 0;
   {
-    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const at::AutoGradMode no_grad(false);
     stack.emplace_back(true);
-    operator_handles(op).forward.callBoxed(&stack);
+    get_handles(op).forward.callBoxed(&stack);
   }
-  size_t next_saved = op.outputs();
+  size_t next_saved = op.output_count();
   for (const auto& saved : op.saved) {
     saved_tensors.push_back(to_tensor(stack[saved.name == op.output.name ? 0 : next_saved++]));
   }
-  for (size_t i = 0; i < op.outputs(); ++i) {
+  for (size_t i = 0; i < op.output_count(); ++i) {
     const auto output = to_tensor(stack[i]);
     if (!output.defined() || !output.is_floating_point()) continue;
-    differentiable |= int64_t(1) << i;
+    differentiable_mask |= int64_t(1) << i;
     outputs.push_back(output);
   }
-  std::vector<IValue> call{int64_t(&op - operators().data()), differentiable};
-  call.insert(call.end(), arguments.begin() + op.inputs(), arguments.end());
+  std::vector<IValue> call{int64_t(&op - operators().data()), differentiable_mask};
+  call.insert(call.end(), arguments.begin() + op.input_count(), arguments.end());
   node->ctx_.saved_data[kCall] = c10::ivalue::Tuple::create(std::move(call));
   node->ctx_.save_for_backward(std::move(saved_tensors));
   node->ctx_.set_materialize_grads(false);
 
   const auto attached = torch_internals::attach_outputs(node, defined, outputs);
-  stack.resize(op.outputs());
+  stack.resize(op.output_count());
   auto output = attached.begin();
-  for (size_t i = 0; i < op.outputs(); ++i) {
-    if (differentiable >> i & 1) stack[i] = *output++;
+  for (size_t i = 0; i < op.output_count(); ++i) {
+    if (differentiable_mask >> i & 1) stack[i] = *output++;
   }
   return stack;
 }
@@ -118,18 +118,18 @@ void check_layout(const Operator& op, const char* form, size_t i, const at::Tens
 
 // Runs X_forward with save=False and leaves the outputs of X on the stack. `stack` holds the arguments of X.
 void run_forward_without_save(const Operator& op, Stack* stack) {
-  const auto arguments = operator_handles(op).forward.schema().arguments().size();
+  const auto& forward = get_handles(op).forward;
   stack->emplace_back(false);
-  const auto below = stack->size() - arguments;
-  operator_handles(op).forward.callBoxed(stack);
-  stack->resize(below + op.outputs());
+  const auto first_output = stack->size() - forward.schema().arguments().size();
+  forward.callBoxed(stack);
+  stack->resize(first_output + op.output_count());
 }
 
-void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
+void run_with_autograd(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
   variable_list inputs;
   bool save = false;
-  for (size_t i = 0; i < op.inputs(); ++i) {
+  for (size_t i = 0; i < op.input_count(); ++i) {
     inputs.push_back(to_tensor(arguments[i]));
     check_layout(op, "", i, inputs.back());
     if (!inputs.back().defined()) continue;
@@ -143,14 +143,14 @@ void differentiable(const Operator& op, const c10::OperatorHandle& handle, Stack
     stack->insert(stack->end(), results.begin(), results.end());
     return;
   }
-  const at::AutoDispatchBelowADInplaceOrView below;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   run_forward_without_save(op, stack);
 }
 
 // X without autograd (inference mode).
 void run_without_autograd(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
-  for (size_t i = 0; i < op.inputs(); ++i) {
+  for (size_t i = 0; i < op.input_count(); ++i) {
     check_layout(op, "", i, to_tensor(arguments[i]));
   }
   run_forward_without_save(op, stack);
@@ -168,7 +168,7 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
                 " requires a gradient but a step has none: call it under torch.no_grad(), or call ", "girih.",
                 op.name);
   }
-  const at::AutoDispatchBelowAutograd below;
+  const at::AutoDispatchBelowAutograd below_autograd;
   handle.callBoxed(stack);
 }
 
@@ -178,12 +178,12 @@ void step(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
 void step_and_bump_versions(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   variable_list written;
   const auto arguments = torch::jit::last(*stack, handle.schema().arguments().size());
-  for (size_t i = op.data; i < op.tensors.size(); ++i) {
+  for (size_t i = op.data_count; i < op.tensors.size(); ++i) {
     const auto state = to_tensor(arguments[i]);
     if (state.defined() && !state.is_inference()) written.push_back(state);
   }
   {
-    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     handle.callBoxed(stack);
   }
   for (const auto& state : written) state.unsafeGetTensorImpl()->bump_version();
@@ -196,7 +196,7 @@ void resolve_negated_step(const Operator& op, const c10::OperatorHandle& handle,
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     const auto input = to_tensor(arguments[i]);
     if (!input.defined() || !input.is_neg()) continue;
-    GIRIH_CHECK(i < op.data, op.name, "_step: ", op.tensors[i].name,
+    GIRIH_CHECK(i < op.data_count, op.name, "_step: ", op.tensors[i].name,
                 " is an expanded or negated view but is written in place: pass a copy");
     arguments[i] = input.resolve_neg();
   }
@@ -207,24 +207,24 @@ void resolve_negated_step(const Operator& op, const c10::OperatorHandle& handle,
 
 TORCH_LIBRARY_IMPL(girih, Negative, m) {
   for (const auto& op : operators()) {
-    if (op.states() > 0) register_boxed<&resolve_negated_step>(m, op.name + "_step", op);
+    if (op.state_count() > 0) register_boxed<&resolve_negated_step>(m, op.name + "_step", op);
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, Autograd, m) {
   for (const auto& op : operators()) {
-    register_boxed<&differentiable>(m, op.name, op);
+    register_boxed<&run_with_autograd>(m, op.name, op);
     // A second derivative raises an error with the name of the operator.
     for (const char* suffix : {"_forward", "_backward"}) {
       m.impl((op.name + suffix).c_str(), torch::autograd::autogradNotImplementedFallback());
     }
-    if (op.states() > 0) register_boxed<&step>(m, op.name + "_step", op);
+    if (op.state_count() > 0) register_boxed<&step>(m, op.name + "_step", op);
   }
 }
 
 TORCH_LIBRARY_IMPL(girih, ADInplaceOrView, m) {
   for (const auto& op : operators()) {
-    if (op.states() > 0) register_boxed<&step_and_bump_versions>(m, op.name + "_step", op);
+    if (op.state_count() > 0) register_boxed<&step_and_bump_versions>(m, op.name + "_step", op);
   }
 }
 

@@ -20,11 +20,11 @@ inline c10::OperatorHandle find_operator(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(("girih::" + name).c_str(), "");
 }
 
-// Handles of X_forward and X_backward. A lookup takes a lock, so each handle is looked up once.
+// Handles of X_forward and X_backward, looked up once: a lookup takes a lock.
 struct OperatorHandles {
   c10::OperatorHandle forward, backward;
 };
-const OperatorHandles& operator_handles(const Operator& op);
+const OperatorHandles& get_handles(const Operator& op);
 
 // Registers `function(op, handle, stack)` under `name`. One function serves all operators and gets the
 // operator as an argument.
@@ -41,13 +41,10 @@ void register_boxed(torch::Library& m, const std::string& name, const Operator& 
   m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
 }
 
-// Redispatches the schema `name`, whose CUDA kernel is `kernel`, to the implementation for devices without
-// kernels.
-template <auto kernel, class... Arguments>
-auto redispatch_to_aten(const char* name, Arguments&&... arguments) {
-  static const auto op = find_operator(name).typed<std::remove_pointer_t<decltype(kernel)>>();
-  return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), std::forward<Arguments>(arguments)...);
-}
+// The key by which a CUDA kernel calls the implementation without kernels. The key CPU selects the ATen form
+// of the operator, or the generic kernel (generic_kernels.cpp) of X_backward or X_step without an ATen form;
+// both accept tensors of any device.
+constexpr c10::DispatchKeySet kAtenKey(c10::DispatchKey::CPU);
 
 // An absent tensor is undefined in C++ and None on the stack.
 inline at::Tensor to_tensor(const c10::IValue& value) {
@@ -74,7 +71,17 @@ struct WithoutTF32<function> {
 
 }  // namespace girih
 
-// Registers one typed ATen function for CPU and CUDA tensors.
-#define GIRIH_IMPL_ATEN(name, function)                                                                \
-  TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl(name, TORCH_FN(::girih::WithoutTF32<&function>::call)); } \
-  TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl(name, TORCH_FN(::girih::WithoutTF32<&function>::call)); }
+// GIRIH_IMPL_ATEN(m) { m.impl(...); } registers ATen forms for CPU tensors, and for CUDA tensors in a build
+// without kernels: with kernels, cuda.cpp serves CUDA tensors.
+#ifdef GIRIH_WITH_CUDA
+#define GIRIH_IMPL_ATEN(m)                                            \
+  static void register_aten(torch::Library& m);                       \
+  TORCH_LIBRARY_IMPL(girih, CPU, library) { register_aten(library); } \
+  static void register_aten(torch::Library& m)
+#else
+#define GIRIH_IMPL_ATEN(m)                                             \
+  static void register_aten(torch::Library& m);                        \
+  TORCH_LIBRARY_IMPL(girih, CPU, library) { register_aten(library); }  \
+  TORCH_LIBRARY_IMPL(girih, CUDA, library) { register_aten(library); } \
+  static void register_aten(torch::Library& m)
+#endif

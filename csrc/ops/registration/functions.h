@@ -13,7 +13,7 @@ namespace girih::ops {
 // The registered operator `name` with its C++ signature. Store the result in a static: the lookup takes a
 // lock.
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+c10::TypedOperatorHandle<Signature> find_typed_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
@@ -44,7 +44,7 @@ inline void check_step_state(const char* name, const Tensor& state, const Tensor
 // Expands a first memory [H, ...] to [N, H, ...]; a memory that already has N is returned unchanged.
 inline OptionalTensor expand_to_sequences(const Tensor& memory, const Tensor& x, const Tensor& cu_seqlens) {
   if (!memory.defined() || memory.dim() != 3) return to_optional(memory);
-  const auto N = cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
+  const auto N = is_packed(cu_seqlens) ? cu_seqlens.size(0) - 1 : x.size(0);
   return memory.expand({N, -1, -1, -1});
 }
 

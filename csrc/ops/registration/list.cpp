@@ -10,7 +10,7 @@ namespace girih {
 namespace {
 
 bool has_optional_output(const Operator& op) {
-  return std::any_of(op.tensors.begin() + ptrdiff_t(op.data), op.tensors.end(),
+  return std::any_of(op.tensors.begin() + ptrdiff_t(op.data_count), op.tensors.end(),
                      [](const TensorArgument& state) { return state.optional; });
 }
 
@@ -24,7 +24,7 @@ std::string list_schema(const Operator& op) {
 void list(const Operator& op, const c10::OperatorHandle&, Stack* stack) {
   find_operator(op.name).callBoxed(stack);
   c10::List<at::Tensor> outputs;
-  for (const auto& output : torch::jit::pop(*stack, op.outputs())) {
+  for (const auto& output : torch::jit::pop(*stack, op.output_count())) {
     if (output.isTensor()) outputs.push_back(output.toTensor());
   }
   stack->emplace_back(std::move(outputs));

@@ -19,10 +19,10 @@ std::string join(const Strings& parts) {
 
 Strings split(std::string_view text, std::string_view separator) {
   Strings parts;
-  for (size_t at = 0; at != std::string_view::npos;) {
-    const auto end = text.find(separator, at);
-    parts.emplace_back(text.substr(at, end - at));
-    at = end == std::string_view::npos ? end : end + separator.size();
+  for (size_t begin = 0; begin != std::string_view::npos;) {
+    const auto end = text.find(separator, begin);
+    parts.emplace_back(text.substr(begin, end - begin));
+    begin = end == std::string_view::npos ? end : end + separator.size();
   }
   return parts;
 }
@@ -104,7 +104,7 @@ Strings input_declarations(const Operator& op, bool with_defaults) {
   Strings all;
   for (size_t i = 0; i < op.tensors.size(); ++i) {
     const auto& tensor = op.tensors[i];
-    const bool optional = tensor.optional || i >= op.data;
+    const bool optional = tensor.optional || i >= op.data_count;
     all.push_back((optional ? "Tensor? " : "Tensor ") + tensor.name +
                   (optional && with_defaults ? "=None" : ""));
   }
@@ -114,7 +114,7 @@ Strings input_declarations(const Operator& op, bool with_defaults) {
 
 Strings output_declarations(const Operator& op) {
   Strings all{"Tensor " + op.output.name};
-  for (size_t i = op.data; i < op.tensors.size(); ++i)
+  for (size_t i = op.data_count; i < op.tensors.size(); ++i)
     all.push_back((op.tensors[i].optional ? "Tensor? " : "Tensor ") + op.tensors[i].name);
   return all;
 }
@@ -149,7 +149,11 @@ const char* kind_name(TensorKind kind) {
 }  // namespace
 
 Operator::Operator(const OperatorDeclaration& from)
-    : name(from.name), packing(from.packing), data(from.data.size()), output(from.output), saved(from.saved) {
+    : name(from.name),
+      packing(from.packing),
+      data_count(from.data.size()),
+      output(from.output),
+      saved(from.saved) {
   ShapeParser shapes(letters, from.limits);
   const auto add = [&](const TensorDeclaration& tensor, const char* prefix, TensorKind kind) {
     const auto bare_name = tensor.declaration.substr(tensor.declaration.find(' ') + 1);
@@ -196,7 +200,7 @@ std::string Operator::forward_schema() const {
 std::string Operator::backward_schema() const {
   Strings positional, results;
   positional.push_back("Tensor? grad_" + output.name);
-  for (size_t i = data; i < tensors.size(); ++i) {
+  for (size_t i = data_count; i < tensors.size(); ++i) {
     positional.push_back("Tensor? grad_" + tensors[i].name);
   }
   for (const auto& input : input_declarations(*this, false)) {
@@ -213,7 +217,7 @@ std::string Operator::step_schema() const {
   Strings positional;
   char alias = 'a';
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto written = i < data ? "" : std::string("(") + alias++ + "!)";
+    const auto written = i < data_count ? "" : std::string("(") + alias++ + "!)";
     positional.push_back("Tensor" + written + (tensors[i].optional ? "? " : " ") + tensors[i].name);
   }
   return name + "_step" + format_arguments(positional, option_declarations(options)) + " -> Tensor " +
@@ -242,7 +246,7 @@ std::string operators_json() {
     for (size_t i = 0; i < op.tensors.size(); ++i) {
       const auto& tensor = op.tensors[i];
       tensors.push_back({{"name", tensor.name},
-                         {"state", i >= op.data},
+                         {"state", i >= op.data_count},
                          {"optional", tensor.optional},
                          {"shapes", tensor.shapes},
                          {"kind", kind_name(tensor.kind)}});

@@ -39,8 +39,10 @@ struct OptionDeclaration {
 struct OperatorDeclaration {
   std::string name;
   std::vector<TensorDeclaration> data;
-  std::vector<TensorDeclaration> state = {};    // "Tensor k" is always returned; "Tensor? z" is optional
-  std::string packing = {};                     // "cu_seqlens" or "cu_chunks": boundaries of packed sequences
+  std::vector<TensorDeclaration> state = {};  // "Tensor k" is always returned; "Tensor? z" is optional
+  // "cu_seqlens" or "cu_chunks": the tensor with the boundaries of packed sequences; empty if the operator
+  // has none
+  std::string packing = {};
   std::vector<OptionDeclaration> options = {};  // an option named like a letter is this size
   // Range of a size. B, T and N are at least 0 by default, all others at least 1.
   struct Limit {
@@ -95,9 +97,10 @@ class Operator {
  public:
   explicit Operator(const OperatorDeclaration& declaration);
 
-  std::string name, packing;
+  std::string name;
+  std::string packing;                  // as in OperatorDeclaration
   std::vector<TensorArgument> tensors;  // data, then state
-  size_t data;                          // number of data tensors
+  size_t data_count;                    // number of data tensors
   std::vector<Option> options;
   OperatorDeclaration::Result output;
   std::vector<OperatorDeclaration::Result> saved;
@@ -109,9 +112,11 @@ class Operator {
   };
   std::vector<Letter> letters;
 
-  size_t states() const { return tensors.size() - data; }
-  size_t inputs() const { return tensors.size() + (packing.empty() ? 0 : 1); }
-  size_t outputs() const { return 1 + states(); }
+  size_t state_count() const { return tensors.size() - data_count; }
+  // Tensor inputs: data, state, packing.
+  size_t input_count() const { return tensors.size() + (packing.empty() ? 0 : 1); }
+  // Outputs of X: the output and the state.
+  size_t output_count() const { return 1 + state_count(); }
   const Option& option(std::string_view name) const;
   int letter(std::string_view name) const;  // index into `letters`
 

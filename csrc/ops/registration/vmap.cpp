@@ -22,9 +22,9 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_vmap(c10::DispatchKey::FuncTorchBatched);
 
   auto arguments = pop_arguments(handle, stack);
-  std::vector<std::optional<int64_t>> mapped(op.inputs());
-  c10::SymInt count = -1;
-  for (size_t i = 0; i < op.inputs(); ++i) {
+  std::vector<std::optional<int64_t>> mapped(op.input_count());
+  c10::SymInt count = -1, batch = -1;  // size of the mapped dimension, B of one mapped call
+  for (size_t i = 0; i < op.input_count(); ++i) {
     const auto tensor = to_tensor(arguments[i]);
     if (!tensor.defined()) continue;
     auto [unwrapped, dimension] = torch_internals::remove_mapped_dimension(tensor, level);
@@ -32,13 +32,13 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
     arguments[i] = unwrapped;
     mapped[i] = dimension;
   }
-  for (size_t i = 0; i < op.inputs(); ++i) {
+  for (size_t i = 0; i < op.input_count(); ++i) {
     auto tensor = to_tensor(arguments[i]);
     if (!tensor.defined()) continue;
-    const bool packing = i == op.tensors.size();
-    GIRIH_CHECK(!packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
+    const bool is_packing = i == op.tensors.size();
+    GIRIH_CHECK(!is_packing || tensor.dim() - int(mapped[i].has_value()) == 2, op.name, ": ", op.packing,
                 " packs sequences into one row, which torch.vmap cannot batch; call it without vmap");
-    if (!packing && !has_batch(op, op.tensors[i])) {
+    if (!is_packing && !has_batch(op, op.tensors[i])) {
       GIRIH_CHECK(!mapped[i], op.name, ": ", op.tensors[i].name,
                   " is mapped by torch.vmap but the whole batch shares it; call it without vmap");
       continue;
@@ -51,19 +51,20 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
       sizes.insert(sizes.begin(), count);
       tensor = tensor.expand_symint(sizes);
     }
-    if (packing || !op.tensors[i].patterns.front().has_ellipsis) tensor = tensor.flatten(0, 1);
+    if (is_packing || !op.tensors[i].patterns.front().has_ellipsis) {
+      if (i == 0) batch = tensor.sym_size(1);
+      tensor = tensor.flatten(0, 1);
+    }
     arguments[i] = tensor;
   }
-  const auto first = stack->size();
+  const auto first_result = stack->size();
   stack->insert(stack->end(), arguments.begin(), arguments.end());
   handle.callBoxed(stack);
-  for (size_t i = first; i < stack->size(); ++i) {
+  for (size_t i = first_result; i < stack->size(); ++i) {
     auto result = to_tensor((*stack)[i]);
     if (!result.defined()) continue;
-    if (!op.tensors[0].patterns.front().has_ellipsis) {
-      const auto rows = result.sym_size(0) / count;
-      result = result.unflatten_symint(0, {count, rows});
-    }
+    // B = N: packed sequences are refused above. `count` may be 0.
+    if (!op.tensors[0].patterns.front().has_ellipsis) result = result.unflatten_symint(0, {count, batch});
     (*stack)[i] = torch_internals::add_mapped_dimension(result, level);
   }
 }
@@ -78,7 +79,7 @@ void refuse_step(const Operator& op, const c10::OperatorHandle&, Stack*) {
 TORCH_LIBRARY_IMPL(girih, FuncTorchBatched, m) {
   for (const auto& op : operators()) {
     register_boxed<&map>(m, op.name, op);
-    if (op.states() > 0) register_boxed<&refuse_step>(m, op.name + "_step", op);
+    if (op.state_count() > 0) register_boxed<&refuse_step>(m, op.name + "_step", op);
   }
 }
 

@@ -19,9 +19,7 @@ using Activation = std::optional<std::string_view>;
 class ConvInputs {
  public:
   ConvInputs(const Tensor& x, const OptionalTensor& state_x, const OptionalTensor& cu_seqlens, int64_t W)
-      : T_(x.size(1)),
-        state_length_(W - 1),
-        N_(is_defined(cu_seqlens) && cu_seqlens->dim() == 1 ? cu_seqlens->size(0) - 1 : x.size(0)) {
+      : T_(x.size(1)), state_length_(W - 1), N_(is_packed(cu_seqlens) ? cu_seqlens->size(0) - 1 : x.size(0)) {
     const auto channels = x.size(2);
     const auto state = is_defined(state_x) ? *state_x : at::zeros({N_, state_length_, channels}, x.options());
     if (!is_defined(cu_seqlens)) {
@@ -121,7 +119,7 @@ class ConvInputs {
   int64_t T_, state_length_, N_;  // T_: tokens of a row, or with bounds of all rows
   Tensor inputs_;
   Tensor in_sequence_;
-  std::vector<Tensor> tap_indices_;  // W tensors [T]: rows of all_
+  std::vector<Tensor> tap_indices_;  // W tensors [T]: rows of inputs_
   Tensor final_index_;               // [N (W-1)]
 };
 
@@ -173,24 +171,18 @@ Gradients backward(const OptionalTensor& grad_y, const OptionalTensor& grad_stat
   if (is_defined(grad_state_x)) inputs.add_to_final(grad, *grad_state_x);
 
   // Tokens and states are views of one tensor; the gradients must not share memory.
-  const auto as = [](const Tensor& tensor, const Tensor& like) {
-    return tensor.to(like.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
+  const auto to_dtype_of = [](const Tensor& tensor, const Tensor& x) {
+    return tensor.to(x.scalar_type(), false, /*copy=*/true, at::MemoryFormat::Contiguous);
   };
-  return {as(inputs.token_rows(grad), x).view(x.sizes()), as(dweight, weight),
-          is_defined(bias) ? OptionalTensor(as(dbias, *bias)) : std::nullopt,
-          is_defined(state_x) ? OptionalTensor(as(inputs.state_rows(grad), *state_x)) : std::nullopt,
+  return {to_dtype_of(inputs.token_rows(grad), x).view(x.sizes()), to_dtype_of(dweight, weight),
+          is_defined(bias) ? OptionalTensor(to_dtype_of(dbias, *bias)) : std::nullopt,
+          is_defined(state_x) ? OptionalTensor(to_dtype_of(inputs.state_rows(grad), *state_x)) : std::nullopt,
           std::nullopt};
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) {
+GIRIH_IMPL_ATEN(m) {
   m.impl("short_conv_forward", &forward);
   m.impl("short_conv_backward", &backward);
 }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("short_conv_forward", &forward);
-  m.impl("short_conv_backward", &backward);
-}
-#endif
 
 }  // namespace girih::short_conv

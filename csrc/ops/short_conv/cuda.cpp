@@ -12,12 +12,8 @@ using Activation = std::optional<std::string_view>;
 
 kernels::ShortConvShape shape_of(const Tensor& x, const Tensor& weight, const Tensor& cu_seqlens,
                                  const Activation& activation) {
-  return {kernel_tokens(x, cu_seqlens), x.size(2), static_cast<int>(weight.size(1)), activation.has_value(),
+  return {sequence_layout(x, cu_seqlens), x.size(2), static_cast<int>(weight.size(1)), activation.has_value(),
           kernel_dtype(x)};
-}
-
-Tensor contiguous(const OptionalTensor& cu_seqlens) {
-  return is_defined(cu_seqlens) ? cu_seqlens->contiguous() : Tensor();
 }
 
 Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -27,7 +23,7 @@ Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor
     return forward(x, weight, bias, state_x, cu_seqlens, activation, save);
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
   const c10::cuda::CUDAGuard device(x.device());
-  const auto cu = contiguous(cu_seqlens);
+  const auto cu = contiguous_or_undefined(cu_seqlens);
   kernels::ShortConvForward p;
   p.shape = shape_of(x, weight, cu, activation);
   const auto y = at::empty(x.sizes(), x.options());
@@ -38,7 +34,7 @@ Results forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor
   p.state = input<3>(state_x);
   p.y = output<3>(y);
   p.final_state = output<3>(last);
-  check_launch("short_conv_forward", kernels::short_conv_forward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(short_conv_forward, p);
   return {y, last};
 }
 
@@ -50,15 +46,15 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
   }
   Problem::check(x, weight, bias, state_x, cu_seqlens, activation);
   const c10::cuda::CUDAGuard device(x.device());
-  const auto cu = contiguous(cu_seqlens);
-  const auto like = [](const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
-  const auto empty_like_if_defined = [&](const OptionalTensor& tensor) {
-    return is_defined(tensor) ? OptionalTensor(like(*tensor)) : std::nullopt;
+  const auto cu = contiguous_or_undefined(cu_seqlens);
+  const auto new_gradient = [](const Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); };
+  const auto new_gradient_if_defined = [&](const OptionalTensor& tensor) {
+    return is_defined(tensor) ? OptionalTensor(new_gradient(*tensor)) : std::nullopt;
   };
   kernels::ShortConvBackward p;
   p.shape = shape_of(x, weight, cu, activation);
-  const auto dx = like(x), dweight = like(weight);
-  const auto dbias = empty_like_if_defined(bias), dstate = empty_like_if_defined(state_x);
+  const auto dx = new_gradient(x), dweight = new_gradient(weight);
+  const auto dbias = new_gradient_if_defined(bias), dstate = new_gradient_if_defined(state_x);
   const auto partials = at::empty({kernels::short_conv_partials(p.shape)}, x.options().dtype(at::kFloat));
   p.dy = input<3>(grad_y);
   p.dfinal_state = input<3>(grad_state_x);
@@ -71,7 +67,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
   p.dbias = output<1>(dbias.value_or(Tensor()));
   p.dstate = output<3>(dstate.value_or(Tensor()));
   p.partials = partials.mutable_data_ptr<float>();
-  check_launch("short_conv_backward", kernels::short_conv_backward(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(short_conv_backward, p);
   return {dx, dweight, dbias, dstate, std::nullopt};
 }
 
@@ -93,7 +89,7 @@ Tensor step_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
   p.bias = input<1>(bias);
   p.state = output<3>(state_x);
   p.y = output<3>(y);
-  check_launch("short_conv_step", kernels::short_conv_step(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(short_conv_step, p);
   return y;
 }
 

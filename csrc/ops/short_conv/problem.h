@@ -12,8 +12,8 @@ struct Problem {
                        const OptionalTensor& state_x, const OptionalTensor& cu_seqlens,
                        std::optional<std::string_view> activation) {
     static const auto& op = get_operator("short_conv");
-    const auto at = girih::check(op, {x, weight, bias, state_x, cu_seqlens, activation});
-    return {at["B"], at["T"], at["channels"], at["W"], at["N"]};
+    const auto sizes = girih::check(op, {x, weight, bias, state_x, cu_seqlens, activation});
+    return {sizes["B"], sizes["T"], sizes["channels"], sizes["W"], sizes["N"]};
   }
 
   static Path path(const Tensor& x) {

@@ -98,7 +98,7 @@ std::vector<Tensor> few_rows(const Tensor& x, at::TensorList weights, const std:
         "girih: few_rows: residual is a tensor; expected None unless there is one weight with the gate none");
     p.residual = aligned(*residual, "residual", results[0].sizes(), x);
   }
-  check_launch("few_rows", kernels::skinny_gemm(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(skinny_gemm, p);
   return results;
 }
 

@@ -1,43 +1,18 @@
-// Arguments and results of the kernels of trellis and ttt. ttt has one memory, of keys: it has no v and no
-// state of values, and its output is r.
+// Conversions of the arguments of trellis and ttt for the kernels.
 #pragma once
 
-#include "../arguments/kernel_arguments.h"
-#include "problem.h"
+#include "../arguments/chunk_grid.h"
+#include "aten.h"
 #include "trellis/trellis.h"
 
 namespace girih::trellis {
 
-struct CallArguments {
-  Tensor q, x[2], a, gamma;      // x: k and v; v is undefined in ttt
-  OptionalTensor g, phi_weight;  // phi_weight: ttt only
-  OptionalTensor first[2], state[2], position, cu_seqlens;
-  int64_t chunk;
-  std::string_view phi, f;
-
-  int memories() const { return x[1].defined() ? 2 : 1; }
-  int64_t width(int memory) const { return x[memory].defined() ? x[memory].size(3) : 0; }
-  int64_t output_width() const { return memories() == 2 ? width(1) : a.size(3); }
-};
-
-// The saved tensors, with the shapes of Problem::saved().
-struct SavedTensors {
-  Tensor memories[2], z, u, fit;
-};
-struct Outputs {
-  Tensor o, last_first[2], last[2], position;
-  SavedTensors saved;
-};
-// An absent gradient is zero.
-struct OutputGradients {
-  OptionalTensor o, first[2], last[2];
-};
 struct InputGradients {
   Tensor q, x[2], a, gamma;
-  OptionalTensor g, phi_weight, first[2], initial[2];
+  OptionalTensor g, phi_weight, chunk_start[2], memory[2];
 };
 
-inline kernels::TrellisMap parse_map(std::string_view name) {
+inline kernels::TrellisMap parse_activation(std::string_view name) {
   using kernels::Norm;
   if (name == "silu") return {true, Norm::none};
   if (name == "l2norm") return {false, Norm::l2};
@@ -50,7 +25,7 @@ inline kernels::TrellisMap parse_map(std::string_view name) {
 
 // The weight of phi as the kernels read it: [heads, M] in fp32, zero-padded to a multiple of 8; undefined if
 // absent.
-inline Tensor pad_weight(const CallArguments& call, int64_t heads) {
+inline Tensor pad_weight(const Call& call, int64_t heads) {
   if (!is_defined(call.phi_weight)) return {};
   const auto& weight = *call.phi_weight;
   const auto own = weight.to(at::kFloat).repeat_interleave(heads / weight.size(0), 0);
@@ -61,22 +36,20 @@ inline const float* data_or_null(const Tensor& tensor) {
 }
 
 // The gradient of the output in the dtype of q, with aligned rows.
-inline Tensor output_gradient(const CallArguments& call, const OptionalTensor& gradient) {
-  if (is_defined(gradient)) return align_rows(gradient->to(call.q.scalar_type()));
-  const auto width = (call.output_width() + 7) / 8 * 8;
-  return at::zeros({call.q.size(0), call.q.size(1), call.q.size(2), width}, call.q.options());
+inline Tensor prepare_output_gradient(const Call& call, const OptionalTensor& gradient) {
+  return align_output_gradient(gradient, call.q, call.q.size(2), call.output_width(), call.q.scalar_type());
 }
 
 // Checks the shapes and dtypes of the saved tensors of a backward call.
-inline void check_saved(std::string_view op, const Problem& problem, const CallArguments& call,
+inline void check_saved(std::string_view op, const Problem& problem, const Call& call,
                         const SavedTensors& saved) {
-  const auto saved_shapes = problem.saved(call.q, call.position, call.cu_seqlens, call.chunk, true);
-  check_saved_tensor(op, "memories_k", saved.memories[0], saved_shapes.memories[0], saved_shapes.type);
-  if (call.memories() == 2)
-    check_saved_tensor(op, "memories_v", saved.memories[1], saved_shapes.memories[1], saved_shapes.type);
-  check_saved_tensor(op, "z", saved.z, saved_shapes.tokens, saved_shapes.type);
-  check_saved_tensor(op, "u", saved.u, saved_shapes.tokens, saved_shapes.type);
-  check_saved_tensor(op, "fit", saved.fit, saved_shapes.fit, at::kFloat);
+  const auto shapes = problem.saved(call, true);
+  check_saved_tensor(op, "memories_k", saved.chunk_memories[0], shapes.chunk_memories[0], shapes.type);
+  if (call.memory_count() == 2)
+    check_saved_tensor(op, "memories_v", saved.chunk_memories[1], shapes.chunk_memories[1], shapes.type);
+  check_saved_tensor(op, "z", saved.z, shapes.token_rows, shapes.type);
+  check_saved_tensor(op, "u", saved.u, shapes.token_rows, shapes.type);
+  check_saved_tensor(op, "fit", saved.map_stats, shapes.map_stats, at::kFloat);
 }
 
 }  // namespace girih::trellis

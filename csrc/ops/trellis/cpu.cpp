@@ -1,59 +1,54 @@
-// The ATen implementation of trellis; passes.h has the equations.
-#include "../registration/dispatch.h"
+// The ATen implementation of trellis and ttt; memory_block.h has the equations.
 #include "aten.h"
-#include "passes.h"
-#include "problem.h"
+#include "memory_block.h"
 
 namespace girih::trellis {
 
-Results forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-                const OptionalTensor& state_first_v, const OptionalTensor& state_v,
-                const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                std::string_view phi, std::string_view f, bool save) {
-  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                      state_position, cu_seqlens, chunk, phi, f);
-  const auto B = q.size(0), T = q.size(1), D = k.size(3), V = v.size(3);
-  const ChunkDefiningScan chunks(q, B, T, chunk, cu_seqlens, state_position);
-  const auto A = stack_memories(*state_k, *state_v, 1);
+Outputs run_aten(const Problem& problem, const Call& call, bool save) {
+  const auto& q = call.q;
+  const auto B = q.size(0), T = q.size(1);
+  const int memory_count = call.memory_count();
+  const ChunkDefiningScan chunks(q, B, T, call.chunk, call.cu_seqlens, call.position);
+  const auto stack_state = [&](const OptionalTensor* memories) {
+    return stack_memories(*memories[0], memory_count == 2 ? *memories[1] : Tensor(), 1);
+  };
+  const auto A = stack_state(call.memory);
   Chunks::States initial{A};
   // Without a position the tokens begin a chunk, so A' = A.
-  const bool is_resumed = is_defined(position_in_chunk(state_position, chunk));
-  if (!chunks.has_whole_chunks())
-    initial = {is_resumed ? stack_memories(*state_first_k, *state_first_v, 1) : A, A};
+  const bool is_resumed = is_defined(call.position_in_chunk());
+  if (!chunks.has_whole_chunks()) initial = {is_resumed ? stack_state(call.chunk_start) : A, A};
 
-  const Phi phi_(phi), f_(f);  // backward runs a block again and may outlive the strings
+  const auto phi_weight = is_defined(call.phi_weight) ? call.phi_weight->expand({B, T, -1, -1}) : Tensor();
+  const Phi phi(call.phi), f(call.f);  // backward runs a block again and may outlive the strings
   const auto run = chunks.run(
-      {q, k, v, a, gamma, g.value_or(Tensor()), Tensor()}, initial,
-      [phi_, f_](const Tensors& inputs, const Tensor& complete) {
-        return std::make_unique<TrellisBlock>(inputs, complete, phi_, f_);
+      {q, call.x[0], call.x[1], call.a, call.gamma, call.g.value_or(Tensor()), phi_weight}, initial,
+      [phi, f](const Tensors& inputs, const Tensor& has_chunk_end) {
+        return std::make_unique<MemoryBlock>(inputs, has_chunk_end, phi, f);
       },
       q.scalar_type());
-  // A step writes each state tensor in place, so each has its own memory.
-  const auto part = [](const Tensor& memories, int64_t pass, int64_t width) {
-    return memories.select(1, pass).narrow(-1, 0, width).clone(at::MemoryFormat::Contiguous);
-  };
-  const auto &first = run.finals.front(), &last = run.finals.back();
-  const auto saved_shapes = problem.saved(q, state_position, cu_seqlens, chunk, save);
-  const auto new_saved = [&](const std::vector<c10::SymInt>& sizes, const at::TensorOptions& options) {
-    return at::empty(C10_AS_INTARRAYREF_SLOW_ALLOC(sizes), options);
-  };
-  return {run.o.defined() ? run.o : at::zeros({B, T, q.size(2), V}, q.options()),
-          part(first, 0, D),
-          part(last, 0, D),
-          part(first, 1, V),
-          part(last, 1, V),
-          chunks.next_position(),
-          new_saved(saved_shapes.memories[0], q.options().dtype(saved_shapes.type)),
-          new_saved(saved_shapes.memories[1], q.options().dtype(saved_shapes.type)),
-          new_saved(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          new_saved(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          new_saved(saved_shapes.fit, A.options())};
+
+  Outputs out;
+  out.o = run.o.defined() ? run.o : at::zeros({B, T, q.size(2), call.output_width()}, q.options());
+  out.position = chunks.next_position();
+  const auto shapes = problem.saved(call, save);
+  const auto options = q.options().dtype(shapes.type);
+  for (int m = 0; m < memory_count; ++m) {
+    // A step writes each state tensor in place, so each has its own memory.
+    const auto select = [&](const Tensor& memories) {
+      return memories.select(1, m).narrow(-1, 0, call.width(m)).clone(at::MemoryFormat::Contiguous);
+    };
+    out.chunk_start[m] = select(run.finals.front()), out.memory[m] = select(run.finals.back());
+    out.saved.chunk_memories[m] = new_saved(shapes.chunk_memories[m], options);
+  }
+  out.saved.z = new_saved(shapes.token_rows, options), out.saved.u = new_saved(shapes.token_rows, options);
+  out.saved.map_stats = new_saved(shapes.map_stats, A.options());
+  return out;
 }
 
-TORCH_LIBRARY_IMPL(girih, CPU, m) { m.impl("trellis_forward", &forward); }
-#ifndef GIRIH_WITH_CUDA  // with it, cuda.cpp serves CUDA tensors
-TORCH_LIBRARY_IMPL(girih, CUDA, m) { m.impl("trellis_forward", TORCH_FN(WithoutTF32<&forward>::call)); }
-#endif
+Results forward(const Call& call, bool save) {
+  return to_results(run_aten(Problem::check(call), call, save));
+}
+
+GIRIH_IMPL_ATEN(m) { register_forward<&WithoutTF32<&forward>::call>(m); }
 
 }  // namespace girih::trellis

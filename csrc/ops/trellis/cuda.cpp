@@ -1,8 +1,6 @@
 // CUDA implementation of trellis, and of its step. Tensor cores: 16-bit elements and memories up to 128 wide.
 // fp32 kernels: the other calls. float64 and memories wider than 256: the ATen form.
-#include "../registration/dispatch.h"
-#include "aten.h"
-#include "route.h"
+#include "kernel_calls.h"
 
 namespace girih::trellis {
 namespace {
@@ -10,144 +8,49 @@ namespace {
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor,
                              OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
-Results forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                     const OptionalTensor& g, const OptionalTensor& state_first_k,
-                     const OptionalTensor& state_k, const OptionalTensor& state_first_v,
-                     const OptionalTensor& state_v, const OptionalTensor& state_position,
-                     const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi,
-                     std::string_view f, bool save) {
-  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                      state_position, cu_seqlens, chunk, phi, f);
-  const c10::cuda::CUDAGuard device(q.device());
-  const CallArguments call{q,
-                           {k, v},
-                           a,
-                           gamma,
-                           g,
-                           {},
-                           {state_first_k, state_first_v},
-                           {state_k, state_v},
-                           state_position,
-                           cu_seqlens,
-                           chunk,
-                           phi,
-                           f};
+Results forward_cuda(const Call& call, bool save) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
   const auto path = choose_path(problem, call);
-  if (path == Path::Code::aten) {
-    at::NoTF32Guard no_tf32;
-    return forward(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
-                   cu_seqlens, chunk, phi, f, save);
-  }
-  const auto outputs = run_forward(path, call, save);
-  const auto& saved = outputs.saved;
-  return {outputs.o,         outputs.last_first[0],
-          outputs.last[0],   outputs.last_first[1],
-          outputs.last[1],   outputs.position,
-          saved.memories[0], saved.memories[1],
-          saved.z,           saved.u,
-          saved.fit};
+  if (path == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
+  return to_results(run_forward(path, call, save));
 }
 
-Gradients backward_cuda(const OptionalTensor& grad_o, const OptionalTensor& grad_first_k,
-                        const OptionalTensor& grad_k, const OptionalTensor& grad_first_v,
-                        const OptionalTensor& grad_v, const OptionalTensor& grad_position, const Tensor& q,
-                        const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                        const OptionalTensor& g, const OptionalTensor& state_first_k,
-                        const OptionalTensor& state_k, const OptionalTensor& state_first_v,
-                        const OptionalTensor& state_v, const OptionalTensor& state_position,
-                        const OptionalTensor& cu_seqlens, const Tensor& memories_k, const Tensor& memories_v,
-                        const Tensor& z, const Tensor& u, const Tensor& fit, int64_t chunk,
-                        std::string_view phi, std::string_view f) {
-  const auto problem = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                      state_position, cu_seqlens, chunk, phi, f);
-  const c10::cuda::CUDAGuard device(q.device());
-  const CallArguments call{q,
-                           {k, v},
-                           a,
-                           gamma,
-                           g,
-                           {},
-                           {state_first_k, state_first_v},
-                           {state_k, state_v},
-                           state_position,
-                           cu_seqlens,
-                           chunk,
-                           phi,
-                           f};
+std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
+                                       const SavedTensors& saved) {
+  const auto problem = Problem::check(call);
+  const c10::cuda::CUDAGuard device(call.q.device());
   const auto path = choose_path(problem, call);
-  if (path == Path::Code::aten) {
-    return redispatch_to_aten<&backward_cuda>("trellis_backward", grad_o, grad_first_k, grad_k, grad_first_v,
-                                              grad_v, grad_position, q, k, v, a, gamma, g, state_first_k,
-                                              state_k, state_first_v, state_v, state_position, cu_seqlens,
-                                              memories_k, memories_v, z, u, fit, chunk, phi, f);
-  }
-  const SavedTensors saved{{memories_k, memories_v}, z, u, fit};
-  check_saved("trellis", problem, call, saved);
-  const auto input_gradients =
-      run_backward(path, call, {grad_o, {grad_first_k, grad_first_v}, {grad_k, grad_v}}, saved);
-  return {input_gradients.q,
-          input_gradients.x[0],
-          input_gradients.x[1],
-          input_gradients.a,
-          input_gradients.gamma,
-          input_gradients.g,
-          input_gradients.first[0],
-          input_gradients.initial[0],
-          input_gradients.first[1],
-          input_gradients.initial[1],
-          std::nullopt,
-          std::nullopt};
+  if (path == Path::Code::aten) return std::nullopt;
+  check_saved(call.name, problem, call, saved);
+  const auto inputs = run_backward(path, call, grads, saved);
+  return Gradients{inputs.q,
+                   inputs.x[0],
+                   inputs.x[1],
+                   inputs.a,
+                   inputs.gamma,
+                   inputs.g,
+                   inputs.chunk_start[0],
+                   inputs.memory[0],
+                   inputs.chunk_start[1],
+                   inputs.memory[1],
+                   std::nullopt,
+                   std::nullopt};
 }
 
-Tensor step_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                 const OptionalTensor& g, const Tensor& state_first_k, const Tensor& state_k,
-                 const Tensor& state_first_v, const Tensor& state_v, const Tensor& state_position,
-                 int64_t chunk, std::string_view phi, std::string_view f) {
-  check_step(get_operator("trellis"), q, {state_first_k, state_k, state_first_v, state_v, state_position});
-  Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v, state_position,
-                 std::nullopt, chunk, phi, f);
-  if (Problem::step_path(q) == Path::Code::aten) {
-    return redispatch_to_aten<&step_cuda>("trellis_step", q, k, v, a, gamma, g, state_first_k, state_k,
-                                          state_first_v, state_v, state_position, chunk, phi, f);
-  }
-  const CallArguments call{
-      q,  {k, v}, a,   gamma, g, {}, {state_first_k, state_first_v}, {state_k, state_v}, state_position,
-      {}, chunk,  phi, f};
+std::optional<Tensor> step_cuda(const Call& call) {
+  Problem::check(call);
+  if (Problem::step_path(call) == Path::Code::aten) return std::nullopt;
   return run_step(call);
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                    const OptionalTensor& g, const OptionalTensor& state_first_k,
-                    const OptionalTensor& state_k, const OptionalTensor& state_first_v,
-                    const OptionalTensor& state_v, const OptionalTensor& state_position,
-                    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f,
-                    std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                state_position, cu_seqlens, chunk, phi, f);
-  const c10::cuda::CUDAGuard guard(q.device());
-  const CallArguments call{q,
-                           {k, v},
-                           a,
-                           gamma,
-                           g,
-                           {},
-                           {state_first_k, state_first_v},
-                           {state_k, state_v},
-                           state_position,
-                           cu_seqlens,
-                           chunk,
-                           phi,
-                           f};
-  return explain_path(step ? Problem::step_path(q) : choose_path(p, call), device);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(girih, CUDA, m) {
-  m.impl("trellis_explain", &explain);
-  m.impl("trellis_forward", &forward_cuda);
-  m.impl("trellis_backward", &backward_cuda);
-  m.impl("trellis_step", &step_cuda);
+  register_explain<Call, Problem, &choose_path>(m);
+  register_forward<&forward_cuda>(m);
+  register_backward<&backward_cuda>(m);
+  register_step<&step_cuda>(m);
 }
 
 }  // namespace girih::trellis

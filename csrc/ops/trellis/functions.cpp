@@ -1,6 +1,8 @@
 // girih::ops::trellis and girih::ops::trellis_step.
 #include "../registration/functions.h"
 
+#include "problem.h"
+
 namespace girih::ops {
 
 TrellisState TrellisState::start(int64_t batch, const Tensor& k, const Tensor& v) {
@@ -10,11 +12,8 @@ TrellisState TrellisState::start(int64_t batch, const Tensor& k, const Tensor& v
 
 std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                                         const Tensor& gamma, const Tensor& g, const TrellisOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-      TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg,
-      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t,
-      StringArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::trellis");
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static const auto op = find_typed_operator<Signature<trellis::Call, Result>>("girih::trellis");
   const auto& past = options.state;
   auto [o, first_k, memory_k, first_v, memory_v, position] =
       op.call(q, k, v, a, gamma, to_optional(g), to_optional(past.first_k),
@@ -26,10 +25,7 @@ std::pair<Tensor, TrellisState> trellis(const Tensor& q, const Tensor& k, const 
 
 Tensor trellis_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
                     const Tensor& g, const TrellisOptions& options) {
-  using Signature =
-      Tensor(TensorArg, TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, TensorArg, TensorArg,
-             TensorArg, TensorArg, TensorArg, int64_t, StringArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::trellis_step");
+  static const auto op = find_typed_operator<StepSignature<trellis::Call>>("girih::trellis_step");
   const auto& state = options.state;
   check_step_state("trellis", state.position, options.cu_seqlens);
   return op.call(q, k, v, a, gamma, to_optional(g), state.first_k, state.k, state.first_v, state.v,

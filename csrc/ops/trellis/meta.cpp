@@ -1,49 +1,39 @@
 // trellis on meta tensors: shapes of the results, and the path without a device.
-#include "../registration/dispatch.h"
-#include "problem.h"
+#include "aten.h"
 
 namespace girih::trellis {
-namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-    const OptionalTensor& g, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-    const OptionalTensor& state_first_v, const OptionalTensor& state_v, const OptionalTensor& state_position,
-    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f, bool save) {
-  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                state_position, cu_seqlens, chunk, phi, f);
-  const auto options = q.options().dtype(accumulate_type(q));
-  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, save);
-  const auto memory = [&](const c10::SymInt& width) {
-    return at::empty_symint({p.N, p.H, p.M, width}, options);
-  };
-  return {at::empty_symint({p.B, p.T, p.HQ, p.V}, q.options()),
-          memory(p.D),
-          memory(p.D),
-          memory(p.V),
-          memory(p.V),
-          at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(saved_shapes.memories[0], q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.memories[1], q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.fit, options)};
+Outputs run_meta(const Problem& problem, const Call& call, bool save) {
+  const auto& p = problem;
+  const auto options = call.q.options(), state_options = options.dtype(accumulate_type(call.q));
+  const auto shapes = p.saved(call, save);
+  const auto saved_options = options.dtype(shapes.type);
+  Outputs out;
+  out.o = at::empty_symint({p.B, p.T, p.HQ, p.memory_count == 2 ? p.V : p.M}, options);
+  out.position = at::empty_symint({p.N}, options.dtype(at::kLong));
+  for (int m = 0; m < p.memory_count; ++m) {
+    const c10::SymInt width = m == 0 ? p.D : p.V;
+    out.chunk_start[m] = at::empty_symint({p.N, p.H, p.M, width}, state_options);
+    out.memory[m] = at::empty_symint({p.N, p.H, p.M, width}, state_options);
+    out.saved.chunk_memories[m] = at::empty_symint(shapes.chunk_memories[m], saved_options);
+  }
+  out.saved.z = at::empty_symint(shapes.token_rows, saved_options);
+  out.saved.u = at::empty_symint(shapes.token_rows, saved_options);
+  out.saved.map_stats = at::empty_symint(shapes.map_stats, state_options);
+  return out;
 }
 
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& gamma,
-                    const OptionalTensor& g, const OptionalTensor& state_first_k,
-                    const OptionalTensor& state_k, const OptionalTensor& state_first_v,
-                    const OptionalTensor& state_v, const OptionalTensor& state_position,
-                    const OptionalTensor& cu_seqlens, int64_t chunk, std::string_view phi, std::string_view f,
-                    std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, v, a, gamma, g, state_first_k, state_k, state_first_v, state_v,
-                                state_position, cu_seqlens, chunk, phi, f);
-  return explain_path(step ? Problem::step_path(q) : p.path(q), device);
+namespace {
+
+Results forward_meta(const Call& call, bool save) {
+  return to_results(run_meta(Problem::check(call), call, save));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("trellis_forward", &forward); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("trellis_explain", &explain); }
+TORCH_LIBRARY_IMPL(girih, Meta, m) { register_forward<&forward_meta>(m); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  register_explain<Call, Problem, &Problem::path>(m);
+}
 
 }  // namespace girih::trellis

@@ -1,4 +1,6 @@
-// The maps phi, and u = J_phi(z)^T (phi(z) - a), by PyTorch.
+// The maps phi, and u = J_phi(z)^T (phi(z) - a), by PyTorch. With y = silu(z) or z, phi = P y / r, where P
+// centres for layer norm and is the identity otherwise, and r is the norm of P y (layer norm: its root mean
+// square). Softmax is computed apart.
 #include "phi.h"
 
 namespace girih::trellis {
@@ -20,7 +22,7 @@ Tensor Phi::operator()(const Tensor& z) const {
   return c * (reduce(c.square()) + kEps).rsqrt();
 }
 
-Tensor Phi::target(const Tensor& a) const { return centre(a); }
+Tensor Phi::project_target(const Tensor& a) const { return centre(a); }
 
 std::pair<Tensor, Tensor> Phi::apply_silu(const Tensor& z) const {
   if (!silu_) return {z, Tensor()};
@@ -29,24 +31,24 @@ std::pair<Tensor, Tensor> Phi::apply_silu(const Tensor& z) const {
   return {y, at::addcmul(s, y, 1 - s)};
 }
 
-Tensor Phi::residual(const Tensor& z, const Tensor& target) const {
+Tensor Phi::residual(const Tensor& z, const Tensor& Pa) const {
   if (norm_ == Norm::softmax) {
     // J^T w = p * (w - p.w)
     const auto p = z.softmax(-1);
-    const auto pw = p * (p - target);
+    const auto pw = p * (p - Pa);
     return pw - p * pw.sum(-1, true);
   }
   const auto [y, slope] = apply_silu(z);
   Tensor u;
   if (norm_ == Norm::none) {
-    u = y - target;
+    u = y - Pa;
   } else {
     // J^T w = (P w - phi (phi.w) / N) / r. P phi = phi and P is symmetric, so w is replaced by P w = phi - P
     // a in both terms.
     const auto c = centre(y);
     const auto inverse_r = (reduce(c.square()) + kEps).rsqrt();
     const auto phi = c * inverse_r;
-    const auto w = phi - target;
+    const auto w = phi - Pa;
     u = at::addcmul(w, phi, reduce(phi * w), -1) * inverse_r;
   }
   return silu_ ? u * slope : u;

@@ -15,13 +15,12 @@ class Phi {
 
   Tensor operator()(const Tensor& z) const;
 
-  // The part of the targets a on which `residual` depends: layer norm centres them. Computed once for all
-  // tokens.
-  Tensor target(const Tensor& a) const;
-  // J_phi(z)^T (phi(z) - a); target = target(a)
-  Tensor residual(const Tensor& z, const Tensor& target) const;
-  // J_phi(z)^T (w * (w * phi(z) - a)), the gradient of |w * phi(z) - a|^2 / 2; a is not transformed by
-  // target()
+  // The part of the targets a on which `residual` depends, P a with P of the norm: layer norm centres them.
+  // Computed once for all tokens.
+  Tensor project_target(const Tensor& a) const;
+  // J_phi(z)^T (phi(z) - a) from Pa = project_target(a)
+  Tensor residual(const Tensor& z, const Tensor& Pa) const;
+  // J_phi(z)^T (w * (w * phi(z) - a)), the gradient of |w * phi(z) - a|^2 / 2; a is not projected
   Tensor residual(const Tensor& z, const Tensor& a, const Tensor& w) const;
 
  private:

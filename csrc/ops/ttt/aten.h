@@ -1,17 +1,29 @@
-// The ATen implementation of ttt, for any device, dtype and size.
+// The results of ttt, and its ATen implementation, for any device, dtype and size.
 #pragma once
 
-#include "../arguments/check.h"
+#include "../trellis/aten.h"
+#include "problem.h"
 
 namespace girih::ttt {
 
+struct SavedTensors : trellis::SavedTensors {
+  static auto arguments(auto& saved) {
+    return std::tie(saved.chunk_memories[0], saved.z, saved.u, saved.map_stats);
+  }
+};
+
+struct OutputGradients : trellis::OutputGradients {
+  static auto arguments(auto& g) { return std::tie(g.o, g.chunk_start[0], g.memory[0], g.position); }
+};
+
 // o, the final state (first_k, k, position), the saved tensors (memories_k, z, u, fit)
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+inline Results to_results(const trellis::Outputs& out) {
+  const auto& saved = out.saved;
+  return {out.o,   out.chunk_start[0], out.memory[0], out.position, saved.chunk_memories[0], saved.z,
+          saved.u, saved.map_stats};
+}
 
-Results forward(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
-                const OptionalTensor& g, const OptionalTensor& phi_weight,
-                const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-                const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                std::string_view phi, std::string_view f, bool save);
+Results forward(const Call& call, bool save);
 
 }  // namespace girih::ttt

@@ -1,6 +1,8 @@
 // girih::ops::ttt and girih::ops::ttt_step.
 #include "../registration/functions.h"
 
+#include "problem.h"
+
 namespace girih::ops {
 
 TTTState TTTState::start(int64_t batch, const Tensor& k) {
@@ -10,10 +12,8 @@ TTTState TTTState::start(int64_t batch, const Tensor& k) {
 
 std::pair<Tensor, TTTState> ttt(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
                                 const Tensor& g, const TTTOptions& options) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
-      TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg,
-      OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, StringArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::ttt");
+  using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  static const auto op = find_typed_operator<Signature<ttt::Call, Result>>("girih::ttt");
   const auto& past = options.state;
   auto [o, first_k, memory, position] =
       op.call(q, k, a, gamma, to_optional(g), to_optional(options.phi_weight), to_optional(past.first_k),
@@ -24,9 +24,7 @@ std::pair<Tensor, TTTState> ttt(const Tensor& q, const Tensor& k, const Tensor& 
 
 Tensor ttt_step(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma, const Tensor& g,
                 const TTTOptions& options) {
-  using Signature = Tensor(TensorArg, TensorArg, TensorArg, TensorArg, OptionalTensorArg, OptionalTensorArg,
-                           TensorArg, TensorArg, TensorArg, int64_t, StringArg, StringArg);
-  static const auto op = find_operator<Signature>("girih::ttt_step");
+  static const auto op = find_typed_operator<StepSignature<ttt::Call>>("girih::ttt_step");
   const auto& state = options.state;
   check_step_state("ttt", state.position, options.cu_seqlens);
   return op.call(q, k, a, gamma, to_optional(g), to_optional(options.phi_weight), state.first_k, state.k,

@@ -1,43 +1,18 @@
 // ttt on meta tensors: shapes of the results, and the path without a device.
-#include "../registration/dispatch.h"
-#include "problem.h"
+#include "aten.h"
 
 namespace girih::ttt {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma, const OptionalTensor& g,
-    const OptionalTensor& phi_weight, const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-    std::string_view phi, std::string_view f, bool save) {
-  const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
-                                cu_seqlens, chunk, phi, f);
-  const auto options = q.options().dtype(accumulate_type(q));
-  const auto saved_shapes = p.saved(q, state_position, cu_seqlens, chunk, save);
-  const auto memory = [&] { return at::empty_symint({p.N, p.H, p.M, p.D}, options); };
-  return {at::empty_symint({p.B, p.T, p.HQ, p.M}, q.options()),
-          memory(),
-          memory(),
-          at::empty_symint({p.N}, q.options().dtype(at::kLong)),
-          at::empty_symint(saved_shapes.memories[0], q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.tokens, q.options().dtype(saved_shapes.type)),
-          at::empty_symint(saved_shapes.fit, options)};
-}
-
-Explanation explain(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
-                    const OptionalTensor& g, const OptionalTensor& phi_weight,
-                    const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-                    const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                    std::string_view phi, std::string_view f, std::string_view device, bool step) {
-  const auto p = Problem::check(q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
-                                cu_seqlens, chunk, phi, f);
-  return explain_path(step ? Problem::step_path(q) : p.path(q), device);
+Results forward_meta(const Call& call, bool save) {
+  return ttt::to_results(trellis::run_meta(Problem::check(call), call, save));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(girih, Meta, m) { m.impl("ttt_forward", &forward); }
-TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) { m.impl("ttt_explain", &explain); }
+TORCH_LIBRARY_IMPL(girih, Meta, m) { register_forward<&forward_meta>(m); }
+TORCH_LIBRARY_IMPL(girih, CompositeExplicitAutograd, m) {
+  register_explain<Call, Problem, &Problem::path>(m);
+}
 
 }  // namespace girih::ttt

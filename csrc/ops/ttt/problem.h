@@ -1,28 +1,32 @@
-// The conditions of ttt beyond its declaration, its path, and its saved tensors.
+// The arguments of ttt, their conditions beyond the declaration, the path, and the saved tensors: those of
+// trellis with one memory.
 #pragma once
 
 #include "../trellis/problem.h"
 
 namespace girih::ttt {
 
-// The problem of Trellis with one memory.
+struct Call : trellis::Call {
+  static constexpr const char* name = "ttt";
+  static constexpr size_t data_count = 6;
+  using StepState = Types<Tensor, Tensor, Tensor>;
+  static auto arguments(auto& c) {
+    return std::tie(c.q, c.x[0], c.a, c.gamma, c.g, c.phi_weight, c.chunk_start[0], c.memory[0], c.position,
+                    c.cu_seqlens, c.chunk, c.phi, c.f);
+  }
+};
+
 struct Problem : trellis::Problem {
-  static Problem check(const Tensor& q, const Tensor& k, const Tensor& a, const Tensor& gamma,
-                       const OptionalTensor& g, const OptionalTensor& phi_weight,
-                       const OptionalTensor& state_first_k, const OptionalTensor& state_k,
-                       const OptionalTensor& state_position, const OptionalTensor& cu_seqlens, int64_t chunk,
-                       std::string_view phi, std::string_view f) {
-    static const auto& op = get_operator("ttt");
-    const auto at = girih::check(op, {q, k, a, gamma, g, phi_weight, state_first_k, state_k, state_position,
-                                      cu_seqlens, chunk, phi, f});
-    GIRIH_CHECK(is_defined(state_k),
+  static Problem check(const Call& call) {
+    const auto sizes = check_declaration(call);
+    GIRIH_CHECK(is_defined(call.memory[0]),
                 "ttt: state is None but should be a TTTState or the first memory A [H, M, D]: there is no "
                 "zero start");
-    GIRIH_CHECK(is_defined(state_first_k) || !is_defined(state_position),
+    GIRIH_CHECK(is_defined(call.chunk_start[0]) || !is_defined(call.position),
                 "ttt: state_first_k is None but should be the memory at the start of the chunk when "
                 "state_position is a tensor");
-    return {{at["B"], at["T"], at["HQ"], at["H"], at["D"], 0, at["M"], at["N"], 1, is_defined(phi_weight),
-             phi == "softmax"}};
+    return {{sizes["B"], sizes["T"], sizes["HQ"], sizes["H"], sizes["D"], 0, sizes["M"], sizes["N"], 1,
+             is_defined(call.phi_weight)}};
   }
 };
 

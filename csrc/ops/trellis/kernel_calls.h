@@ -1,4 +1,4 @@
-// The path of a call of trellis or ttt, and its dispatch to the kernels.
+// The path of a call of trellis or ttt on a device, and the calls of its kernels.
 #pragma once
 
 #include "fp32.h"
@@ -9,32 +9,32 @@ namespace girih::trellis {
 static_assert(kMaxWidth == kernels::kTrellisMaxWidth && kMaxFp32Width == kernels::kTrellisFp32MaxWidth &&
               kChunkTokens == kernels::kChunk);
 
-// The path of the problem, restricted by the shared memory of the device and by the number of sequences.
-inline Path choose_path(const Problem& problem, const CallArguments& call) {
-  const auto path = problem.path(call.q);
-  if (problem.N == 0) return aten(kNoSequences);
-  if (path == Path::Code::aten) return path;
-  bool fits = false;
-  if (path == Path::Code::fp32) {
-    check_launch("trellis_exact_fits", kernels::trellis_fp32_fits(fp32_shape(call), fits));
-  } else {
-    check_launch("trellis_fits", kernels::trellis_fits(fits));
-  }
-  return fits ? path : aten(kSharedMemoryTooSmall);
+inline Path choose_path(const Problem& problem, const Call& call) {
+  const auto path = problem.path(call);
+  const auto fits = [&] {
+    bool fits = false;
+    if (path == Path::Code::fp32) {
+      GIRIH_QUERY(trellis_fp32_fits, fp32_shape(call), fits);
+    } else {
+      GIRIH_QUERY(trellis_fits, fits);
+    }
+    return fits;
+  };
+  return restrict_path(path, problem.N, call.q.device(), fits, &aten);
 }
 
-// Run a call by a path with kernels.
-inline Outputs run_forward(const Path& path, const CallArguments& call, bool save) {
+// Run a call on a path with kernels.
+inline Outputs run_forward(const Path& path, const Call& call, bool save) {
   return path == Path::Code::fp32 ? Fp32Call(call).forward(save) : TensorCoreCall(call).forward(save);
 }
-inline InputGradients run_backward(const Path& path, const CallArguments& call,
-                                   const OutputGradients& gradients, const SavedTensors& saved) {
+inline InputGradients run_backward(const Path& path, const Call& call, const OutputGradients& gradients,
+                                   const SavedTensors& saved) {
   return path == Path::Code::fp32 ? Fp32Call(call).backward(gradients, saved)
                                   : TensorCoreCall(call).backward(gradients, saved);
 }
 
 // One token; the state of the call is written in place.
-inline Tensor run_step(const CallArguments& call) {
+inline Tensor run_step(const Call& call) {
   const c10::cuda::CUDAGuard device(call.q.device());
   const auto token = [](const Tensor& x) { return x.select(1, 0); };
   const auto& q = call.q;
@@ -44,20 +44,20 @@ inline Tensor run_step(const CallArguments& call) {
   kernels::TrellisStep p;
   p.sequences = q.size(0);
   p.heads = static_cast<int>(call.x[0].size(2)), p.query_heads = static_cast<int>(q.size(2));
-  p.memories = call.memories();
+  p.memories = call.memory_count();
   p.D = static_cast<int>(call.width(0)), p.V = static_cast<int>(call.width(1));
   p.M = static_cast<int>(call.a.size(3)), p.chunk = static_cast<int>(call.chunk);
-  p.phi = parse_map(call.phi), p.f = parse_map(call.f);
+  p.phi = parse_activation(call.phi), p.f = parse_activation(call.f);
   p.q = input<3>(token(q)), p.k = input<3>(token(call.x[0])), p.a = input<3>(token(call.a));
   if (p.memories == 2) p.v = input<3>(token(call.x[1]));
   p.gamma = input<2>(token(call.gamma)), p.weight = input<2>(call.phi_weight);
   if (is_defined(call.g)) p.g = input<2>(token(*call.g));
   for (int m = 0; m < p.memories; ++m) {
-    p.chunk_start[m] = output<4>(*call.first[m]), p.memory[m] = output<4>(*call.state[m]);
+    p.chunk_start[m] = output<4>(*call.chunk_start[m]), p.memory[m] = output<4>(*call.memory[m]);
   }
   p.position = position.mutable_data_ptr<int64_t>();
   p.o = output<3>(token(o));
-  check_launch("trellis_step", kernels::trellis_step(p, c10::cuda::getCurrentCUDAStream()));
+  GIRIH_LAUNCH(trellis_step, p);
   if (!position.is_same(*call.position)) call.position->copy_(position);
   return o;
 }
