@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from girih.acceleration import accelerate
-from girih.acceleration import pack_sequences as packed_rows
+from girih.acceleration import packed as packed_rows
 from girih.acceleration.accelerate import SERVED
 from packaging import version
 from transformers import (

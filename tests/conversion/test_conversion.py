@@ -140,7 +140,7 @@ def test_without_girih_the_base_model_loads_with_a_warning(way, tmp_path):
 
 
 def test_loading_by_a_path_of_a_configuration_is_refused(tmp_path):
-    """The configuration is given as a path."""
+    """The configuration of the model is a path, not an object."""
     converted().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is a converted model: load it by girih\.from_pretrained"):
         LlamaForCausalLM.from_pretrained(tmp_path, config=str(tmp_path))

@@ -54,7 +54,7 @@ def logits(model):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_on_a_converted_model_train_are_saved_and_loaded(family, way, tmp_path):
-    """The new part, named girih, also trains if peft is told to save it."""
+    """The new part, named girih, also trains if peft is asked to save it."""
     model = converted(family, way)
     model.save_pretrained(tmp_path / "model")
     adapted = peft.get_peft_model(model, lora(family, modules_to_save=["girih"]))
