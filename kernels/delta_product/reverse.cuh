@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
   using Registers = ReverseRegisters<D>;
   static_assert(Registers::kState + Registers::kProducer + Registers::kOther <=
                 launch_registers(kReverseThreads));
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.scan.shape, params.grid, blockIdx.x, work)) return;
   const ReverseStorage<T, D, Rows, ReadKeys> space{shared, params.stages, params.state_stages};

@@ -12,7 +12,8 @@
 // A block scans a sequence, or a segment of one, for 64 columns of the values of one query head. Its warps
 // have four roles:
 //   run_loaders()       loaders: copy chunks of q, k, v to rings of stages, and sum the gates
-//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in a
+//   run_state_warps()   state warps: hold S^T in registers in fp32, 16 values a warp; store S^T, rounded, in
+//   a
 //                       ring of states, then compute S <- e^{L_C} S + (w v)^T k
 //   run_output_warps()  output warps: warpgroups that compute o; they process chunks round-robin
 //   run_store_warps()   store warps: store S to global memory, once for each pair of chunks
@@ -35,7 +36,7 @@ namespace girih::kernels {
 template <typename T, int D, bool Reverse>
 __global__ void __launch_bounds__(kHeadReadThreads, 1)
     head_read_kernel(const __grid_constant__ HeadReadParams params) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   HeadBlock<T, D, Reverse> block(params, shared);
   if (!block.start()) return;
   block.init_barriers();

@@ -321,7 +321,7 @@ struct StepBlock {
 
 template <int N, int Memories>
 __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   StepBlock<N, Memories> block(shared, p);
   block.template prefetch_memory<0>();
   if constexpr (Memories == 2) block.template prefetch_memory<1>();
