@@ -131,7 +131,7 @@ struct CatForwardMainloop {
 
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads) cat_forward_kernel(const __grid_constant__ CatForward p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   using Mainloop = CatForwardMainloop<T, Tile>;
   const typename Mainloop::Queries tile(p.shape, shared);
   tile.load_queries(0, p.q, p.shape.D);

@@ -81,7 +81,7 @@ struct CatHeaderMainloop {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
     cat_header_gradients_kernel(const __grid_constant__ CatHeaderGradients p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   CatKeyTile<T, Tile> tile(p.shape, shared, 2);
   const auto list = [&] { return CatHeaderList(p.shape, Tile, header_list_sizes<T, Tile>()); };
   const int64_t end = min((blockIdx.x + 1) * list().run, list().entries);

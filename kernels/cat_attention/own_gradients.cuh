@@ -131,7 +131,7 @@ struct CatOwnMainloop {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
     cat_own_gradients_kernel(const __grid_constant__ CatOwnParams p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   CatKeyTile<T, Tile> tile(p.call.shape, shared, own_stages<T, Tile>(p.call.shape));
   CatOwnMainloop<T, Tile> mainloop(p, tile);
   mainloop.add();

@@ -140,7 +140,7 @@ struct CatQueryMainloop {
 template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatThreads)
     cat_query_gradients_kernel(const __grid_constant__ CatQueryGradients p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   using Mainloop = CatQueryMainloop<T, Tile>;
   const typename Mainloop::Queries tile(p.shape, shared);
   Mainloop mainloop(p, tile);

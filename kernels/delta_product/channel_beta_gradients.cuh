@@ -238,7 +238,7 @@ template <typename T, int D>
 __global__ void __launch_bounds__(ChannelBetaSizes<D>::kThreads, ChannelBetaSizes<D>::kBlocks)
     channel_beta_gradients(const __grid_constant__ DeltaChannelBetaGradients p,
                            const __grid_constant__ ChannelBetaGrid grid) {
-  extern __shared__ __align__(1024) unsigned char shared_start[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared_start, 1024);
   const ChannelBetaTiles<T, D> tile(shared_start);
   ChannelBetaBlock<T, D> block(p, grid, tile);
   if (!block.start(grid)) return;

@@ -75,7 +75,7 @@ namespace {
 
 template <bool Gated>
 __global__ void __launch_bounds__(kThreads, 2) gradients(const __grid_constant__ DeltaFp32Gradients p) {
-  extern __shared__ __align__(128) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 128);
   const unsigned slabs = (p.shape.D + kTile - 1) / kTile;
   SegmentGradients<Gated> block(p, pin_address(shared), static_cast<int>(blockIdx.x % slabs));
   if (!block.find_segment(blockIdx.x / slabs)) return;

@@ -8,11 +8,7 @@ namespace girih::kernels::delta_product::fp32_scan {
 
 // d += a b in fp64, a 8 x 4, b 4 x 8. The lane has a(lane / 4, lane % 4), b(lane % 4, lane / 4) and
 // d(lane_row(), lane_col()) with its right neighbour.
-__device__ inline void mma_f64(double (&d)[2], double a, double b) {
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};\n"
-      : "+d"(d[0]), "+d"(d[1])
-      : "d"(a), "d"(b));
-}
+__device__ inline void mma_f64(double (&d)[2], double a, double b) { ptx::mma_m8n8k4_f64(d, a, b); }
 
 // x y^T of sixteen rows each. A lane has four neighbouring columns. (The loops in this file are not unrolled,
 // so that the code of all roles fits the instruction cache.)

@@ -23,7 +23,7 @@ struct Lane {
 
   __device__ Lane() {
     int number = lane();
-    asm volatile("" : "+r"(number));
+    ptx::make_opaque(number);
     row = number / 4, four = number % 4 * 4;
   }
 };

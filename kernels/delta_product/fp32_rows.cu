@@ -9,6 +9,7 @@
 #include "delta_product/fp32.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -254,8 +255,8 @@ cudaError_t launch(const Problem& p, bool queries, cudaStream_t stream) {
   const int64_t warps =
       divide_up(rows_of(p.shape, false), kEach) + (queries ? divide_up(rows_of(p.shape, true), kEach) : 0);
   if (warps == 0) return cudaSuccess;
-  Kernel<<<clamp_grid_blocks(divide_up(warps, kThreads / 32)), kThreads, 0, stream>>>(p, warps);
-  return cudaGetLastError();
+  return launch_grid<Kernel>(clamp_grid_blocks(divide_up(warps, kThreads / 32)), kThreads, 0, stream, p,
+                             warps);
 }
 
 }  // namespace

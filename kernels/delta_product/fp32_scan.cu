@@ -18,7 +18,7 @@ namespace {
 
 template <int Width, bool Reverse>
 __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp32Scan p, int stages) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const DeltaFp32Shape& shape = p.shape;
   const int slabs = (shape.V + kBlockColumns - 1) / kBlockColumns;
   const int first_block_col = static_cast<int>(blockIdx.x % slabs) * kBlockColumns;

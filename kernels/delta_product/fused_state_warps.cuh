@@ -63,11 +63,9 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
   const auto store_output = [&] {
     if constexpr (StateGroups == 2) {
       wait(&barriers.query_empty[previous_query_pipe.stage], previous_query_pipe.phase);
-    } else {
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    } else if constexpr (!ptx::kIsWgmmaCollective) {
       named_barrier_sync(1 + FusedRoles<1>::kIntraChunkGroups,
                          32 * FusedRoles<1>::kStateWarps);  // mma.sync is per warp
-#endif
     }
     store_transposed(storage.output(previous_query_pipe.stage), output, warp);
     arrive_warp(&barriers.output_full[previous_query_pipe.stage]);

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(GradientSizes<D>::kThreads, GradientSizes<D>::
     gradients(const __grid_constant__ DeltaGradients p, const __grid_constant__ GradientGrid grid,
               const __grid_constant__ GradientTensorMaps maps) {
   using Sizes = GradientSizes<D>;
-  extern __shared__ __align__(1024) unsigned char shared_start[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared_start, 1024);
   const bool many_tokens = has_many_tokens(grid.tokens);
   const GradientTiles<T, D, OneSlab> tile(shared_start, many_tokens);
   GradientBlock<T, D, OneSlab, factors> block(p, maps, tile, many_tokens);

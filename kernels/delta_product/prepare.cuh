@@ -209,7 +209,7 @@ __device__ inline bool has_repeated_keys(const Block (&a)[kDeltaInverseBlocks], 
 template <typename T, int Slabs, bool HasB>
 __global__ void __launch_bounds__(kPrepareWarps * 32, prepare_blocks(HasB))
     prepare(const __grid_constant__ DeltaPrepare p, const __grid_constant__ Divider sequence_chunks) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   const DeltaShape& shape = p.shape;
   const int warp = warp_index();
   using Storage = PrepareStorage<T, Slabs, HasB>;

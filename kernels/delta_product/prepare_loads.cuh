@@ -58,8 +58,8 @@ __device__ inline void copy_element_async(float* to, const void* data, DType dty
   const int size = dtype_size(dtype);
   const auto address = reinterpret_cast<uintptr_t>(data) + (exists ? index * size : 0);
   const int into = static_cast<int>(address & 3);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)),
-               "l"(address - into), "r"(exists ? into + size : 0));
+  ptx::cp_async_4(shared_address(to), reinterpret_cast<const void*>(address - into),
+                  exists ? into + size : 0);
 }
 // True if a 16-bit element is the upper half of its 4-byte word.
 __device__ inline uint32_t is_upper(const void* data, int64_t index) {

@@ -56,7 +56,7 @@ struct ReverseRegisters {
 template <typename T, int D, int Rows, bool HasB>
 __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_constant__ ReverseParams params) {
   using Registers = ReverseRegisters<D>;
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work)) return;
   const ReverseStorage<T, D, Rows, HasB> storage{shared, params.stages, params.state_stages};

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   static_assert(Roles::kStateGroups * Registers::kState + Roles::kOutputGroups * Registers::kOutput +
                     Registers::kOther <=
                 launch_registers(Roles::kThreads));
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, params.state_groups)) return;
   BlockWork second;

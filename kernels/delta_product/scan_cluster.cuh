@@ -84,7 +84,7 @@ template <typename T, int D, int Rows>
 __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
     scan_cluster(const __grid_constant__ ScanParams params) {
   using Roles = ScanRoles<D, Rows>;
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x / 2, work)) return;
   const bool has_output = cluster_rank() == 1;

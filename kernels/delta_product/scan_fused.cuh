@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
 #if __CUDA_ARCH__ >= 900  // launched on sm_90a only
   using Roles = FusedRoles<StateGroups>;
   using Storage = FusedStorage<T, D, Rows, StateGroups>;
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, StateGroups)) return;
   const Storage storage{shared, params.stages, params.query_stages, params.state_stages};

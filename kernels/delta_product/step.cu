@@ -9,6 +9,7 @@
 #include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
+#include "tile/ptx.h"
 
 namespace girih::kernels {
 namespace {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kStepThreads, Pack_ == 4 && Rows <= 8 ? 16 : 1
     delta_step_kernel(const __grid_constant__ DeltaStep p) {
   using State = StepState<Pack_, Rows>;
   constexpr int kRows = State::kRows, kEach = kRows / kStepThreads;
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const int D = p.D, group = p.output_heads / p.heads, slices = (p.V + kStepCols - 1) / kStepCols;
   const int head = static_cast<int>(blockIdx.x / slices % p.heads);
   const int64_t n = blockIdx.x / slices / p.heads;

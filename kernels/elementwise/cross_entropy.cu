@@ -7,6 +7,7 @@
 #include "elementwise/elementwise.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -86,8 +87,7 @@ cudaError_t cross_entropy(const CrossEntropy& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
   if (p.rows > 0x7fffffff) return cudaErrorInvalidValue;
   return dispatch_dtype(p.dtype, [&](auto element) {
-    cross_entropy_kernel<decltype(element)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<cross_entropy_kernel<decltype(element)>>(p.rows, kThreads, 0, stream, p);
   });
 }
 

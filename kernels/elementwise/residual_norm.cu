@@ -11,6 +11,7 @@
 #include "elementwise/elementwise.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
 #include "tile/silu.h"
@@ -248,8 +249,7 @@ cudaError_t residual_norm(const ResidualNorm& p, cudaStream_t stream) {
   return elementwise::dispatch_tile(p.shape, [&](auto tile) {
     using R = decltype(tile);
     const unsigned blocks = 2 * elementwise::block_count<R>(p.shape);
-    elementwise::residual_norm_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<elementwise::residual_norm_kernel<R>>(blocks, R::kThreads, 0, stream, p);
   });
 }
 
@@ -267,10 +267,9 @@ cudaError_t residual_norm_backward(const ResidualNormBackward& p, cudaStream_t s
   return elementwise::dispatch_tile(p.shape, [&](auto tile) {
     using R = decltype(tile);
     const unsigned blocks = elementwise::block_count<R>(p.shape);
-    if (blocks > 0) {
-      elementwise::residual_norm_backward_kernel<R><<<blocks, R::kThreads, 0, stream>>>(p);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    }
+    const cudaError_t error =
+        launch_grid<elementwise::residual_norm_backward_kernel<R>>(blocks, R::kThreads, 0, stream, p);
+    if (error != cudaSuccess) return error;
     if (p.dweight.data == nullptr) return cudaSuccess;
     return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
   });

@@ -6,6 +6,7 @@
 #include "elementwise/elementwise.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -93,26 +94,23 @@ cudaError_t dispatch(const RotaryShape& shape, const Launch& launch) {
     return cudaErrorInvalidValue;
   }
   const auto threads = static_cast<unsigned>(std::min<int64_t>(divide_up(packs, 32) * 32, kThreads));
-  return dispatch_dtype(shape.dtype, [&](auto element) {
-    launch(element, static_cast<unsigned>(blocks), threads);
-    return cudaGetLastError();
-  });
+  return dispatch_dtype(shape.dtype, [&](auto element) { return launch(element, blocks, threads); });
 }
 
 }  // namespace
 }  // namespace elementwise
 
 cudaError_t rotary(const Rotary& p, cudaStream_t stream) {
-  return elementwise::dispatch(p.shape, [&](auto element, unsigned blocks, unsigned threads) {
+  return elementwise::dispatch(p.shape, [&](auto element, int64_t blocks, unsigned threads) {
     using T = decltype(element);
-    elementwise::rotary_kernel<T><<<blocks, threads, 0, stream>>>(p);
+    return launch_grid<elementwise::rotary_kernel<T>>(blocks, threads, 0, stream, p);
   });
 }
 
 cudaError_t rotary_backward(const RotaryBackward& p, cudaStream_t stream) {
-  return elementwise::dispatch(p.shape, [&](auto element, unsigned blocks, unsigned threads) {
+  return elementwise::dispatch(p.shape, [&](auto element, int64_t blocks, unsigned threads) {
     using T = decltype(element);
-    elementwise::rotary_backward_kernel<T><<<blocks, threads, 0, stream>>>(p);
+    return launch_grid<elementwise::rotary_backward_kernel<T>>(blocks, threads, 0, stream, p);
   });
 }
 

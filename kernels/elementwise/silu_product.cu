@@ -4,6 +4,7 @@
 #include "elementwise/elementwise.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/silu.h"
 
@@ -54,8 +55,7 @@ cudaError_t silu_product(const SiluProduct& p, cudaStream_t stream) {
   if (p.elements == 0) return cudaSuccess;
   const unsigned blocks = clamp_grid_blocks(divide_up(p.elements / kPack, kThreads));
   return dispatch_dtype(p.dtype, [&](auto element) {
-    silu_product_kernel<decltype(element)><<<blocks, kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<silu_product_kernel<decltype(element)>>(blocks, kThreads, 0, stream, p);
   });
 }
 
@@ -64,8 +64,7 @@ cudaError_t silu_product_backward(const SiluProductBackward& p, cudaStream_t str
   if (p.elements == 0) return cudaSuccess;
   const unsigned blocks = clamp_grid_blocks(divide_up(p.elements / kPack, kThreads));
   return dispatch_dtype(p.dtype, [&](auto element) {
-    silu_product_backward_kernel<decltype(element)><<<blocks, kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<silu_product_backward_kernel<decltype(element)>>(blocks, kThreads, 0, stream, p);
   });
 }
 

@@ -4,6 +4,7 @@
 // sequence.
 #include "fp32/fp32.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -207,8 +208,7 @@ __global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant_
 template <auto Kernel, class Problem>
 cudaError_t launch_jobs(const Problem& p, int64_t jobs, cudaStream_t stream) {
   if (jobs == 0) return cudaSuccess;
-  Kernel<<<clamp_grid_blocks(divide_up(jobs, kThreads)), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<Kernel>(clamp_grid_blocks(divide_up(jobs, kThreads)), kThreads, 0, stream, p);
 }
 
 // Launches the parts of the chunks, the scan over the chunks, and the results of the chunks.

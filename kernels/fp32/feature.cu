@@ -1,6 +1,7 @@
 // fp32_feature: a warp has one row; lane l has slots l, l + 32, ...
 #include "fp32/fp32.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace fp32 {
@@ -79,8 +80,8 @@ __global__ void __launch_bounds__(kWarps * 32) feature(const __grid_constant__ F
 
 cudaError_t fp32_feature(const Fp32Feature& p, cudaStream_t stream) {
   if (p.rows == 0) return cudaSuccess;
-  fp32::feature<<<clamp_grid_blocks(divide_up(p.rows, fp32::kWarps)), fp32::kWarps * 32, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<fp32::feature>(clamp_grid_blocks(divide_up(p.rows, fp32::kWarps)), fp32::kWarps * 32, 0,
+                                    stream, p);
 }
 
 }  // namespace girih::kernels

@@ -41,7 +41,7 @@ __device__ inline void store_weights(float* p_tile, const Pack<4> (&w)[4], Pack<
 
 template <bool Reverse>
 __global__ void __launch_bounds__(kThreads, 2) key_read(const __grid_constant__ KeyRead p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   float *const p_tile = shared, *const s_tile = p_tile + kTileFloats, *const h_tile = s_tile + kTileFloats,
                *const all_between = h_tile + kTileFloats, *const totals = all_between + kBetweenFloats,
                *const from_start = totals + kTotalsFloats;

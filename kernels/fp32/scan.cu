@@ -21,7 +21,7 @@ inline __host__ __device__ int slab_count(int width) { return (width + kTile - 1
 // A block computes 64 rows and 64 columns of U.
 template <bool Reverse>
 __global__ void __launch_bounds__(kThreads, 2) update_kernel(const __grid_constant__ UpdateParams params) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   float *const x_tile = shared, *const s_tile = x_tile + kTileFloats, *const totals = s_tile + kTileFloats;
   const GatedScan& p = params.problem;
   const unsigned tiles = (p.M + kTile - 1) / kTile, first_slabs = slab_count(p.memory[0].width),

@@ -17,7 +17,7 @@ constexpr int kFloats = 3 * kTileFloats + kTotalsFloats;
 
 template <bool Reverse>
 __global__ void __launch_bounds__(kThreads, 2) value_read(const __grid_constant__ ValueRead p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   float *const x_tile = shared, *const y_tile = x_tile + kTileFloats, *const h_tile = y_tile + kTileFloats,
                *const totals = h_tile + kTileFloats;
   const Fp32ReadShape& shape = p.shape;

@@ -6,6 +6,7 @@
 #include "gate_activations/gate_activations.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/partials.h"
 
@@ -125,8 +126,7 @@ cudaError_t dispatch_tile(const GateActivations& p, const F& f) {
   if (p.gate == GateFunction::none) return cudaErrorInvalidValue;
   return dispatch_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
-    p.use_packs ? f(Tile<T, kGateActivationsPack>{}) : f(Tile<T, 1>{});
-    return cudaGetLastError();
+    return p.use_packs ? f(Tile<T, kGateActivationsPack>{}) : f(Tile<T, 1>{});
   });
 }
 
@@ -139,7 +139,7 @@ cudaError_t gate_activations(const GateActivations& p, cudaStream_t stream) {
   return dispatch_tile(p, [&](auto tile) {
     using R = decltype(tile);
     const LaunchGrid grid(p, R::kPack);
-    gate_activations_kernel<R><<<grid.blocks(), kThreads, 0, stream>>>(p, grid);
+    return launch_grid<gate_activations_kernel<R>>(grid.blocks(), kThreads, 0, stream, p, grid);
   });
 }
 
@@ -156,8 +156,8 @@ cudaError_t gate_activations_backward(const GateActivationsBackward& p, cudaStre
     using R = decltype(tile);
     const LaunchGrid grid(p.forward, R::kPack);
     partials = grid.row_blocks;
-    if (p.forward.rows == 0) return;
-    gate_activations_backward_kernel<R><<<grid.blocks(), kThreads, 0, stream>>>(p, grid);
+    if (p.forward.rows == 0) return cudaSuccess;
+    return launch_grid<gate_activations_backward_kernel<R>>(grid.blocks(), kThreads, 0, stream, p, grid);
   });
   if (error != cudaSuccess || p.sums == nullptr) return error;
   const OutputTensor<1> sums{p.sums, DType::f32, {1}};

@@ -8,6 +8,7 @@
 // both sums of a row. A thread sums dweight of its columns over its rows, a block sums over its groups in a
 // fixed order and writes one partial, and a second kernel sums the partials in a fixed order.
 #include "gated_rms_norm/rows.h"
+#include "tile/launch.h"
 #include "tile/partials.h"
 
 namespace girih::kernels {
@@ -140,10 +141,8 @@ cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t 
   return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
     const int64_t blocks = block_count(p.shape.rows, R::kGroups);
-    if (blocks > 0) {
-      backward<R><<<static_cast<unsigned>(blocks), R::kThreads, 0, stream>>>(p, use_packs);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    }
+    const cudaError_t error = launch_grid<backward<R>>(blocks, R::kThreads, 0, stream, p, use_packs);
+    if (error != cudaSuccess) return error;
     return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
   });
 }

@@ -2,6 +2,7 @@
 //
 // x and gate are read once, y is written once.
 #include "gated_rms_norm/rows.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace gated_rms_norm {
@@ -89,8 +90,7 @@ cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& p, cudaStream_t st
   return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
     const auto blocks = static_cast<unsigned>(std::min(divide_up(p.shape.rows, R::kGroups), kResidentBlocks));
-    forward<R><<<blocks, R::kThreads, 0, stream>>>(p, use_packs);
-    return cudaGetLastError();
+    return launch_grid<forward<R>>(blocks, R::kThreads, 0, stream, p, use_packs);
   });
 }
 

@@ -21,14 +21,14 @@ struct GlaDqTiles {
                                 2 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4 + kChunk * 4;
 
   __device__ explicit GlaDqTiles(unsigned char* shared) {
-    SharedAllocator(shared)(g)(k)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
+    SharedAllocator{shared}(g)(k)(s)(v)(dout)(totals, 4 * M)(decay, M)(own, kChunk);
   }
 };
 
 template <typename T, int M>
 __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     gla_dq_kernel(const __grid_constant__ GlaDq p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const GlaDqTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;

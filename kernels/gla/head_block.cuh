@@ -33,7 +33,7 @@ struct HeadStage {
 
   static constexpr int kBytes = 2 * BlockTile<T, D>::kBytes;
 
-  __device__ explicit HeadStage(unsigned char* shared) { SharedAllocator(shared)(q)(k); }
+  __device__ explicit HeadStage(unsigned char* shared) { SharedAllocator{shared}(q)(k); }
 };
 
 template <typename T>

@@ -2,6 +2,7 @@
 // the partner's blocks, over query heads and tiles of keys, in a fixed order.
 #include "gla/launch.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t sum_gate_gradients(const HeadGradients& p, cudaStream_t stream) {
   const int64_t gates = p.shape.tokens.batch * p.shape.tokens.tokens * p.shape.heads;
   if (gates == 0) return cudaSuccess;
-  head_gate_sum<<<clamp_grid_blocks(divide_up(gates, kThreads)), kThreads, 0, stream>>>(p, p.tiles());
-  return cudaGetLastError();
+  return launch_grid<head_gate_sum>(clamp_grid_blocks(divide_up(gates, kThreads)), kThreads, 0, stream, p,
+                                    p.tiles());
 }
 
 }  // namespace girih::kernels

@@ -23,7 +23,7 @@ struct HeadGradientTiles {
       2 * BlockTile<T, D>::kBytes + 5 * BlockTile<T, 2 * kSlab>::kBytes + kFloats * 4;
 
   __device__ explicit HeadGradientTiles(unsigned char* shared) {
-    SharedAllocator(shared)(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(
+    SharedAllocator{shared}(q)(k)(s)(ds)(v)(dout)(partner)(sums, kChunk)(partner_sums, kChunk)(
         row_terms, kChunk)(col_terms, kChunk);
   }
   // The sums of every warp that are common to all gates of the chunk, and to all gates of the partner. They

@@ -314,7 +314,7 @@ __device__ inline void HeadGradientBlock<T, D>::store_dg_parts() const {
 template <typename T, int D>
 __global__ void __launch_bounds__(kHeadGradientThreads, 2)
     head_gradients_kernel(const __grid_constant__ HeadGradients p) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   HeadGradientBlock<T, D> block(p, shared);
   if (!block.init()) return;
   block.start();

@@ -36,7 +36,7 @@ namespace girih::kernels {
 template <typename T, int D, bool Reverse>
 __global__ void __launch_bounds__(kHeadReadThreads, 1)
     head_read_kernel(const __grid_constant__ HeadReadParams params) {
-  extern __shared__ __align__(1024) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   HeadBlock<T, D, Reverse> block(params, shared);
   if (!block.init()) return;
   block.init_barriers();

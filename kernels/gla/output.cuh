@@ -17,14 +17,14 @@ struct GlaOutputTiles {
                                 SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
 
   __device__ explicit GlaOutputTiles(unsigned char* shared) {
-    SharedAllocator(shared)(g)(q)(k)(raw)(s)(v)(totals, 4 * M)(decay, M);
+    SharedAllocator{shared}(g)(q)(k)(raw)(s)(v)(totals, 4 * M)(decay, M);
   }
 };
 
 template <typename T, int M>
 __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     gla_output_kernel(const __grid_constant__ GlaOutput p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const GlaOutputTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;

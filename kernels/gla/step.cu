@@ -7,7 +7,7 @@ namespace {
 
 template <int Pack_, bool InShared>
 __global__ void __launch_bounds__(kStepThreads) gla_step_kernel(const __grid_constant__ GlaStep p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   float* const shared_copy = shared;
   float* const partials = shared_copy + (InShared ? p.D * p.V : 0);  // kStepThreads * Pack_
   float* const v = partials + kStepThreads * Pack_;                  // v is aligned to a pack

@@ -27,7 +27,7 @@ template <typename T, int M, int Memories>
 __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 1)
     gated_dkv_kernel(const __grid_constant__ GatedDkv p) {
   using Block = GatedDkvBlock<T, M, Memories>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   Block block(p, shared);
   if (block.range.length == 0) return;
   block.start_loads();

@@ -17,7 +17,7 @@ namespace girih::kernels {
 template <typename T, int M>
 __global__ void __launch_bounds__(kWarpgroupThreads*(M / 64), M == 64 ? 3 : 2)
     gsa_dq_kernel(const __grid_constant__ GsaDq p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   GsaDqBlock<T, M> block(p, shared);
   if (block.range.length == 0) return;
   block.start_loads();

@@ -91,7 +91,7 @@ struct GsaDqBlock : ChunkBlock {
   }
   // Makes the compiler compute addresses inside of loops. Hoisted, the addresses of loads that rarely run
   // cost more registers than they save.
-  __device__ void recompute_addresses() { asm volatile("" : "+l"(range.start), "+r"(range.length)); }
+  __device__ void recompute_addresses() { ptx::make_opaque(range.start, range.length); }
 };
 
 template <typename T, int M>

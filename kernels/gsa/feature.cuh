@@ -101,7 +101,7 @@ __device__ inline void differentiate_feature(Accumulator<N>& z, Accumulator<N>& 
   });
   // derivative(z, dp, row) returns (p, dL/dz).
   const auto finish = [&](const auto& derivative) {
-    asm volatile("" ::: "memory");  // forces a second load of the weights, which have no registers
+    ptx::fence_compiler();  // forces a second load of the weights, which have no registers
     each([&](int n, int i, float2 self_z, float2 self_dp) {
       float &left = z.at[n][2 * i], &right = z.at[n][2 * i + 1];
       float &dp_left = dp.at[n][2 * i], &dp_right = dp.at[n][2 * i + 1];

@@ -2,6 +2,7 @@
 // sequence.
 #include "gsa/join.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
 cudaError_t join_segments(const SegmentJoin& p, cudaStream_t stream) {
   const int64_t elements = p.layout.sequences * p.heads * (p.width[0] + p.width[1]) * p.M;
   if (elements == 0) return cudaSuccess;
-  gsa::join<<<clamp_grid_blocks(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_grid<gsa::join>(clamp_grid_blocks(divide_up(elements, gsa::kThreads)), gsa::kThreads, 0,
+                                stream, p);
 }
 
 }  // namespace girih::kernels

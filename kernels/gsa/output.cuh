@@ -20,14 +20,14 @@ struct GsaOutputTiles {
                                 3 * SharedTile<T, kChunk, kSlab>::kBytes + 5 * M * 4;
 
   __device__ explicit GsaOutputTiles(unsigned char* shared) {
-    SharedAllocator(shared)(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M);
+    SharedAllocator{shared}(g)(s)(hk)(hv)(q)(k)(v)(totals, 4 * M)(decay, M);
   }
 };
 
 template <typename T, int M>
 __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     gsa_output_kernel(const __grid_constant__ GsaOutput p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const GsaOutputTiles<T, M> tile(shared);
   const GsaShape& shape = p.shape;
   const int warp = threadIdx.x >> 5;

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroupThreads, 1)
     scan(const __grid_constant__ ScanParams params) {
   using Block = ScanBlock<T, Slabs, Slots, Reverse>;
   using Stage = typename Block::Stage;
-  extern __shared__ __align__(128) char shared[];
+  GIRIH_DYNAMIC_SHARED(char, shared, 128);
   const GatedScan& p = params.problem;
   Block block(params, shared);
   if (!block.init()) return;

@@ -58,7 +58,7 @@ __device__ Gate abc_gate(float& z, float logit) {
 
 template <int Pack_, bool InShared>
 __global__ void __launch_bounds__(kStepThreads) gsa_step_kernel(const __grid_constant__ GsaStep p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   float* const shared_k = shared;
   float* const shared_v = shared_k + (InShared ? p.D * p.M : 0);
   float* const partials = shared_v + (InShared ? p.M * p.V : 0);  // kStepThreads * Pack_

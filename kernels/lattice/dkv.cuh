@@ -195,7 +195,7 @@ struct DkvBlock {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) dkv_kernel(const __grid_constant__ LatticeDkv p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const ChunkCoord coord = chunk_coord(p.shape);
   if (coord.chunk.length == 0) return;
   DkvBlock<S> dkv(p, coord, shared);

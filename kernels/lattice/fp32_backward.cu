@@ -328,7 +328,7 @@ struct Backward {
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kAll, 1)
     fp32_backward_kernel(const __grid_constant__ LatticeFp32Backward p, const int tile) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const Backward<Sizes> backward(p, tile, shared);
   const int64_t items = p.of.shape.tokens.sequences * p.of.shape.heads;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {

@@ -57,7 +57,7 @@ __device__ void store_tile_results(const float* from, const LatticeFp32Scan& p,
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2 : 1)
     fp32_scan_kernel(const __grid_constant__ LatticeFp32Scan p, const int tile) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const LatticeFp32Shape& shape = p.of.shape;
   const ScanLayout<Sizes> layout(shape, tile);
   const Fp32SequenceCoord coord(p.of, blockIdx.x);

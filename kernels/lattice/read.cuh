@@ -23,7 +23,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, resident_read_blocks<S>())
     read_kernel(const __grid_constant__ LatticeRead p) {
   using T = typename S::T;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const ChunkCoord coord = chunk_coord(p.shape);
   if (coord.chunk.length == 0) return;
   const LatticeShape& shape = p.shape;

@@ -235,7 +235,7 @@ constexpr int resident_blocks() {
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, resident_blocks<S>())
     read_backward_kernel(const __grid_constant__ LatticeReadBackward p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const ChunkCoord coord = chunk_coord(p.shape);
   if (coord.chunk.length == 0) return;
   ReadBackward<S> reads(p, coord, shared);

@@ -144,7 +144,7 @@ struct ShortReadBackwardArguments : LatticeReadBackward {
 template <typename T>
 __global__ void __launch_bounds__(32, 8)
     read_backward_short_kernel(const __grid_constant__ ShortReadBackwardArguments p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const ChunkCoord coord = chunk_coord(p.shape, p.dividers);
   if (coord.chunk.length == 0) return;
   const ShortReadBackward<T> reads(p, coord, shared);

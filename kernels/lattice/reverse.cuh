@@ -348,7 +348,7 @@ template <class S>
 __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
     reverse_kernel(const __grid_constant__ LatticeReverse p) {
   using Ring = ReverseRing<S>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Ring ring{shared + S::Values::kBytes + ReverseStorage<S>::kNextMemoryBytes};
   const SequenceCoord block = sequence_coord(p.shape);
   const int warp = warp_index();

@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(ShortReverseRing<T>::kThreads, 1)
     reverse_short_kernel(const __grid_constant__ ShortReverseArguments p) {
   using Ring = ShortReverseRing<T>;
   constexpr int kStateWarps = Ring::S::kWarps;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Ring ring{shared};
   const int warp = warp_index();
   ring.init(p);

@@ -44,7 +44,7 @@ template <class S>
 __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid_constant__ LatticeScan p) {
   using T = typename S::T;
   constexpr int N = S::D / 8;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const LatticeShape& shape = p.shape;
   const Ring<S> ring{shared + S::Memory::kBytes};
   const SequenceCoord block = sequence_coord(shape);

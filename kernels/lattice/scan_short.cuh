@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, false>::kThreads,
     scan_short_kernel(const __grid_constant__ ShortScanArguments p) {
   using Ring = ShortScanRing<T, kObjective, false>;
   constexpr int kStateWarps = Ring::S::kWarps;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Ring ring{shared};
   const int warp = warp_index();
   ring.init(p, true);

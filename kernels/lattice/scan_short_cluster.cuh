@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, true>::kThreads, 
   constexpr int kStateWarps = Ring::S::kWarps;
   static_assert(kStateWarps + 2 + Ring::kStateProducerWarps <= Ring::kThreads / 32,
                 "state warps, sending, storing");
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Ring ring{shared};
   const int warp = warp_index();
   const bool reads = cluster_rank() == 1;

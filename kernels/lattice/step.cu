@@ -316,7 +316,7 @@ constexpr int kStepBlocks = RegisterPacks > 4 ? 1 : 3;
 template <int Pack_, int RegisterPacks>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks<RegisterPacks>)
     step_kernel(const __grid_constant__ LatticeStep p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   StepBlock<Pack_, RegisterPacks> block(p, shared);
   const int64_t n = block.n;
   const int head = block.head, group = block.group;

@@ -14,12 +14,12 @@ namespace girih::kernels::lattice {
 // Makes x unknown to the compiler: it then computes addresses from x where they are used, not ahead of the
 // surrounding loops, where they would occupy too many registers.
 __device__ inline int opaque(int x) {
-  asm volatile("" : "+r"(x));
+  ptx::make_opaque(x);
   return x;
 }
 
 // Makes the compiler compute x here, and treat the value as unknown afterwards.
-__device__ inline void make_opaque(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void make_opaque(uint32_t& x) { ptx::make_opaque(x); }
 
 // Pointer to a head's row; the columns are contiguous.
 template <typename T>

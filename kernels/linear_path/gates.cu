@@ -112,8 +112,7 @@ template <class Gate, class KernelOf>
 cudaError_t launch(const Gate& p, cudaStream_t stream, const KernelOf& kernel_of) {
   const RowIndex index(p.batch, p.tokens, p.heads);
   return dispatch_rows(index, p.D, p.dtype, [&](auto rows) {
-    const auto kernel = kernel_of(rows);
-    kernel<<<index.blocks<decltype(rows)>(), kThreads, 0, stream>>>(p, index);
+    return launch_grid(kernel_of(rows), index.blocks<decltype(rows)>(), kThreads, 0, stream, p, index);
   });
 }
 

@@ -4,6 +4,7 @@
 #include "linear_path/linear_path.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -70,10 +71,8 @@ cudaError_t dispatch_rows(const RowIndex& index, int D, DType dtype, const Launc
   if (index.rows == 0) return cudaSuccess;
   if (index.rows > kMaxRows || D < kPack || D % kPack != 0) return cudaErrorInvalidValue;
   return dispatch_dtype(dtype, [&](auto element) {
-    return dispatch_width<4, 8, 16, kLinearPathMaxWidth / kPack>(D / kPack, [&](auto lanes) {
-      launch(RowLanes<decltype(element), lanes()>{});
-      return cudaGetLastError();
-    });
+    return dispatch_width<4, 8, 16, kLinearPathMaxWidth / kPack>(
+        D / kPack, [&](auto lanes) { return launch(RowLanes<decltype(element), lanes()>{}); });
   });
 }
 

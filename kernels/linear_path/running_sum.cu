@@ -4,6 +4,7 @@
 // gets the sum of the earlier runs, and reads the run again, from the cache, to write the running sums.
 #include "linear_path/linear_path.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -109,8 +110,7 @@ cudaError_t running_sum(const RunningSum& p, cudaStream_t stream) {
   const auto launch = [&](auto x, auto total) {
     using X = decltype(x);
     using Total = decltype(total);
-    running_sum_kernel<X, Total><<<clamp_grid_blocks(jobs), kThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<running_sum_kernel<X, Total>>(clamp_grid_blocks(jobs), kThreads, 0, stream, p);
   };
   const auto pair = [&](DType x, DType total) { return p.x_dtype == x && p.total_dtype == total; };
   if (pair(DType::f32, DType::f32)) return launch(0.f, 0.f);

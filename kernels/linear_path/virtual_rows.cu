@@ -214,7 +214,7 @@ cudaError_t virtual_rows(const VirtualRows& p, cudaStream_t stream) {
   return dispatch_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = n();
-    virtual_rows_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+    return launch_grid<virtual_rows_kernel<R, kN>>(index.template blocks<R>(), kThreads, 0, stream, p, index);
   });
 }
 
@@ -223,7 +223,8 @@ cudaError_t virtual_rows_backward(const VirtualRowsBackward& p, cudaStream_t str
   return dispatch_shape(p.shape, [&](auto rows, auto n, const RowIndex& index) {
     using R = decltype(rows);
     constexpr int kN = n();
-    virtual_rows_backward_kernel<R, kN><<<index.template blocks<R>(), kThreads, 0, stream>>>(p, index);
+    return launch_grid<virtual_rows_backward_kernel<R, kN>>(index.template blocks<R>(), kThreads, 0, stream,
+                                                            p, index);
   });
 }
 

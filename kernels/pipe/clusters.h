@@ -9,14 +9,16 @@ namespace girih::kernels {
 template <auto Kernel, class Problem>
 inline cudaError_t launch_clusters(const Problem& p, unsigned blocks, int size, int threads, int bytes,
                                    cudaStream_t stream) {
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = blocks, launch.blockDim = static_cast<unsigned>(threads);
-  launch.dynamicSmemBytes = static_cast<size_t>(bytes), launch.stream = stream;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(size), cluster.val.clusterDim.y = 1,
   cluster.val.clusterDim.z = 1;
-  launch.attrs = &cluster, launch.numAttrs = size == 1 ? 0 : 1;
+  const cudaLaunchConfig_t launch{blocks,
+                                  static_cast<unsigned>(threads),
+                                  static_cast<size_t>(bytes),
+                                  stream,
+                                  &cluster,
+                                  size == 1 ? 0u : 1u};
   cudaLaunchKernelEx(&launch, Kernel, p);
   return cudaGetLastError();
 }

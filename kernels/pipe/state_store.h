@@ -42,13 +42,7 @@ __device__ inline void store_b_fragment(const Tile& tile, int row, int col, cons
 template <int Bytes>
 __device__ inline void store_bytes(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 900
-  if ((threadIdx.x & 31) == 0) {
-    asm volatile(
-        "fence.proxy.async.shared::cta;\ncp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::"l"(to),
-        "r"(shared_address(from)), "n"(Bytes)
-        : "memory");
-  }
+  if ((threadIdx.x & 31) == 0) ptx::cp_async_bulk_store<Bytes>(to, shared_address(from));
   __syncwarp();
 #else
   constexpr int kBatch = 8;

@@ -34,7 +34,7 @@ class RingReader {
   using RowTile = RawPack<T, N>[Arrays][kTileRows];
 
   __device__ RingReader(const RowStream<T> (&rows)[Arrays], int count) {
-    extern __shared__ __align__(16) unsigned char shared[];
+    GIRIH_DYNAMIC_SHARED(unsigned char, shared, 16);
     own_ = shared + (threadIdx.y * kLanes + threadIdx.x) * kPackBytes;
 #pragma unroll
     for (int a = 0; a < Arrays; ++a) rows_[a] = rows[a];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
   // partials [groups, W + 1, channels]: the taps, then the bias
   constexpr int kColumns = kLanes * N;
-  extern __shared__ __align__(16) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 16);
   const auto buffer = reinterpret_cast<float(*)[W + 1][kColumns]>(shared);  // [kRuns]
   __syncthreads();  // all threads have finished with their rings
 #pragma unroll
@@ -307,17 +307,19 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
       constexpr auto kernel = backward<T, I::W, I::N>;
       constexpr int bytes = kSharedBytes<T, I::W, I::N>;
       if (const cudaError_t error = allow_shared<kernel>(bytes); error != cudaSuccess) return error;
-      kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(p, length);
-      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+      if (const cudaError_t error = launch_grid<kernel>(blocks, threads, bytes, stream, p, length);
+          error != cudaSuccess)
+        return error;
     }
     const int64_t columns = (I::W + 1) * p.shape.channels;
-    sum_partials<<<clamp_grid_blocks(divide_up(columns, kLanes)), threads, 0, stream>>>(p, groups);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    const cudaError_t error = launch_grid<sum_partials>(clamp_grid_blocks(divide_up(columns, kLanes)),
+                                                        threads, 0, stream, p, groups);
+    if (error != cudaSuccess) return error;
     if constexpr (I::W > 1) {
       const int64_t rows = layout.sequences * (I::W - 1) * p.shape.channels;
       if (rows > 0 && p.dstate.data != nullptr) {
-        state_backward<T, I::W><<<clamp_grid_blocks(divide_up(rows, kThreads)), kThreads, 0, stream>>>(p);
-        return cudaGetLastError();
+        return launch_grid<state_backward<T, I::W>>(clamp_grid_blocks(divide_up(rows, kThreads)), kThreads, 0,
+                                                    stream, p);
       }
     }
     return cudaSuccess;

@@ -2,6 +2,7 @@
 //
 // A thread has N channels and a run of tokens. The thread also reads the W - 1 inputs before its run.
 #include "short_conv/window.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace short_conv {
@@ -98,9 +99,8 @@ cudaError_t short_conv_forward(const ShortConvForward& p, cudaStream_t stream) {
         state_blocks + divide_up(p.shape.channels, kLanes * I::N) * run_group_count(layout, length);
     if (blocks == 0) return cudaSuccess;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
-    forward<typename I::T, I::W, I::N><<<static_cast<unsigned>(blocks), dim3(kLanes, kRuns), 0, stream>>>(
-        p, length, static_cast<unsigned>(state_blocks));
-    return cudaGetLastError();
+    return launch_grid<forward<typename I::T, I::W, I::N>>(blocks, dim3(kLanes, kRuns), 0, stream, p, length,
+                                                           static_cast<unsigned>(state_blocks));
   });
 }
 

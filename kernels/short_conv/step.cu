@@ -4,6 +4,7 @@
 // A thread has N channels of one sequence, so no other thread reads the state that the thread overwrites.
 #include "short_conv/window.h"
 #include "tile/grid.h"
+#include "tile/launch.h"
 
 namespace girih::kernels {
 namespace short_conv {
@@ -47,9 +48,8 @@ cudaError_t short_conv_step(const ShortConvStep& p, cudaStream_t stream) {
     using I = decltype(instance);
     const int64_t jobs = p.shape.channels / I::N * p.shape.tokens.batch;
     if (jobs == 0) return cudaSuccess;
-    step<typename I::T, I::W, I::N>
-        <<<clamp_grid_blocks(divide_up(jobs, kStepThreads)), kStepThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+    return launch_grid<step<typename I::T, I::W, I::N>>(clamp_grid_blocks(divide_up(jobs, kStepThreads)),
+                                                        kStepThreads, 0, stream, p);
   });
 }
 

@@ -22,13 +22,7 @@ constexpr int kStep = 32;     // columns of a step: packs of four lanes
 // eight lanes are in different banks.
 __host__ __device__ inline int row_stride(int width) { return (width + 63) / 64 * 64 + 32; }
 
-__device__ inline uint4 load_streaming(const void* from) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from));
-  return x;
-}
+__device__ inline uint4 load_streaming(const void* from) { return ptx::ld_global_nc_no_allocate(from); }
 
 template <typename T>
 __device__ inline float round_as(float x) {
@@ -106,7 +100,7 @@ __device__ inline void store_result(const SkinnyGemm& p, const SkinnyGemmMatrix&
 // overlap.
 template <typename T, GemmInput Input, int PrefetchSteps>
 __global__ void __launch_bounds__(kThreads, 2) skinny_gemm_kernel(const __grid_constant__ SkinnyGemm p) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 16);
   T* const u = reinterpret_cast<T*>(shared);
   __shared__ float parts[kWarps][kSkinnyGemmMaxRows][kFeatures];
 

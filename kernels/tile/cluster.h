@@ -8,29 +8,17 @@ namespace girih::kernels {
 #if __CUDA_ARCH__ >= 900
 
 // The rank of the block in its cluster.
-__device__ inline int cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-  return static_cast<int>(rank);
-}
+__device__ inline int cluster_rank() { return static_cast<int>(ptx::cluster_ctarank()); }
 
 // Synchronises all threads of the cluster that have not exited. Writes before the barrier are visible to all
 // threads after the barrier.
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
-}
+__device__ inline void cluster_sync() { ptx::barrier_cluster_sync(); }
 // Makes initialised mbarriers visible to the other blocks of the cluster and to TMA (tma.h).
-__device__ inline void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
+__device__ inline void fence_barrier_init() { ptx::fence_mbarrier_init_cluster(); }
 
 // The address in the shared memory of block `rank` that corresponds to `here` in this block.
 __device__ inline uint32_t map_shared_address(const void* here, int rank) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
-               : "=r"(address)
-               : "r"(shared_address(here)), "r"(rank));
-  return address;
+  return ptx::mapa(shared_address(here), rank);
 }
 
 // One arrival of a whole warp at an mbarrier of block `rank`: the other block may overwrite what the warp has
@@ -38,10 +26,7 @@ __device__ inline uint32_t map_shared_address(const void* here, int rank) {
 // writes are complete, which took a third of a reader's time, and invalidates cached data of the other block.
 __device__ inline void arrive_remote(const uint64_t* barrier, int rank) {
   __syncwarp();
-  asm volatile(
-      "{\n.reg .pred first;\nelect.sync _|first, 0xffffffff;\n"
-      "@first mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(map_shared_address(barrier, rank))
-      : "memory");
+  ptx::mbarrier_arrive_remote_elected(map_shared_address(barrier, rank));
 }
 
 // Called by one thread. Copies `bytes` of this block's shared memory to the same offset in block `rank` and
@@ -49,15 +34,9 @@ __device__ inline void arrive_remote(const uint64_t* barrier, int rank) {
 // synchronised with the writers of the data.
 __device__ inline void copy_to_remote(const void* from, int bytes, const uint64_t* barrier, int rank) {
   const uint32_t remote_barrier = map_shared_address(barrier, rank);
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;\n" ::"r"(remote_barrier),
-               "r"(bytes)
-               : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-          map_shared_address(from, rank)),
-      "r"(shared_address(from)), "r"(bytes), "r"(remote_barrier)
-      : "memory");
+  ptx::fence_proxy_async();
+  ptx::mbarrier_arrive_expect_tx_remote(remote_barrier, bytes);
+  ptx::cp_async_bulk_remote(map_shared_address(from, rank), shared_address(from), bytes, remote_barrier);
 }
 
 #else  // never launched

@@ -1,7 +1,7 @@
 // Kernel launches, and queries of the device before a launch.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <atomic>
 #include <cstdint>
@@ -66,14 +66,21 @@ inline cudaError_t shared_limit(int& bytes) {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// Launches Kernel(arguments...); no launch for zero blocks.
-template <auto Kernel, class... Arguments>
-inline cudaError_t launch_grid(int64_t blocks, int threads, int bytes, cudaStream_t stream,
-                               const Arguments&... arguments) {
+// Launches kernel(arguments...); no launch for zero blocks.
+template <class... Parameters, class... Arguments>
+inline cudaError_t launch_grid(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int bytes,
+                               cudaStream_t stream, const Arguments&... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  Kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments...);
+  const cudaLaunchConfig_t launch{
+      static_cast<unsigned>(blocks), threads, static_cast<size_t>(bytes), stream, nullptr, 0};
+  cudaLaunchKernelEx(&launch, kernel, arguments...);
   return cudaGetLastError();
+}
+template <auto Kernel, class... Arguments>
+inline cudaError_t launch_grid(int64_t blocks, dim3 threads, int bytes, cudaStream_t stream,
+                               const Arguments&... arguments) {
+  return launch_grid(Kernel, blocks, threads, bytes, stream, arguments...);
 }
 
 // The same after allow_shared(). `max_bytes`: the bytes to allow, if the kernel is launched with different

@@ -81,15 +81,11 @@ template <typename T>
 __device__ inline uint32_t pack_pair(float low, float high);
 template <>
 __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
+  return ptx::cvt_rn_bf16x2(high, low);
 }
 template <>
 __device__ inline uint32_t pack_pair<__half>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
+  return ptx::cvt_rn_f16x2(high, low);
 }
 
 template <typename T>
@@ -104,26 +100,14 @@ __device__ inline float2 unpack_pair<__half>(uint32_t pair) {
 }
 
 // Loads four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
-__device__ inline void ldmatrix(uint32_t (&to)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
-}
+__device__ inline void ldmatrix(uint32_t (&to)[4], uint32_t address) { ptx::ldmatrix_x4(to, address); }
 __device__ inline void ldmatrix_trans(uint32_t (&to)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(address)
-               : "memory");
+  ptx::ldmatrix_x4_trans(to, address);
 }
 
 #if __CUDA_ARCH__ >= 900
 // Stores four 8 x 8 matrices; lanes 8 i to 8 i + 7 pass the addresses of the rows of matrix i.
-__device__ inline void stmatrix(uint32_t address, const uint32_t (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(x[0]),
-               "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
+__device__ inline void stmatrix(uint32_t address, const uint32_t (&x)[4]) { ptx::stmatrix_x4(address, x); }
 #endif
 
 // Stores four 8 x 8 matrices of 128 bytes each contiguously.
@@ -137,28 +121,18 @@ __device__ inline void stmatrix_contiguous(void* to, const uint32_t (&x)[4]) {
 }
 
 // Transposes an 8 x 8 matrix of 16-bit elements; a register holds two neighbours of a row.
-__device__ inline uint32_t transpose_pairs(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
-  return y;
-}
+__device__ inline uint32_t transpose_pairs(uint32_t x) { return ptx::movmatrix_trans(x); }
 
 // d += a b, where a is 16 x 16 and b is 16 x 8.
 template <typename T>
 __device__ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
 __device__ inline void mma<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  ptx::mma_m16n8k16_bf16(d, a, b0, b1);
 }
 template <>
 __device__ inline void mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  ptx::mma_m16n8k16_f16(d, a, b0, b1);
 }
 
 // Transposes four registers across the four lanes that share rows: lane i of the quad gets register i of all
@@ -388,17 +362,9 @@ __device__ inline float sum_over_col(float x) {
   return x + __shfl_xor_sync(~0u, x, 16);
 }
 
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ inline float exp2_fast(float x) { return ptx::ex2_approx_ftz(x); }
 // 1 / x in one instruction, for x no less than the smallest normal number; 0 for x > 2^126.
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ inline float reciprocal(float x) { return ptx::rcp_approx_ftz(x); }
 // x / y for y between the smallest normal number and 2^126. __fdividef takes three more instructions for
 // other y.
 __device__ inline float divide_fast(float x, float y) { return x * reciprocal(y); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tile/grid.h"
+#include "tile/launch.h"
 #include "tile/pack.h"
 
 namespace girih::kernels {
@@ -34,10 +35,9 @@ __global__ void __launch_bounds__(Columns* kPartialWarps)
 
 inline cudaError_t launch_sum_partials(const float* partials, int64_t count, int columns,
                                        const OutputTensor<1>& total, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(divide_up(columns, kPartialColumns));
-  sum_partials<kPartialColumns>
-      <<<blocks, kPartialColumns * kPartialWarps, 0, stream>>>(partials, count, columns, total);
-  return cudaGetLastError();
+  return launch_grid<sum_partials<kPartialColumns>>(divide_up(columns, kPartialColumns),
+                                                    kPartialColumns * kPartialWarps, 0, stream, partials,
+                                                    count, columns, total);
 }
 
 }  // namespace girih::kernels

@@ -33,9 +33,7 @@ template <class Tile>
 __device__ inline void store_block_transposed(const Tile& tile, int row, int col, const uint32_t (&a)[4]) {
 #if __CUDA_ARCH__ >= 900
   const uint32_t address = tile.address(col, row, (lane() & 7) + (lane() >> 4) * 8, ((lane() >> 3) & 1) * 8);
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-               : "memory");
+  ptx::stmatrix_x4_trans(address, a);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -47,11 +45,7 @@ __device__ inline void store_block_transposed(const Tile& tile, int row, int col
 
 // Stores 16 bytes to global memory in one instruction. The compiler splits the assignment of a uint4 if the
 // address is advanced after it, and then four times as many sectors are written.
-__device__ inline void store_pack(void* to, const uint32_t (&x)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-               "r"(x[3])
-               : "memory");
-}
+__device__ inline void store_pack(void* to, const uint32_t (&x)[4]) { ptx::st_global_v4(to, x); }
 
 // Rounds the warp's 16 rows, from row `row`, and stores them to global memory. A lane stores 8 of every 32
 // columns in one access.

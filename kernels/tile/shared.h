@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "tile/ptx.h"
+
 namespace girih::kernels {
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -16,7 +18,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 template <typename T>
 __device__ inline T* pin_address(T* shared) {
   uint32_t address = shared_address(shared);
-  asm volatile("" : "+r"(address));
+  ptx::make_opaque(address);
   return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
@@ -93,28 +95,25 @@ struct SharedAllocator {
 
 // Starts a copy of 16 bytes from global to shared memory, or writes zeros if not `valid`.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes));
+  ptx::cp_async_16(to, from, valid ? 16 : 0);
 }
 // The same for 8 bytes.
 __device__ inline void copy_async_8(uint32_t to, const void* from, bool valid) {
-  const int bytes = valid ? 8 : 0;
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from), "r"(bytes));
+  ptx::cp_async_8(to, from, valid ? 8 : 0);
 }
 // The same for 4 bytes.
 __device__ inline void copy_async_4(uint32_t to, const void* from, bool valid) {
-  const int bytes = valid ? 4 : 0;
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(bytes));
+  ptx::cp_async_4(to, from, valid ? 4 : 0);
 }
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+__device__ inline void commit_copies() { ptx::cp_async_commit_group(); }
 // Waits until at most the latest `Pending` groups of this thread are incomplete.
 template <int Pending>
 __device__ inline void wait_copies() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+  ptx::cp_async_wait_group<Pending>();
 }
 
 // Prefetches the 128 bytes around an address to the L2 cache.
-__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from)); }
+__device__ inline void prefetch(const void* from) { ptx::prefetch_l2(from); }
 
 // Copies tiles from the rows of one matrix, one share for each thread. The constructor computes what is the
 // same for all tiles.
@@ -161,9 +160,7 @@ __device__ inline void load_async(const Tile& tile, const typename Tile::Element
 
 // Synchronises `threads` threads (a multiple of 32) at named barrier `id`, 0..15; barrier 0 is
 // __syncthreads().
-__device__ inline void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
+__device__ inline void named_barrier_sync(int id, int threads) { ptx::bar_sync(id, threads); }
 
 // Racecheck of compute-sanitizer seems to count the barriers that a warp has passed, whatever their ids. If
 // one warp has passed more barriers than another, racecheck reports a race between a write before a barrier
@@ -176,15 +173,10 @@ constexpr bool kHasEqualBarrierCounts = false;
 
 // Initialises an mbarrier in shared memory: `arrivals` arrivals complete a phase.
 __device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals)
-               : "memory");
+  ptx::mbarrier_init(shared_address(barrier), arrivals);
 }
 // Arrives once. Writes of the thread before the arrival are visible to threads that wait for the phase.
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile(
-      "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
-      : "memory");
-}
+__device__ inline void arrive(uint64_t* barrier) { ptx::mbarrier_arrive(shared_address(barrier)); }
 // One arrival of a whole warp, which releases the writes of all its lanes. Racecheck of compute-sanitizer
 // does not see that the lanes that do not arrive are ordered before the arrival: with -DGIRIH_RACECHECK=ON
 // all lanes arrive (except at the mbarriers of another block, cluster.h). arrival_count(warps): the number of
@@ -196,46 +188,21 @@ __host__ __device__ constexpr int arrival_count(int warps) { return warps; }
 #endif
 __device__ inline void arrive_warp(uint64_t* barrier) {
   __syncwarp();
-#if defined(GIRIH_RACECHECK)
+#ifdef GIRIH_RACECHECK
   arrive(barrier);
-#elif __CUDA_ARCH__ >= 900
-  // elect.sync instead of a test of threadIdx.x, which is reread from a special register if registers are
-  // scarce.
-  asm volatile(
-      "{\n.reg .pred first;\n.reg .b64 state;\nelect.sync _|first, 0xffffffff;\n"
-      "@first mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier))
-      : "memory");
 #else
-  asm volatile(
-      "{\n.reg .pred first;\n.reg .b64 state;\nsetp.eq.u32 first, %1, 0;\n"
-      "@first mbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(shared_address(barrier)),
-      "r"(threadIdx.x & 31)
-      : "memory");
+  ptx::mbarrier_arrive_elected(shared_address(barrier));
 #endif
 }
 // Arrives when all earlier cp.async copies of this thread are complete, without waiting for them. The copies
 // are visible to threads that wait for the phase.
 __device__ inline void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+  ptx::cp_async_mbarrier_arrive_noinc(shared_address(barrier));
 }
 // Waits for the phase of this parity: 0 for the first phase of the mbarrier, 1 for the second, ...
 __device__ inline void wait(uint64_t* barrier, unsigned parity) {
   const uint32_t address = shared_address(barrier);
-  unsigned done = 0;
-  while (done == 0) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-#else
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-#endif
+  while (ptx::mbarrier_try_wait_parity(address, parity) == 0) {
   }
 }
 

@@ -18,10 +18,7 @@ namespace girih::kernels {
 
 // d += a b, where a is 16 x 8 and b is 8 x 8; the lower 13 bits of the factors are ignored.
 __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  ptx::mma_m16n8k8_tf32(d, a, b0, b1);
 }
 
 // x = high + low: x rounded to 11 significant bits, and the remainder, which has at most 12. The sum of the

@@ -69,32 +69,20 @@ struct TmaCoords {
 
 // Arrives once, and makes the current phase wait for `bytes` more bytes.
 __device__ inline void arrive_expect_tx(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  ptx::mbarrier_arrive_expect_tx(shared_address(barrier), bytes);
 }
 __device__ inline void tma_load(uint32_t to, const TensorMap& tensor_map, TmaCoords coords,
                                 uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6];\n" ::"r"(to),
-      "l"(&tensor_map), "r"(coords.col), "r"(coords.row), "r"(coords.head), "r"(coords.batch),
-      "r"(shared_address(barrier))
-      : "memory");
+  ptx::cp_async_bulk_tensor_4d(to, &tensor_map, coords.col, coords.row, coords.head, coords.batch,
+                               shared_address(barrier));
 }
 // Prefetches the box to the L2 cache.
 __device__ inline void tma_prefetch(const TensorMap& tensor_map, TmaCoords coords) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];\n" ::"l"(&tensor_map),
-               "r"(coords.col), "r"(coords.row), "r"(coords.head), "r"(coords.batch)
-               : "memory");
+  ptx::cp_async_bulk_prefetch_tensor_4d(&tensor_map, coords.col, coords.row, coords.head, coords.batch);
 }
 // Copies `bytes` contiguous bytes, a multiple of 16.
 __device__ inline void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
+  ptx::cp_async_bulk_load(shared_address(to), from, bytes, shared_address(barrier));
 }
 
 #else  // never called

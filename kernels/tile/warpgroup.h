@@ -99,68 +99,15 @@ __device__ inline uint64_t make_descriptor(uint32_t matrices, unsigned offset, u
 }
 
 // d += a b, or without `Add` d = a b, where a is 64 x 16 (registers, or rows of a tile) and b is 16 x N.
-#define GIRIH_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define GIRIH_32 GIRIH_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GIRIH_FOUR(how, n) how(d[n][0]), how(d[n][1]), how(d[n][2]), how(d[n][3])
-#define GIRIH_HALF(how) GIRIH_FOUR(how, 0), GIRIH_FOUR(how, 1), GIRIH_FOUR(how, 2), GIRIH_FOUR(how, 3)
-#define GIRIH_ALL(how) \
-  GIRIH_HALF(how), GIRIH_FOUR(how, 4), GIRIH_FOUR(how, 5), GIRIH_FOUR(how, 6), GIRIH_FOUR(how, 7)
-#define GIRIH_WGMMA(n, type, add, sums)       \
-  "{\n.reg .pred add;\nsetp.ne.b32 add, " add \
-  ", 0;\n"                                    \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " " sums "}, "
-// by_64, by_32: the operands after the accumulators, for N = 64 (32 accumulators) and N = 32 (16).
-#define GIRIH_PRODUCT(type, by_64, by_32, factors)                                           \
-  if constexpr (N == 64 && Add) {                                                            \
-    asm volatile(GIRIH_WGMMA("64", type, "1", GIRIH_32) by_64 : GIRIH_ALL("+f") : factors);  \
-  } else if constexpr (N == 64) {                                                            \
-    asm volatile(GIRIH_WGMMA("64", type, "0", GIRIH_32) by_64 : GIRIH_ALL("=f") : factors);  \
-  } else if constexpr (Add) {                                                                \
-    asm volatile(GIRIH_WGMMA("32", type, "1", GIRIH_16) by_32 : GIRIH_HALF("+f") : factors); \
-  } else {                                                                                   \
-    asm volatile(GIRIH_WGMMA("32", type, "0", GIRIH_16) by_32 : GIRIH_HALF("=f") : factors); \
-  }
-#define GIRIH_TILES "l"(a), "l"(b), "n"(major_b == Major::mn ? 1 : 0), "n"(Sign)
-#define GIRIH_FROM_TILE(type)                                                                       \
-  GIRIH_PRODUCT(type, "%32, %33, add, 1, %35, 0, %34;\n}\n", "%16, %17, add, 1, %19, 0, %18;\n}\n", \
-                GIRIH_TILES)
-#define GIRIH_LEFT \
-  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(major_b == Major::mn ? 1 : 0), "n"(Sign)
-#define GIRIH_FROM_REGISTERS(type)                                         \
-  GIRIH_PRODUCT(type, "{%32, %33, %34, %35}, %36, add, 1, %38, %37;\n}\n", \
-                "{%16, %17, %18, %19}, %20, add, 1, %22, %21;\n}\n", GIRIH_LEFT)
-
 // Sign: 1 for b, -1 for -b.
 template <typename T, Major major_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void wgmma_mma(float (*d)[4], uint64_t a, uint64_t b) {
-  static_assert(N == 64 || N == 32);
-  if constexpr (std::is_same_v<T, __half>) {
-    GIRIH_FROM_TILE("f16")
-  } else {
-    GIRIH_FROM_TILE("bf16")
-  }
+  ptx::wgmma_mma_async<T, major_b == Major::mn, N, Add, Sign>(d, a, b);
 }
 template <typename T, Major major_b, int N = 64, bool Add = true, int Sign = 1>
 __device__ inline void wgmma_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(N == 64 || N == 32);
-  if constexpr (std::is_same_v<T, __half>) {
-    GIRIH_FROM_REGISTERS("f16")
-  } else {
-    GIRIH_FROM_REGISTERS("bf16")
-  }
+  ptx::wgmma_mma_async<T, major_b == Major::mn, N, Add, Sign>(d, a, b);
 }
-
-#undef GIRIH_16
-#undef GIRIH_32
-#undef GIRIH_FOUR
-#undef GIRIH_HALF
-#undef GIRIH_ALL
-#undef GIRIH_WGMMA
-#undef GIRIH_PRODUCT
-#undef GIRIH_FROM_TILE
-#undef GIRIH_TILES
-#undef GIRIH_FROM_REGISTERS
-#undef GIRIH_LEFT
 
 #endif
 
@@ -169,13 +116,13 @@ __device__ inline void wgmma_mma(float (*d)[4], const uint32_t (&a)[4], uint64_t
 template <int Registers>
 __device__ inline void setmaxnreg_inc() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Registers));
+  ptx::setmaxnreg_inc<Registers>();
 #endif
 }
 template <int Registers>
 __device__ inline void setmaxnreg_dec() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Registers));
+  ptx::setmaxnreg_dec<Registers>();
 #endif
 }
 
@@ -183,7 +130,7 @@ __device__ inline void setmaxnreg_dec() {
 // wgmma reads and TMA copies (tma.h).
 __device__ inline void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+  ptx::fence_proxy_async();
 #endif
 }
 
@@ -191,7 +138,7 @@ __device__ inline void fence_async_proxy() {
 template <int N>
 __device__ inline void pin_registers(Accumulator<N>& sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  for_each_register<N>([&](int n, int i) { asm volatile("" : "+f"(sums.at[n][i])::"memory"); });
+  ptx::pin_registers(sums.at);
 #endif
 }
 
@@ -199,7 +146,7 @@ __device__ inline void pin_registers(Accumulator<N>& sums) {
 // recomputed instead of being kept live across iterations. (The compiler kept the addresses of an
 // unrolled loop in local memory.)
 __device__ inline int opaque_value(int number) {
-  asm volatile("" : "+r"(number));
+  ptx::make_opaque(number);
   return number;
 }
 
@@ -207,12 +154,12 @@ template <int... N>
 __device__ inline void wgmma_fence(Accumulator<N>&... sums) {
   (pin_registers(sums), ...);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+  ptx::wgmma_fence();
 #endif
 }
 __device__ inline void wgmma_commit() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+  ptx::wgmma_commit_group();
 #endif
 }
 // Waits until at most the latest `Pending` groups are incomplete; `sums` are the results of the completed
@@ -220,7 +167,7 @@ __device__ inline void wgmma_commit() {
 template <int Pending, int... N>
 __device__ inline void wgmma_wait(Accumulator<N>&... sums) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+  ptx::wgmma_wait_group<Pending>();
 #endif
   (pin_registers(sums), ...);
 }
@@ -239,7 +186,7 @@ __device__ inline void wgmma_run(const Start& start, Accumulator<N>&... sums) {
 template <int K>
 __device__ inline void keep_registers(const AFragment<K>& a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  for_each_register<K>([&](int k, int i) { asm volatile("" ::"r"(a.at[k][i]) : "memory"); });
+  for_each_register<K>([&](int k, int i) { ptx::use_register(a.at[k][i]); });
 #endif
 }
 

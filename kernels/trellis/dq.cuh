@@ -16,7 +16,7 @@ __host__ __device__ constexpr int dq_tiles(int memory_count) { return memory_cou
 
 template <typename T, int Width, int MemoryCount>
 __global__ void __launch_bounds__(128) trellis_dq_kernel(const __grid_constant__ TrellisDq p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   using Warp = TrellisChunkWarp<T, Width>;
   constexpr int N = Warp::N, K = Warp::K;
   const TrellisShape& shape = p.shape;

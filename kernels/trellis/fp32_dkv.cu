@@ -291,7 +291,7 @@ struct DkvBlock {
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
     trellis_fp32_dkv_kernel(const __grid_constant__ TrellisFp32Dkv p, const int window_size) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   DkvBlock<Sizes> dkv(p, window_size, shared + Sizes::kShared);
   if (dkv.segment.length == 0) return;
   Fp32Matrix<Sizes> T(shared);

@@ -159,7 +159,7 @@ struct Fp32Matrix {
     return shared_packs + (i - kRegisterPacks) * 4 * Sizes::kThreads;
   }
   // Stops the compiler from starting later loads early, which needs too many registers.
-  __device__ static void fence_compiler() { asm volatile("" ::: "memory"); }
+  __device__ static void fence_compiler() { ptx::fence_compiler(); }
   __device__ static void add(Pack<4>& x, float decay, float r, const Pack<4>& c) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.at[i] = fmaf(r, c.at[i], decay * x.at[i]);

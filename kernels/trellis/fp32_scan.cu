@@ -114,7 +114,7 @@ struct Scan {
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kThreads, Sizes::kBlocks)
     trellis_fp32_scan_kernel(const __grid_constant__ TrellisFp32Scan p, const int window_size) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const TrellisFp32Shape& shape = p.shape;
   const Fp32BlockCoord coord(shape, blockIdx.x);
   const int memory = coord.memory, head = coord.head;

@@ -41,7 +41,7 @@ struct ChunkHead {
 
 __global__ void __launch_bounds__(kChunkHeads* kWarps)
     trellis_gates_kernel(const __grid_constant__ TrellisGates p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const int size = p.shape.grid.size * kChunkHeads;
   float *const gate = shared, *const log_decay_to_end = gate + size,
                *const log_decay = log_decay_to_end + size, *const log_decay_error = log_decay + size;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kChunkHeads* kWarps)
 // dg_t is the sum of dL over the tokens from t on.
 __global__ void __launch_bounds__(kChunkHeads* kWarps)
     trellis_gate_gradients_kernel(const __grid_constant__ TrellisGateGradients p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   const ChunkHead column(p.shape);
   const int64_t token_count = p.shape.grid.tokens.batch * p.shape.grid.tokens.tokens * p.shape.heads;
   const int tiles = (p.shape.grid.size + 15) / 16, length = column.chunk.length;

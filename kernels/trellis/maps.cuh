@@ -58,11 +58,7 @@ __device__ inline void dispatch_map(TrellisMap map, int slots, const F& f) {
   }
 }
 
-__device__ inline float tanh_fast(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-  return y;
-}
+__device__ inline float tanh_fast(float x) { return ptx::tanh_approx(x); }
 // Sigmoid for a z with the accuracy of T. The error of tanh.approx, 2^-11, is an eighth of the rounding error
 // of bf16, but equals that of fp16.
 template <typename T>

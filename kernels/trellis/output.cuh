@@ -10,7 +10,7 @@ enum OutputTile : int { kOutQ, kOutK, kOutV, kOutUk, kOutUv, kOutputTiles };
 
 template <typename T, int Width>
 __global__ void __launch_bounds__(128) trellis_output_kernel(const __grid_constant__ TrellisOutput p) {
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   using Warp = TrellisChunkWarp<T, Width>;
   constexpr int N = Warp::N, K = Warp::K;
   const TrellisShape& shape = p.shape;

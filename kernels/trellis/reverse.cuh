@@ -14,7 +14,7 @@ template <typename T, int Width, class Phi, bool HasOneTile>
 __global__ void __launch_bounds__(TrellisReverseStorage<T, Width>::kThreads, 1)
     trellis_reverse_kernel(const __grid_constant__ TrellisReverse p) {
   using Storage = TrellisReverseStorage<T, Width>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Storage storage{Width == 64 ? pin_address(shared) : shared};
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const int warp = warp_index();

@@ -303,7 +303,7 @@ struct TrellisReverseOutputWarp {
       PipelineState memory_pipe = gradient_pipe;
       // Hides the constants from the compiler, which otherwise unrolls into more registers than there are.
       int tile = 0, tiles = 1;
-      asm volatile("" : "+r"(tile), "+r"(tiles));
+      ptx::make_opaque(tile, tiles);
       const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
       compute_gradients(WarpTile(chunk_of(p.shape.grid, coord.chunked, i), token_pipe, tile, tiles),
                         storage.gradient(gradient_pipe.stage), memories);

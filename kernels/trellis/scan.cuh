@@ -17,7 +17,7 @@ template <typename T, int Width, class Phi, bool HasLookahead>
 __global__ void __launch_bounds__(TrellisScanStorage<T, Width>::kThreads, 1)
     trellis_scan_kernel(const __grid_constant__ TrellisScan p) {
   using Storage = TrellisScanStorage<T, Width>;
-  extern __shared__ __align__(128) unsigned char shared[];
+  GIRIH_DYNAMIC_SHARED(unsigned char, shared, 128);
   const Storage storage{pin_address(shared)};
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const bool paired = has_cluster_pair(p);

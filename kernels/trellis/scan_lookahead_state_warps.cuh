@@ -38,7 +38,7 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
       : Base(p, coord, storage, warp) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) slot_masks[i] = slot + lane_row() + 8 * i < p.shape.slots ? ~0u : 0u;
-    asm volatile("" : "+r"(slot_masks[0]), "+r"(slot_masks[1]));
+    ptx::make_opaque(slot_masks[0], slot_masks[1]);
   }
 
   __device__ void run() {

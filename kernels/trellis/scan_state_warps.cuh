@@ -66,8 +66,7 @@ class TrellisScanStateWarp {
         lane_place(sizeof(T) * StageTile::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         slot_masks{map_slots.pair_mask(0), map_slots.pair_mask(1)} {
     // Keeps these values in registers; otherwise the compiler recomputes them for every tile.
-    asm volatile(""
-                 : "+r"(lane_place), "+r"(slot_masks[0]), "+r"(slot_masks[1]), "+r"(row), "+r"(lane_moment));
+    ptx::make_opaque(lane_place, slot_masks[0], slot_masks[1], row, lane_moment);
   }
 
   __device__ void run() {

@@ -320,7 +320,7 @@ struct StepBlock {
 
 template <int N, int MemoryCount>
 __global__ void __launch_bounds__(kThreads, 4) trellis_step_kernel(const __grid_constant__ TrellisStep p) {
-  extern __shared__ __align__(16) float shared[];
+  GIRIH_DYNAMIC_SHARED(float, shared, 16);
   StepBlock<N, MemoryCount> block(shared, p);
   block.template prefetch_memory<0>();
   if constexpr (MemoryCount == 2) block.template prefetch_memory<1>();

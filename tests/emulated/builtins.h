@@ -23,6 +23,7 @@ struct Index {
 
 // Shared memory lies below 4 GB.
 inline void* __cvta_shared_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
+inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 
 inline void __syncthreads() { emulated::wait_at(0, emulated::threads); }
 inline bool __syncthreads_and(bool x) {

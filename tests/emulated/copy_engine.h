@@ -1,51 +1,64 @@
-// The copy engine (tile/tma.h): boxes of tensors come in any order, and a barrier's phase waits for their
-// bytes.
+// Bulk copies (TMA): bytes and boxes of tensors come in any order, and a barrier's phase waits for them.
 #pragma once
 
-#include <map>
-
 #include "emulator.h"
+#include "runtime.h"
 
 namespace emulated {
 
-struct TensorMap {
-  const void* data;
-  int64_t stride[4], size[4];
-  int rows;
-};
-inline std::map<uint64_t*, int> expected;
-
-inline void expect(uint64_t* barrier, int bytes, int arrivals) {
-  Phases& of = phases(barrier);
-  expected[barrier] += bytes, of.left -= arrivals;
-  if (of.left == 0 && expected[barrier] == 0) end_phase(of);
+inline void check_bulk(const void* at, int bytes) {
+  if (reinterpret_cast<uint64_t>(at) % 16 != 0 || bytes % 16 != 0) fail("bytes are not aligned");
 }
-inline void arrive_expect_tx(uint64_t* barrier, int bytes) { expect(barrier, bytes, 1); }
-inline void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
-  if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("bytes are not aligned");
+// Writes bytes to shared memory, for threads and for products.
+inline void deliver_bytes(void* to, const void* from, int bytes) {
+  std::memcpy(to, from, bytes), std::memcpy(fenced(to), from, bytes);
+}
+
+// From global to shared memory.
+inline void load_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  check_bulk(to, bytes), check_bulk(from, bytes);
   deliveries.push_back([=] {
-    std::memcpy(to, from, bytes), std::memcpy(fenced(to), from, bytes);
+    deliver_bytes(to, from, bytes);
     expect(barrier, -bytes, 0);
   });
 }
-inline void tma_load(uint32_t to, const void* boxes, int64_t col, int64_t row, int64_t head, int64_t batch,
-                     uint64_t* barrier) {
+// From the shared memory of a block to that of another.
+inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  check_bulk(to, bytes), check_bulk(from, bytes);
+  deliveries.push_back([=] {
+    deliver_bytes(to, fenced(from), bytes);
+    expect(barrier, -bytes, 0);
+  });
+}
+// From shared to global memory behind a fence of the thread, which is over when its warp's turn is.
+inline void store_bytes(void* to, const void* from, int bytes) {
+  check_bulk(to, bytes), check_bulk(from, bytes);
+  fence();
+  yield();
+  std::memcpy(to, fenced(from), bytes);
+}
+
+struct BoxStart {
+  int64_t batch, head, row, col;
+};
+inline void load_box(uint32_t to, const void* tensor_map, BoxStart start, uint64_t* barrier) {
   TensorMap of;
-  std::memcpy(&of, boxes, sizeof of);
+  std::memcpy(&of, tensor_map, sizeof of);
   if (to % 1024 != 0) fail("a box is not aligned");
   deliveries.push_back([=] {
+    auto* const box = reinterpret_cast<uint16_t*>(uint64_t{to});
     for (int r = 0; r < of.rows; ++r) {
       for (int c = 0; c < 64; ++c) {
-        const bool is =
-            row + r < of.size[1] && col + c < of.size[3] && head < of.size[2] && batch < of.size[0];
-        const int64_t at =
-            batch * of.stride[0] + (row + r) * of.stride[1] + head * of.stride[2] + (col + c) * of.stride[3];
-        auto* place = reinterpret_cast<uint16_t*>(uint64_t{to}) + r * 64 + (c / 8 ^ r % 8) * 8 + c % 8;
-        *place = is ? static_cast<const uint16_t*>(of.data)[at] : 0;
+        const int64_t at[4] = {start.col + c, start.row + r, start.head, start.batch};
+        bool exists = true;
+        int64_t offset = 0;
+        for (int d = 0; d < 4; ++d) exists &= at[d] < of.size[d], offset += at[d] * of.stride[d];
+        uint16_t& element = box[r * 64 + (c / 8 ^ r % 8) * 8 + c % 8];
+        element = 0;
+        if (exists) std::memcpy(&element, of.data + offset, sizeof element);
       }
     }
-    auto* const from = reinterpret_cast<const void*>(uint64_t{to});
-    std::memcpy(fenced(from), from, of.rows * 128);
+    std::memcpy(fenced(box), box, of.rows * 128);
     expect(barrier, -of.rows * 128, 0);
   });
 }

@@ -3,18 +3,23 @@
 // the lanes of a warp; some of them stand still for a while, so that who does not wait for them runs ahead.
 // Copies that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
 //
-// rewrite.py puts this in the place of the instructions in kernels/tile. It knows no speed, no second block
-// at the same time but those of a cluster, and of races those that turns of warps and lanes bring out.
+// The compiler includes this file first (units.py). From then on a source is compiled as by nvcc for sm_90a;
+// tile/ptx.h and tile/cuts.h beside this file come in the place of those of kernels, and runtime.h in that of
+// the CUDA runtime. The emulator knows no speed, no second block at the same time but those of a cluster, and
+// of races those that turns of warps and lanes bring out.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <link.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -26,6 +31,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #undef __launch_bounds__
@@ -33,6 +39,8 @@
 #undef __grid_constant__
 #define __grid_constant__
 #define __noinline__
+#undef __shared__
+#define __shared__ static thread_local  // StaticShared
 
 namespace emulated {
 
@@ -51,6 +59,14 @@ struct Copy {
   int bytes, given;  // the rest: zeros
 };
 
+// Sums of products, as a fence or a wait found them (products.h).
+struct Pin {
+  const char* at;
+  std::vector<char> bytes;
+
+  const char* end() const { return at + bytes.size(); }
+};
+
 struct Block;
 struct Fiber {
   ucontext_t context;  // where it begins
@@ -62,7 +78,6 @@ struct Fiber {
   const unsigned* word;  // what it waits for: a change of these bits of it
   unsigned bits, value;
   unsigned exchanges;                          // that it has taken part in with its warp
-  bool of_products;                            // what it reads of shared memory products read
   std::vector<Copy> open;                      // copies that no group has yet
   std::vector<std::vector<Copy>> groups;       // oldest first
   std::deque<std::function<void()>> products;  // under way (products.h), oldest first
@@ -71,7 +86,7 @@ struct Fiber {
   std::vector<char> registers;
   bool is_fenced;
   std::set<const void*> started;
-  std::map<const void*, std::vector<char>> pinned;
+  std::vector<Pin> pinned;
 };
 
 // What a warp's lanes hand to one another: two tables in turn.
@@ -101,13 +116,6 @@ struct Block {
   std::vector<Fiber*> fibers;  // as many as any block had
 };
 
-// What one block of a cluster sends to another.
-struct Parcel {
-  unsigned char *to, *from;
-  int bytes;
-  uint64_t* barrier;
-};
-
 inline int shared_bytes = kSharedBytes;  // what the card says
 inline int processors = 4;               // how many multiprocessors it has
 inline bool early_products = false;      // some of them (products.h)
@@ -118,7 +126,6 @@ inline Barrier cluster_barrier;
 inline Fiber* current;
 inline std::function<void()> kernel;
 inline std::mt19937 random_turns(1);
-inline std::vector<Parcel> parcels;  // on their way: one may overtake another
 
 // (swapcontext() asks the system for signals every time.)
 inline void yield() {
@@ -178,17 +185,11 @@ inline void wait_at(Barrier& barrier, int arrivals) {
 
 inline void wait_at(int id, int arrivals) { wait_at(current->block->barriers[id], arrivals); }
 
-// Of one access.
-inline void check_alignment(const void* at, size_t bytes) {
-  if (reinterpret_cast<uint64_t>(at) % bytes != 0) fail("an access is not aligned");
-}
-
 inline void start_copy(uint32_t to, const void* from, int bytes, int given) {
-  if (from != nullptr && reinterpret_cast<uint64_t>(from) % bytes != 0)
-    fail("a copy's source is not aligned");
+  if (given == 0) from = nullptr;
+  if (reinterpret_cast<uint64_t>(from) % bytes != 0) fail("a copy's source is not aligned");
   current->open.push_back({reinterpret_cast<void*>(uint64_t{to}), from, bytes, given});
 }
-inline void start_copy(uint32_t to, const void* from, int bytes) { start_copy(to, from, bytes, bytes); }
 inline void close_group() {
   current->groups.push_back(current->open);
   current->open.clear();
@@ -219,7 +220,16 @@ inline void end_phase(Phases& of) {
   if (of.phase > 0 && (of.awaited & before) == 0) fail("nobody waits for a barrier");
   of.awaited &= ~before, of.left = of.all, ++of.phase;
 }
+// Bytes that bulk copies have still to bring (copy_engine.h), by barrier.
+inline std::map<uint64_t*, int> expected;
+inline void expect(uint64_t* barrier, int bytes, int arrivals) {
+  Phases& of = phases(barrier);
+  int& left = expected[barrier];
+  left += bytes, of.left -= arrivals;
+  if (of.left == 0 && left == 0) end_phase(of);
+}
 inline void arrive(uint64_t* barrier) {
+  if (!expected.empty()) return expect(barrier, 0, 1);
   Phases& of = phases(barrier);
   if (--of.left == 0) end_phase(of);
 }
@@ -259,48 +269,50 @@ inline unsigned char* far(const void* here, int rank) {
   if (cluster[rank].running == 0) fail("a block reaches another that has ended");
   return cluster[rank].shared + (static_cast<const unsigned char*>(here) - current->block->shared);
 }
-inline void copy_to_remote(const void* from, int bytes, const uint64_t* barrier, int rank) {
-  if (reinterpret_cast<uint64_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a parcel is not aligned");
-  parcels.push_back({far(from, rank), const_cast<unsigned char*>(static_cast<const unsigned char*>(from)),
-                     bytes, reinterpret_cast<uint64_t*>(far(barrier, rank))});
-}
-inline void deliver() {
-  const auto at = parcels.begin() + random_turns() % parcels.size();
-  const Parcel parcel = *at;
-  parcels.erase(at);
-  std::memcpy(parcel.to, parcel.from, parcel.bytes);
-  std::memcpy(fenced(parcel.to), parcel.from, parcel.bytes);
-  arrive(parcel.barrier);
-}
 
-// Arrays of shared memory that a kernel declares, each once for all blocks: no cluster has them.
-struct SharedArray {
-  void* data;
-  size_t bytes;
+// Arrays that a kernel declares as __shared__, each once for all blocks: no cluster has them. They are the
+// thread-local variables of this library, which has no others.
+class StaticShared {
+  unsigned char* begin_ = nullptr;
+  size_t bytes_ = 0;
+
+  static int find(dl_phdr_info* info, size_t, void* to) {
+    auto& found = *static_cast<StaticShared*>(to);
+    const auto own = reinterpret_cast<uint64_t>(&StaticShared::find);
+    bool is_own = false;
+    size_t bytes = 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const auto& part = info->dlpi_phdr[i];
+      const uint64_t begin = info->dlpi_addr + part.p_vaddr;
+      if (part.p_type == PT_LOAD) is_own |= own >= begin && own < begin + part.p_memsz;
+      if (part.p_type == PT_TLS) bytes = part.p_memsz;
+    }
+    if (is_own) found.begin_ = static_cast<unsigned char*>(info->dlpi_tls_data), found.bytes_ = bytes;
+    return is_own;
+  }
+
+ public:
+  StaticShared() {
+    static thread_local volatile char any;
+    any = 0;  // so that the thread has its variables
+    dl_iterate_phdr(find, this);
+    if (begin_ == nullptr) fail("no variables of the thread");
+  }
+  void clear() const { std::memset(begin_, 0xff, bytes_); }  // NaN
+  bool is_clear() const { return *begin_ == 0xff && std::memcmp(begin_, begin_ + 1, bytes_ - 1) == 0; }
 };
-inline std::vector<SharedArray> shared_arrays;
-template <int Which, class T>
-T& shared_array() {
-  alignas(16) static T array;
-  static const bool is_new = [] {
-    std::memset(&array, 0xff, sizeof array);
-    shared_arrays.push_back({&array, sizeof array});
-    return true;
-  }();
-  if (!is_new || cluster_size != 1) fail("a cluster with arrays of a block");
-  return array;
-}
 
 inline void begin(Block& block, unsigned number) {
-  if (block.shared == nullptr) {  // below 4 GiB: addresses have 32 bits
-    block.shared = static_cast<unsigned char*>(
-        mmap(nullptr, kSharedRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
+  if (block.shared == nullptr) {
+    // Below 4 GiB, as addresses have 32 bits; a multiple of the room, as descriptors of products have 18.
+    const auto pages = reinterpret_cast<uint64_t>(mmap(nullptr, 2 * kSharedRoom, PROT_READ | PROT_WRITE,
+                                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
+    block.shared = reinterpret_cast<unsigned char*>((pages + kSharedRoom - 1) / kSharedRoom * kSharedRoom);
     block.fenced = static_cast<unsigned char*>(std::malloc(kSharedBytes));
   }
   std::memset(block.shared, 0xff, kSharedRoom);  // NaN
   std::memset(block.fenced, 0xff, block_bytes);
   block.has_fenced = false;
-  for (const SharedArray& of : shared_arrays) std::memset(of.data, 0xff, of.bytes);
   block.number = number, block.running = threads / 32;
   block.warps.assign(threads / 32, Warp{});
   std::fill(std::begin(block.barriers), std::end(block.barriers), Barrier{});
@@ -311,7 +323,6 @@ inline void begin(Block& block, unsigned number) {
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = *block.fibers[i];
     fiber.block = &block, fiber.thread = i, fiber.begun = fiber.done = false, fiber.exchanges = 0;
-    fiber.of_products = false;
     fiber.word = nullptr;
     fiber.open.clear(), fiber.groups.clear();
     fiber.pinned.clear(), fiber.is_fenced = false;
@@ -327,6 +338,8 @@ inline void run_cluster(unsigned number, int bytes) {
   if (bytes > shared_bytes) fail("a block asks for more shared memory than there is");
   cluster_barrier = {}, block_bytes = bytes;
   for (int i = 0; i < cluster_size; ++i) begin(cluster[i], number * cluster_size + i);
+  static const StaticShared static_shared;
+  static_shared.clear();
   std::vector<Fiber**> running;  // warps, by their first lane
   for (int i = 0; i < cluster_size; ++i) {
     for (int w = 0; w < threads / 32; ++w) running.push_back(&cluster[i].fibers[32 * w]);
@@ -344,7 +357,6 @@ inline void run_cluster(unsigned number, int bytes) {
       others = turns + (64 << random_turns() % 10), idle = 0;
     }
     if (turns > 20'000'000) fail("a block hangs");
-    if (!parcels.empty() && random_turns() % 8 == 0) deliver();
     if (!deliveries.empty() && random_turns() % 4 == 0) deliver_any();
     const auto at = running.begin() + random_turns() % running.size();
     Fiber** const warp = *at;
@@ -362,7 +374,8 @@ inline void run_cluster(unsigned number, int bytes) {
     block.has_fenced = false;
     if (done) --block.running, running.erase(at);
   }
-  if (!parcels.empty() || !deliveries.empty()) fail("a block has ended before what it was sent");
+  if (cluster_size > 1 && !static_shared.is_clear()) fail("a cluster with arrays of a block");
+  if (!deliveries.empty()) fail("a block has ended before what it was sent");
   for (int i = 0; i < cluster_size; ++i) {
     const unsigned char* const beyond = cluster[i].shared + bytes;
     if (*beyond != 0xff || std::memcmp(beyond, beyond + 1, kSharedRoom - bytes - 1) != 0)
@@ -388,20 +401,19 @@ void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_si
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
 
-// What a launch asks of the card.
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-template <class Kernel>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
-  return *blocks = 1, cudaSuccess;
-}
-
 // Products of 16-bit elements by their place in the lanes' registers (tile/matrix.h), summed in fp64.
-template <class Unpaired>
-void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const Unpaired& unpack_pair) {
+template <class T>
+float2 unpack(uint32_t pair) {
+  T both[2];
+  std::memcpy(both, &pair, sizeof pair);
+  return {static_cast<float>(both[0]), static_cast<float>(both[1])};
+}
+template <class T>
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
   uint64_t words[6];
   for (int i = 0; i < 6; ++i) {
-    const float2 both = unpack_pair(pairs[i]);
+    const float2 both = unpack<T>(pairs[i]);
     std::memcpy(&words[i], &both, sizeof both);
   }
   const auto table = exchange(words, 6, __LINE__);
@@ -460,7 +472,7 @@ inline void multiply_f64(double (&d)[2], double a, double b) {
 inline void ldmatrix(uint32_t (&to)[4], uint32_t address, bool transposed) {
   const auto* const at = reinterpret_cast<const unsigned char*>(uint64_t{address});
   uint64_t row_of_lane[2];
-  std::memcpy(row_of_lane, current->of_products ? fenced(at) : at, sizeof row_of_lane);
+  std::memcpy(row_of_lane, at, sizeof row_of_lane);
   const auto table = exchange(row_of_lane, 2, __LINE__);
   const auto element = [&](int matrix, int row, int col) {
     return static_cast<uint16_t>(table[8 * matrix + row][col / 4] >> 16 * (col % 4));
@@ -473,6 +485,20 @@ inline void ldmatrix(uint32_t (&to)[4], uint32_t address, bool transposed) {
     got[m] = low | high << 16;
   }
   std::copy(got, got + 4, to);
+}
+
+// stmatrix: the lanes hand their elements on, and each stores its row.
+inline void stmatrix(uint32_t address, const uint32_t (&x)[4], bool transposed) {
+  if (address % 16 != 0) fail("a row of a matrix is not aligned");
+  const uint64_t words[4] = {x[0], x[1], x[2], x[3]};
+  const auto table = exchange(words, 4, __LINE__);
+  const int matrix = lane() / 8, line = lane() % 8;
+  uint16_t row[8];
+  for (int i = 0; i < 8; ++i) {
+    const int r = transposed ? i : line, c = transposed ? line : i;
+    row[i] = static_cast<uint16_t>(table[4 * r + c / 2][matrix] >> 16 * (c % 2));
+  }
+  std::memcpy(reinterpret_cast<void*>(uint64_t{address}), row, sizeof row);
 }
 
 inline uint32_t transpose_pairs(uint32_t x) {
@@ -488,3 +514,8 @@ inline uint32_t transpose_pairs(uint32_t x) {
 }  // namespace emulated
 
 #include "builtins.h"
+#include "runtime.h"
+
+// What nvcc says of sm_90a. (CUDA's headers above are those of the host.)
+#define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL

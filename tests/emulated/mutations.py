@@ -29,7 +29,7 @@ KINDS = {
 }
 # What stands on these lines is no arithmetic of a kernel.
 OTHER = re.compile(
-    r"^\s*(//|#|\*|template|static_assert|using|struct|constexpr)|asm|inline|<<<|constexpr|for \("
+    r"^\s*(//|#|\*|template|static_assert|using|struct|constexpr)|ptx::|inline|launch_|constexpr|for \("
 )
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 EMULATED = Path(__file__).parents[1] / "emulated"
-spec = importlib.util.spec_from_file_location("rewrite", EMULATED / "rewrite.py")
-rewrite = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rewrite)
+spec = importlib.util.spec_from_file_location("units", EMULATED / "units.py")
+units = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(units)
 
 HEADERS = [p for p in (Path(torch.__file__).parents[1] / "nvidia").glob("*/include/cuda_bf16.h")]
 HEADERS += list(Path("/usr/local/cuda/include").glob("cuda_bf16.h"))
@@ -51,21 +51,21 @@ def structure(*fields):
 
 
 def compile_to(library, folder, operator):
-    rewrite.write(folder, operator)
-    paths = [folder, EMULATED, rewrite.KERNELS, HEADERS[0].parent]
     command = [
         "g++",
         "-std=c++20",
         "-Og",
         "-fPIC",
-        "-fsanitize=bounds-strict",
+        "-fno-gnu-unique",  # a library's variables are its own
+        "-fsanitize=bounds-strict,alignment",
         "-fsanitize-undefined-trap-on-error",
-        *(f"-I{path}" for path in paths),
+        *(f"-I{path}" for path in (*units.INCLUDE_PATH, HEADERS[0].parent)),
+        *("-include", "emulator.h"),
     ]
     parts = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
-    for number, pattern in enumerate(rewrite.UNITS.get(operator, ())):
+    for number, files in enumerate(units.units(operator, folder)):
         unit = folder / f"unit_{number}.cpp"
-        unit.write_text("".join(f'#include "{path}"\n' for path in sorted(folder.glob(pattern))))
+        unit.write_text("".join(f'#include "{path}"\n' for path in files))
         parts[unit] = unit.with_suffix(".o")
     commands = [[*command, "-c", path, "-o", part] for path, part in parts.items()]
     with ThreadPool() as compilers:

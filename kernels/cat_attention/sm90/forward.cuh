@@ -24,7 +24,7 @@ struct CatSm90Forward {
 
 template <int Tile>
 struct CatForwardSizes {
-  static constexpr int kStages = Tile == 64 ? 9 : 7;
+  static constexpr int kStages = ring_stages(Tile == 64 ? 9 : 7);
   // A tile has at least three stages, so this many tiles are in flight.
   static constexpr int kTiles = (kStages + 2) / 3;
 };
@@ -216,7 +216,7 @@ template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_forward_sm90_kernel(const __grid_constant__ CatSm90Forward p) {
   if constexpr (kIsCatSm90Compiled) {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
     const CatSm90ForwardStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<232, 40>>([&] { space.init(); }, [&] { run_forward_loader(p, space); },
                                               [&] { CatSm90ForwardMainloop<T, Tile>(p, space).run(); });

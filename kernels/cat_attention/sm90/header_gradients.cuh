@@ -20,7 +20,7 @@ constexpr int kCatSm90Queries = 64;
 
 template <typename T, int Tile>
 struct CatSm90HeaderStorage {
-  static constexpr int kStages = Tile == 64 ? 8 : 4;
+  static constexpr int kStages = ring_stages(Tile == 64 ? 8 : 4);
   using Rows = BlockTile<T, Tile>;
   struct Barriers {
     uint64_t keys, keys_empty, stage[kStages], read[kStages];
@@ -223,7 +223,7 @@ template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_header_gradients_sm90_kernel(const __grid_constant__ CatSm90HeaderGradients p) {
   if constexpr (kIsCatSm90Compiled) {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
     const CatSm90HeaderStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_header_loader(p, space); },
                                               [&] { CatSm90HeaderMainloop<T, Tile>(p, space).run(); });

@@ -266,7 +266,7 @@ template <typename T, int Tile>
 __global__ void __launch_bounds__(kCatSm90Threads, 1)
     cat_query_gradients_sm90_kernel(const __grid_constant__ CatSm90QueryGradients p) {
   if constexpr (kIsCatSm90Compiled) {
-    extern __shared__ __align__(1024) unsigned char shared[];
+    GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
     const CatSm90QueryStorage<T, Tile> space{shared};
     run_warp_roles<CatSm90Registers<240, 24>>([&] { space.init(); }, [&] { run_query_loader(p, space); },
                                               [&] { CatSm90QueryMainloop<T, Tile>(p, space).run(); });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cat_attention/sm90/plan.cuh"
+#include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/row_store.h"

@@ -1,0 +1,75 @@
+"""The sources of kernels that the emulated tests compile, beside tests/emulated/OPERATOR*.cpp."""
+
+import os
+from pathlib import Path
+
+EMULATED = Path(__file__).resolve().parent
+# The kernels of this repository, or a copy with a mistake (mutations.py).
+KERNELS = Path(os.environ.get("GIRIH_KERNELS") or EMULATED.parents[1] / "kernels")
+# tile/ptx.h and tile/cuts.h of the emulator come before those of the kernels.
+INCLUDE_PATH = (EMULATED, KERNELS)
+HALVES = ("__half", "__nv_bfloat16")
+FP32 = tuple(f"fp32/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
+# By operator: patterns of files in kernels, or of instances. The files of a pattern are one translation unit.
+UNITS = {
+    "delta_product": (
+        *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
+        "delta_product/channel_beta_rows.cu",
+        *(f"instances/delta_product/channel_beta_gradients_{type}.cu" for type in HALVES),
+    ),
+    "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),
+    "gla": (
+        *(f"instances/{of}{type}.cu" for of in ("gla/*", "gsa/dkv_") for type in HALVES),
+        *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *FP32),
+    ),
+    "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
+    "gsa": (
+        *(f"instances/gsa/*{type}.cu" for type in HALVES),
+        *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
+        *(*FP32, "fp32/abc.cu", "fp32/feature.cu"),
+    ),
+    "linear_path": tuple(f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "gates")),
+    "elementwise": tuple(
+        f"elementwise/{name}.cu" for name in ("cross_entropy", "residual_norm", "rotary", "silu_product")
+    ),
+    "gate_activations": ("gate_activations/gate_activations.cu",),
+    "trellis": (
+        *(f"trellis/{name}.cu" for name in ("fp32_scan", "fp32_read_map", "fp32_reverse", "fp32_dkv")),
+        "trellis/step.cu",
+        *(f"fp32/{name}.cu" for name in ("key_read", "value_read")),
+    ),
+}
+
+
+def instances(table: Path) -> dict[str, str]:
+    """By name the sources that kernels/CMakeLists.txt makes of an instances.txt."""
+    form = (KERNELS / "instance.cu.in").read_text()
+    sources = {}
+    for row in table.read_text().splitlines():
+        if not row or row.startswith("#"):
+            continue
+        fields = [column.split() for column in row.split("|")]
+        assert len(fields) == 4 and all(fields) and len(fields[0]) == 1, f"{table}: {row}"
+        (header,), types, functions, arguments = fields
+        calls = [f"{function}<{argument}>" for function in functions for argument in arguments]
+        lines = "".join(f"template decltype({call}) {call};\n" for call in calls)
+        for type in types:
+            source = form.replace("@instances@", lines).replace("@type@", type)
+            name = f"instances/{header.removesuffix('.cuh')}_{type}.cu"
+            assert name not in sources, f"{table}: {name} is made already: {row}"
+            sources[name] = source.replace("@header@", header)
+    return sources
+
+
+def units(operator: str, folder: Path) -> list[list[Path]]:
+    """The files of each translation unit of an operator. Instances are written to the folder."""
+    for table in KERNELS.glob("*/instances.txt"):
+        for name, source in instances(table).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(source)
+    found = []
+    for pattern in UNITS.get(operator, ()):
+        root = folder if pattern.startswith("instances/") else KERNELS
+        found.append(sorted(root.glob(pattern)))
+        assert found[-1], f"no source is {pattern}"
+    return found
