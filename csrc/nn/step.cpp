@@ -4,14 +4,12 @@
 
 #include <algorithm>
 
+#include "../../kernels/skinny_gemm/limits.h"
 #include "../ops/registration/functions.h"
 #include "fused.h"
 
 namespace girih::nn {
 namespace {
-
-// Limits of the operator few_rows.
-constexpr int64_t kMaxRows = 16, kMaxMatrices = 8, kMaxWidth = 8192, kMaxElements = 96 * 1024;
 
 using SkinnyGemmSignature = std::vector<Tensor>(const Tensor&, at::TensorList,
                                                 const std::vector<std::string>&,
@@ -60,7 +58,7 @@ Tensor apply_prologue(const Tensor& x, const RowInput& prologue) {
 }
 
 bool is_decode_sized(const Tensor& x) {
-  return !at::GradMode::is_enabled() && x.numel() <= kMaxRows * x.size(-1);
+  return !at::GradMode::is_enabled() && x.numel() <= kernels::kSkinnyGemmMaxRows * x.size(-1);
 }
 
 bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const RowInput& prologue,
@@ -76,9 +74,10 @@ bool has_skinny_gemm(const Tensor& x, const std::vector<Product>& specs, const R
     return !part.defined() || (part.scalar_type() == at::kFloat && part.is_contiguous());
   };
   return find_skinny_gemm_op() && !at::autocast::is_autocast_enabled(at::kCUDA) && 1 <= rows &&
-         rows <= kMaxRows && width % 8 == 0 && width <= kMaxWidth && rows * width <= kMaxElements &&
-         specs.size() <= kMaxMatrices && is_kernel_operand(x) && is_kernel_operand(prologue.other) &&
-         is_kernel_operand(residual) && std::ranges::all_of(specs, [&](const Product& product) {
+         rows <= kernels::kSkinnyGemmMaxRows && width % 8 == 0 && width <= kernels::kSkinnyGemmMaxWidth &&
+         rows * width <= kernels::kSkinnyGemmMaxElements && specs.size() <= kernels::kSkinnyGemmMaxMatrices &&
+         is_kernel_operand(x) && is_kernel_operand(prologue.other) && is_kernel_operand(residual) &&
+         std::ranges::all_of(specs, [&](const Product& product) {
            return is_kernel_operand(product.weight) && is_fp32_vector(product.bias) &&
                   is_fp32_vector(product.rate) && (product.gate != "none" || !product.bias.defined());
          });

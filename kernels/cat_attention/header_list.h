@@ -10,6 +10,7 @@
 
 #include "cat_attention/cat_attention.h"
 #include "cat_attention/tiles.h"
+#include "tile/cuts.h"
 #include "tile/grid.h"
 
 namespace girih::kernels {
@@ -17,20 +18,20 @@ namespace girih::kernels {
 // Minimum length of a run, in tiles; shorter runs do not pay for their start.
 constexpr int64_t kCatMinRunTiles = 8;
 
-// The sizes of a list. runs: the number of blocks that fit on 132 multiprocessors, independent of the device,
+// The sizes of a list. runs: the number of blocks that fit on an H100 or H200, independent of the device,
 // so that sums are the same on all devices.
 struct CatHeaderListSizes {
   int headers, queries, columns, runs;
 };
 template <typename T, int Tile>
 __host__ __device__ constexpr CatHeaderListSizes header_list_sizes() {
-  return {kCatBlock, kCatQueries<T, Tile>, kCatColumns<Tile>, 264};
+  return {kCatBlock, kCatQueries<T, Tile>, kCatColumns<Tile>, 2 * kH100Multiprocessors};
 }
 
 // For the warpgroup kernel, which has blocks of 128 headers; one block fills a multiprocessor.
 template <int Tile>
 __host__ __device__ constexpr CatHeaderListSizes sm90_header_list_sizes() {
-  return {128, 64, Tile, 132};
+  return {128, 64, Tile, kH100Multiprocessors};
 }
 
 struct CatHeaderList {

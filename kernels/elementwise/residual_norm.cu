@@ -9,6 +9,7 @@
 // of a row and of the weight. Every tensor is read or written once. A thread sums dweight of its columns over
 // its rows, and another kernel adds the sums of the blocks.
 #include "elementwise/elementwise.h"
+#include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
@@ -21,7 +22,8 @@ namespace elementwise {
 namespace {
 
 constexpr int kPack = kElementwisePack;
-constexpr int64_t kResidentBlocks = 8 * 132;  // blocks of 128 threads of backward, on an H100 or H200
+constexpr int64_t kResidentBlocks =
+    8 * kH100Multiprocessors;  // blocks of 128 threads of backward, on an H100 or H200
 
 // Lanes threads have a row. Sum is the type of x and s, Row the type of branch and y. UseSilu: s = silu(x).
 template <typename Sum, typename Row, bool UseSilu, int Threads, int Packs, int Lanes = Threads>

@@ -4,6 +4,7 @@
 // Neighbouring threads share a row. A thread has a pack of columns, or one column, of several rows and sums
 // db and dA of its columns over these rows. Another kernel adds the sums of the blocks.
 #include "gate_activations/gate_activations.h"
+#include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
@@ -15,7 +16,7 @@ namespace gate_activations_detail {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kResidentBlocks = 8 * 132;  // on an H100 or H200
+constexpr int64_t kResidentBlocks = 8 * kH100Multiprocessors;
 
 template <typename Row, int N>
 struct Tile {

@@ -8,6 +8,7 @@
 // both sums of a row. A thread sums dweight of its columns over its rows, a block sums over its groups in a
 // fixed order and writes one partial, and a second kernel sums the partials in a fixed order.
 #include "gated_rms_norm/rows.h"
+#include "tile/cuts.h"
 #include "tile/launch.h"
 #include "tile/partials.h"
 
@@ -17,7 +18,7 @@ namespace {
 
 // The blocks that are resident on an H100 or H200 at once, 3 of 256 threads for each multiprocessor. More
 // blocks would write more partials.
-constexpr int64_t kResidentBlocks = 3 * 132;
+constexpr int64_t kResidentBlocks = 3 * kH100Multiprocessors;
 
 int64_t block_count(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kResidentBlocks); }
 

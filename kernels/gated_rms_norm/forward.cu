@@ -2,6 +2,7 @@
 //
 // x and gate are read once, y is written once.
 #include "gated_rms_norm/rows.h"
+#include "tile/cuts.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {
@@ -10,7 +11,7 @@ namespace {
 
 // The blocks that are resident on an H100 or H200 at once, 4 of 256 threads for each multiprocessor. With
 // more blocks, a block has fewer rows, and its weights are a larger part of its reads.
-constexpr int64_t kResidentBlocks = 4 * 132;
+constexpr int64_t kResidentBlocks = 4 * kH100Multiprocessors;
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads, (R::kPacks > 2 ? 512 : 1024) / R::kThreads)

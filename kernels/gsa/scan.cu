@@ -26,8 +26,8 @@ struct BlockShape {
 BlockShape choose_block_shape(const ScanParams& params) {
   const int width0 = params.problem.memory[0].width, width1 = params.problem.memory[1].width;
   if (width0 + width1 <= kSlab && (width0 == 0 || width1 == 0)) return {1, 32};
-  if (std::max(width0, width1) > kSlab || params.shared_s || params.problem.M <= 32) return {2, 32};
-  return {1, 64};
+  if (std::max(width0, width1) > kSlab || params.shared_s) return {2, 32};
+  return {1, params.problem.M <= 32 ? 32 : 64};
 }
 
 // Number of blocks for one sequence.

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "short_conv/short_conv.h"
+#include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
 #include "tile/matrix.h"
@@ -140,15 +141,15 @@ __device__ inline Pack<N> input_at(const InputTensor<3>& x, const InputTensor<3>
 }
 
 // Tokens of a run, a function of the sizes only. The runs make one wave of `blocks` blocks for each
-// multiprocessor (132 on an H200), or a whole number of waves with runs of about kLongest tokens. With 4 x
-// 4096 tokens of 2048 channels in bf16, forward takes 47.6 us in 2.6 waves (runs of 32 tokens) and 43.4 us in
-// one wave (88), and backward 75.4 us in 1.9 waves (64) and 67.6 us in one (128). Calls too small for a wave
-// have shorter runs, which finish sooner.
+// multiprocessor (kH100Multiprocessors), or a whole number of waves with runs of about kLongest tokens. With
+// 4 x 4096 tokens of 2048 channels in bf16, forward takes 47.6 us in 2.6 waves (runs of 32 tokens) and 43.4
+// us in one wave (88), and backward 75.4 us in 1.9 waves (64) and 67.6 us in one (128). Calls too small for a
+// wave have shorter runs, which finish sooner.
 inline int run_length(const ShortConvShape& shape, int pack, int blocks) {
-  constexpr int64_t kShortest = 8, kLongest = 128, kMultiprocessors = 132;
+  constexpr int64_t kShortest = 8, kLongest = 128;
   const int64_t batch = std::max<int64_t>(shape.tokens.batch, 1), tokens = shape.tokens.tokens;
   const int64_t channel_blocks = std::max<int64_t>(divide_up(shape.channels, kLanes * pack), 1);
-  const int64_t wave = kMultiprocessors * blocks;
+  const int64_t wave = int64_t{kH100Multiprocessors} * blocks;
   const int64_t waves = divide_up(batch * tokens * channel_blocks, wave * kRuns * kLongest);
   const int64_t groups = std::max<int64_t>(waves * wave / channel_blocks, 1);
   const int64_t runs = std::max<int64_t>(groups * kRuns / batch, 1);  // runs of a batch row

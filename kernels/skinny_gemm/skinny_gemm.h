@@ -9,16 +9,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include "skinny_gemm/limits.h"
 #include "tile/array.h"
 #include "tile/gate_function.h"
 
 namespace girih::kernels {
-
-constexpr int kSkinnyGemmMaxRows = 16;
-constexpr int kSkinnyGemmMaxMatrices = 8;
-constexpr int kSkinnyGemmMaxWidth =
-    8192;  // u is in shared memory: rows * width is at most kSkinnyGemmMaxElements
-constexpr int kSkinnyGemmMaxElements = 96 * 1024;
 
 enum class GemmInput : int { plain, rms_norm, silu_rms_norm, silu_product };
 

@@ -1,9 +1,14 @@
 """Block.step, which uses the weights alone, against the block; products against their formulas."""
 
+import math
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from girih.nn import MIXERS, Block, map_state
+from girih.nn.functional import step
 from girih.nn.functional.step import PLAIN, Product, RowInput, products
 from small_models import config_of
 from torch import nn
@@ -121,6 +126,17 @@ def test_products_cover_every_projection():
             m for name, m in layer.named_modules() if isinstance(m, torch.nn.Linear) and name != "o_proj"
         ]
         assert products == {id(m.weight) for m in linears}, mixer
+
+
+def test_limits_of_the_kernel_are_those_of_its_header():
+    header = (Path(__file__).parents[2] / "kernels" / "skinny_gemm" / "limits.h").read_text()
+    limits = dict(re.findall(r"kSkinnyGemmMax(\w+) = ([\d *]+);", header))
+    assert {name: math.prod(map(int, value.split("*"))) for name, value in limits.items()} == {
+        "Rows": step.MAX_ROWS,
+        "Matrices": step.MAX_MATRICES,
+        "Width": step.MAX_WIDTH,
+        "Elements": step.MAX_ELEMENTS,
+    }
 
 
 def test_products_in_pytorch():

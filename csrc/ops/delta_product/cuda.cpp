@@ -12,7 +12,7 @@ namespace {
 static_assert(kPreparedBytes == kernels::kDeltaPreparedBytes && kChunkTokens == kernels::kDeltaChunkRows &&
               kMaxSteps == kernels::kDeltaMaxSteps && kMaxWidth == kernels::kDeltaMaxWidth &&
               kMaxChannelBetaWidth == kernels::kDeltaChannelBetaMaxWidth &&
-              kStepLimit == kernels::kDeltaStepLimit && kMultiprocessors == kernels::kMultiprocessors);
+              kStepLimit == kernels::kDeltaStepLimit);
 
 // The saved tensors are sized by the problem only, so a device with too little shared memory takes the ATen
 // form.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../kernels/tile/cuts.h"
 #include "../arguments/path.h"
 #include "../chunks/saved_states.h"
 #include "../registration/call.h"
@@ -13,10 +14,8 @@ constexpr int64_t kMaxWidth = 256;             // D and V of the kernels
 constexpr int64_t kMaxSteps = 16;              // largest n of the tensor-core kernels
 constexpr int64_t kMaxChannelBetaWidth = 128;  // D of the tensor-core kernels with one beta per channel
 constexpr int64_t kPreparedBytes = 11648;  // tensor cores: bytes that delta_prepare writes per chunk and head
-constexpr int64_t kStepLimit = 8;  // step kernel: largest n, and largest number of query heads per memory
-// Segments of a scan: multiprocessors of a device, chunks of the shortest segment, and the smallest number of
-// segments.
-constexpr int64_t kMultiprocessors = 132, kMinChunks = 16, kMinSegments = 3;
+constexpr int64_t kStepLimit = 8;    // step kernel: largest n, and largest number of query heads per memory
+constexpr int64_t kMinSegments = 3;  // of a sequence that the scan cuts into segments
 
 struct Call {
   static constexpr const char* name = "delta_product";
@@ -127,8 +126,8 @@ struct Problem {
   c10::SymInt count_segments(const OptionalTensor& cu_seqlens, int64_t chunk) const {
     const auto ceil_div = [](const c10::SymInt& a, const c10::SymInt& b) { return (a + b - 1) / b; };
     const auto sequences = N.max(1), chunks = ceil_div(ceil_div(B * T, sequences), chunk);
-    const auto each =
-        (chunks / kMinChunks).min(c10::SymInt(kMultiprocessors) / (sequences * H * ceil_div(V, 64)));
+    const auto each = (chunks / kernels::kMinSegmentChunks)
+                          .min(c10::SymInt(kernels::kMultiprocessors) / (sequences * H * ceil_div(V, 64)));
     const auto tokens = (ceil_div(chunks, each.max(1)) * chunk).max(chunk);
     return (each / kMinSegments).min(1) * count_chunks_of(cu_seqlens, tokens);
   }

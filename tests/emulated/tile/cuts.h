@@ -5,7 +5,8 @@
 
 namespace girih::kernels {
 
-inline int64_t kMultiprocessors = 132;  // a test sets this number
+constexpr int kH100Multiprocessors = 132;
+inline int64_t kMultiprocessors = kH100Multiprocessors;  // a test sets this number
 
 constexpr int64_t kMinSegmentChunks = 2;
 
