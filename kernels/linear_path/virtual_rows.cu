@@ -202,7 +202,7 @@ cudaError_t dispatch_shape(const VirtualRowsShape& shape, const Launch& launch) 
     if (shape.n == 1) return launch(rows, Constant<1>(), index);
     if (shape.n == 2) return launch(rows, Constant<2>(), index);
     if (shape.n == 3) return launch(rows, Constant<3>(), index);
-    launch(rows, Constant<kMaxVirtualRows>(), index);
+    return launch(rows, Constant<kMaxVirtualRows>(), index);
   });
 }
 
