@@ -30,7 +30,7 @@ inline void send_bytes(void* to, const void* from, int bytes, uint64_t* barrier)
     expect(barrier, -bytes, 0);
   });
 }
-// From shared to global memory behind a fence of the thread, which is over when its warp's turn is.
+// From shared to global memory, after a fence. The fence takes effect at the end of the warp's turn.
 inline void store_bytes(void* to, const void* from, int bytes) {
   check_bulk(to, bytes), check_bulk(from, bytes);
   fence();

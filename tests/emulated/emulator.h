@@ -3,10 +3,10 @@
 // the lanes of a warp; some of them stand still for a while, so that who does not wait for them runs ahead.
 // Copies that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
 //
-// The compiler includes this file first (units.py). From then on a source is compiled as by nvcc for sm_90a;
-// tile/ptx.h and tile/cuts.h beside this file come in the place of those of kernels, and runtime.h in that of
-// the CUDA runtime. The emulator knows no speed, no second block at the same time but those of a cluster, and
-// of races those that turns of warps and lanes bring out.
+// The compiler includes this file before each source (tests/support/emulated.py) and then compiles the source
+// as nvcc does for sm_90a. tile/ptx.h and tile/cuts.h beside this file replace those of kernels; runtime.h
+// replaces the CUDA runtime. The emulator knows no speed, no second block at the same time but those of a
+// cluster, and of races those that turns of warps and lanes bring out.
 #pragma once
 
 #include <cuda.h>
@@ -40,7 +40,7 @@
 #define __grid_constant__
 #define __noinline__
 #undef __shared__
-#define __shared__ static thread_local  // StaticShared
+#define __shared__ static thread_local  // see StaticShared
 
 namespace emulated {
 
@@ -294,7 +294,7 @@ class StaticShared {
  public:
   StaticShared() {
     static thread_local volatile char any;
-    any = 0;  // so that the thread has its variables
+    any = 0;  // allocates the variables of the thread
     dl_iterate_phdr(find, this);
     if (begin_ == nullptr) fail("no variables of the thread");
   }
@@ -304,7 +304,7 @@ class StaticShared {
 
 inline void begin(Block& block, unsigned number) {
   if (block.shared == nullptr) {
-    // Below 4 GiB, as addresses have 32 bits; a multiple of the room, as descriptors of products have 18.
+    // Below 4 GiB, because addresses have 32 bits, and aligned, because descriptors of products have 18 bits.
     const auto pages = reinterpret_cast<uint64_t>(mmap(nullptr, 2 * kSharedRoom, PROT_READ | PROT_WRITE,
                                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
     block.shared = reinterpret_cast<unsigned char*>((pages + kSharedRoom - 1) / kSharedRoom * kSharedRoom);
@@ -516,6 +516,6 @@ inline uint32_t transpose_pairs(uint32_t x) {
 #include "builtins.h"
 #include "runtime.h"
 
-// What nvcc says of sm_90a. (CUDA's headers above are those of the host.)
+// The macros of nvcc for sm_90a. The CUDA headers above are compiled for the host.
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL

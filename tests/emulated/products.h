@@ -20,6 +20,7 @@ inline void pin_registers(const void* sums, size_t bytes) {
 }
 // What the thread has in its registers products started later find, as it is here.
 [[gnu::noinline]] inline void fence_registers() {
+  __syncwarp();  // wgmma.fence synchronises the warp
   const char* const from = static_cast<const char*>(__builtin_frame_address(0));
   current->registers.assign(from, from + to_stack_end(from));
   current->is_fenced = true, current->started.clear();
@@ -158,6 +159,8 @@ inline void finish_products(int pending) {
   }
 }
 inline void commit_products() {
+  __syncwarp();  // synchronises the warp, as the instruction does: all lanes have seen the phase of their
+                 // barrier
   current->products.push_back(nullptr);  // the end of a group
   // All of a warp alike.
   const unsigned turn = (current->exchanges + 31 * (current->thread / 32)) * 2654435761u;
