@@ -93,7 +93,7 @@ const MixerRegistration product({"delta_product",
                                  delta_fields({"n", "gated"}), check_delta_rule<>});
 const MixerRegistration net({"deltanet", [](const Config& c) { return make_delta_rule(c, 1, false); },
                              delta_fields({}), check_delta_rule<>});
-// expand_v = 2 (Yang et al. 2025, appendix).
+// expand_v = 2 (Yang et al. 2025, Gated Delta Networks, appendix).
 const MixerRegistration gated_net({"gated_deltanet",
                                    [](const Config& c) { return make_delta_rule(c, 1, true, 2); },
                                    delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});

@@ -111,8 +111,8 @@ Output LayerImpl::run_products(const Tensor& x, const Call& call, const RowInput
 
 Output LayerImpl::run_with_residual(const Tensor& x, LayerImpl& layer, const RowInput& prologue,
                                     const Call& call) const {
-  // run_products skips the checks of `forward` and the sort of valid tokens in RecurrentLayerImpl::run, so it
-  // takes neither a mask nor cu_seqlens.
+  // `forward` checks masks and packed sequences, and RecurrentLayerImpl::run sorts valid tokens. Calls with
+  // either go through `forward`.
   if (!call.attention_mask.defined() && !call.cu_seqlens.defined() && !layer.products().empty())
     return layer.run_products(x, call, prologue, x);
   auto [y, state] = layer.forward(apply_prologue(x, prologue), call.attention_mask, call.state,

@@ -1,6 +1,7 @@
-// Linear layers of a decoding step, which has few rows (at most 16): one kernel (skinny GEMM, the operator
-// girih::few_rows) computes several products of one input, with the prologue before them (a norm or an
-// activation) and the gates after them. Beside the operators of the mixers, a step computes nothing else.
+// Linear products of a layer. For up to 16 rows without gradient, as in decoding, one kernel (skinny GEMM,
+// the operator girih::few_rows) computes several products of one input, with the prologue before them (a norm
+// or an activation) and the gates after them. Beside the operators of the mixers, a step computes nothing
+// else.
 #pragma once
 
 #include "layer.h"

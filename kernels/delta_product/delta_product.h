@@ -5,8 +5,8 @@
 //     o_t = scale * S_t^T q_t                                 after the last step                      [V]
 //
 // A chunk has C = 64 / n tokens and up to 64 rows; a row is one step of one token. L_i is the sum of the
-// gates from the start of the chunk through the token of row i. rho_i is 1 / |k_i| if q and k are normalised,
-// else 1. S is the state before the chunk. Then
+// gates from the start of the chunk through the token of row i. rho_i is 1 / sqrt(|k_i|^2 + 1e-6) if q and k
+// are normalised, else 1. S is the state before the chunk. Then
 //
 //     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j  (j < i)        X = (I + A)^-1
 //     Z_i = beta_i v_i - beta_i rho_i e^{L_i} S^T k_i                   U = X Z

@@ -4,7 +4,7 @@
 //
 // S_end(n) is the state after segment n when it starts from zero. M(n) [D, D] is the transition of segment n:
 // the state after it when it starts from the identity matrix and all values are zero. Segment 0 starts from
-// the initial state, so S_in(1) = S_end(0). The segments may belong to blocks of one GPU or to several GPUs.
+// the initial state, so S_in(1) = S_end(0).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -22,8 +22,8 @@ struct ScanGrid {
   bool is_local;
   bool reverse;          // chunks from the last to the first
   Divider head_divider;  // divides by H
-  // The others belong to a sequence if cu_seqlens is absent, so that a block finds its tokens without 64-bit
-  // divisions. Not read if cu_seqlens is present.
+  // The fields below describe one sequence, so that a block finds its tokens without 64-bit divisions. They
+  // are read only if cu_seqlens is absent.
   Divider segment_divider;  // divides by the number of segments of a sequence; by 1 if sequences are not cut
   int64_t chunks;           // chunks of a sequence
   int64_t segment_chunks;   // chunks of a segment, or of the sequence if sequences are not cut

@@ -9,7 +9,7 @@
 // A block has 64 columns of V of dS of one memory head, for all chunks of a sequence or of a segment. The
 // roles are a warpgroup of state warps with dS^T in registers, a warpgroup of intra-chunk warps that computes
 // P and du_local_j = sum_t P_tj do_t ahead, two store warps for dS and dz, and two load warps. A chunk uses
-// one stage of the ring of keys, and for each query head of the memory head one stage of the ring of query
+// one stage of the ring of keys, and for each output head of the memory head one stage of the ring of query
 // heads.
 #pragma once
 

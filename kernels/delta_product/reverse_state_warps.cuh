@@ -145,7 +145,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     const Prepared prepared = stage.prepared();
     const ChunkFactors chunk_factors = prepared.chunk_factors();
 
-    // Y^T = dS^T K^T; with gates dS decays during the product.
+    // Y^T = dS^T K^T; with gates dS decays during the product (D = 256: after it).
     Accumulator<8> y;
     rounded.start_read(y, s, stage.k());
     const RowFactorFragment write_factors(chunk_factors, kDeltaWriteFactor);
@@ -160,9 +160,10 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     if (p.gated) scale(s, exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1)));
     const bool has_inverse_lo = prepared.has_inverse_lo();
 
-    // dS^T += (r * dO)^T Q for every query head; the product of the last one overlaps with the wait for Y.
+    // dS^T += (r * dO)^T Q for every query head; the product of the last one overlaps with the wait for Y
+    // (D = 256: Y is complete).
     // All query heads come before the wait for du_local: the intra-chunk warps need all query heads to
-    // complete du_local, and a query stage is free only after these warps have read it. If query heads
+    // complete du_local, and a query stage is free only after the state warps have read it. If query heads
     // outnumber the stages, the opposite order is a deadlock.
     AFragment<Rows / kTileRows> weighted_dout;
     const auto add_query_update = [&] {
@@ -208,8 +209,8 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
                                            prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K, or B. dz is G, or dv: without gates and l2norm_qk, dv = beta * G is
-    // read * G, the operand `update`.
+    // dS^T <- dS^T - (read * G)^T K, or G^T B with b, for which read is 1. dz is G, or dv: without gates and
+    // l2norm_qk, dv = beta * G is read * G, the operand `update`.
     AFragment<kChunkTiles> rounded_g, update;
     const bool stores_dv = is_dz_dv<T>(p, prepared);
     if (has_output && !stores_dv) round_to_a_fragment<T>(rounded_g, g);

@@ -21,7 +21,7 @@ struct QueryStage {
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
   __device__ DOut dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
-  // {scale rho_t, L_t}, and r_t, of every token; stored by the intra-chunk warps.
+  // {scale rho_t, L_t log2(e)}, and r_t, of every token; stored by the intra-chunk warps.
   __device__ float2* token_factors() const { return reinterpret_cast<float2*>(factors); }
   __device__ float* query_factors() const { return reinterpret_cast<float*>(factors + Rows * 8); }
 };
@@ -37,7 +37,7 @@ struct ReverseBarriers {
   uint64_t state_full[kReverseStateStages], state_empty[kReverseStateStages];  // dS
   uint64_t dz_full[kReverseStateStages], dz_empty[kReverseStateStages];        // G, or dv
 };
-constexpr int kReverseBarrierBytes = 384;
+constexpr int kReverseBarrierBytes = 384;  // a multiple of 128
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");
 
 // Shared memory, in this order:

@@ -65,8 +65,9 @@ struct RoundedState {
       if (kHasAllSlabs) round_to_a_fragment<T>(slab[i], s.slab[i]);
     }
   }
-  // Starts sums = S^T keys^T, one commit group. At D = 256 the products are complete on return, because the
-  // next slab overwrites the fragment. Calls beside(i, slab i) for every slab while a product runs.
+  // Starts sums = S^T keys^T, one commit group. At D = 256 every slab is a group, and the products are
+  // complete on return, because the next slab overwrites the fragment. Calls beside(i, slab i) for every slab
+  // while a product runs.
   template <class Beside>
   __device__ void start_read(Accumulator<8>& sums, const State<D>& s, const BlockTile<T, D>& keys,
                              const Beside& beside) {

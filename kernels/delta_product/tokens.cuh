@@ -14,7 +14,7 @@ __host__ __device__ constexpr int token_rows(bool many_tokens) {
 }
 
 // P^T from scores k_j . q_t, for the 16 rows j of a warp: multiplies by the factors, and clears the rows that
-// belong to tokens after t. token_factors[t] = {scale rho_t, L_t}.
+// belong to tokens after t. token_factors[t] = {scale rho_t, L_t log2(e)}.
 template <int N>
 __device__ inline void apply_score_factors_transposed(Accumulator<N>& scores,
                                                       const ChunkFactors& chunk_factors, int n, int warp,
@@ -75,8 +75,8 @@ __device__ inline float square_of_rows(const BlockTile<T, D, Rows>& q, int row) 
   return sum_over_row(sum);
 }
 
-// Calls store(token, scale rho_t, L_t) for all tokens of a tile of q; four warps share the tokens. rho_t is 1
-// if q_t is zero.
+// Calls store(token, scale rho_t, L_t log2(e)) for all tokens of a tile of q; four warps share the tokens.
+// rho_t is 1 if q_t is zero.
 template <typename T, int D, int Rows, class Store>
 __device__ inline void compute_token_factors(const BlockTile<T, D, Rows>& q, const DeltaShape& shape,
                                              const ChunkFactors& chunk_factors, int warp,

@@ -28,7 +28,7 @@ __device__ inline TokenRange chunk_at(const SequenceLayout& all, int64_t number,
 }
 
 struct BlockWork {
-  TokenRange range;  // the sequence, or the segment; `length` is not set
+  TokenRange range;  // the sequence, or the segment; `length` is not read
   // Index of the range among all sequences, or all segments. With segments, a launch with `is_local` reads
   // the initial state by sequence and writes the final state by segment; the last launch does the opposite.
   int64_t range_index;
@@ -62,7 +62,7 @@ __device__ inline bool has_paired_transition(const DeltaShape& shape, const Scan
 
 // Fills the work of group `group_in_block` of the `groups_per_block` groups of a block. The groups of a head
 // are those of the state, then those of the transition. Returns false if the group has no work, and then no
-// later group of the block has any: the group does not exist, the segment has no tokens (packed sequences),
+// later group of the block has any: the group does not exist, the segment has no tokens (cu_seqlens),
 // or `is_local` skips it.
 __device__ inline bool find_work(const DeltaShape& shape, const ScanGrid& grid, unsigned block,
                                  BlockWork& work, int group_in_block = 0, int groups_per_block = 1) {

@@ -1,4 +1,5 @@
-// The gates of one chunk, for each slot, and the weights s. A block has a chunk; a warp has 16 of its rows.
+// The gates of one chunk, for each slot, and the weights s. In the kernels that are parallel over chunks a
+// block has a chunk, and a warp has 16 of its rows.
 //
 // If the sum of the gates of the chunk is small, e^{L_i - L_j} = r_i e^{X_j} with X_j the sum of g after row
 // j and r_i = e^{-X_i}. Then s~ = s e^X serves all rows and needs one exponential for each token and slot.

@@ -55,9 +55,10 @@ struct ScannedMemory {
 // Forward: states[c] is the state before chunk c; final is the state after the last token.
 //
 // Reverse, from the last token to the first: G_{t-1} = (G_t + x_t y_t^T) e^{g_t} with x = q, y = scale * dz
-// or x = do, y = p. s is y_scan of GateGradientTerms. states[c] is the gradient of the state after chunk c,
-// summed over later tokens; initial is the gradient of the final state; final is the gradient of the initial
-// state. All `group` query heads of a memory head are summed.
+// or x = do, y = p. s is y_scan, as above: p_scan or dz_scan of GsaDq. The tensor dz of GsaDq contains scale.
+// states[c] is the gradient of the state after chunk c, summed over later tokens; initial is the gradient of
+// the final state; final is the gradient of the initial state. All `group` query heads of a memory head are
+// summed.
 struct GatedScan {
   SequenceLayout tokens;
   int heads, group, M;  // group: query heads of a memory head in reverse; forward: 1
@@ -88,11 +89,11 @@ cudaError_t gsa_output(const GsaOutput& problem, cudaStream_t stream);
 //
 // X_t is the sum of g over the tokens of the chunk after t. If the sums of the gates allow it (then
 // is_factored is true), y_scan = y e^{-X_t}, in fp16 times 2^-6 (factor_shift). The scan and gsa_dkv then
-// read the same rounded values, so that the terms of pairs of rows in dg cancel. Otherwise y_scan = y
-// e^{L_t}, L_t the sum of g through row t, and gsa_dkv reads y.
+// read the same rounded values: dg is a difference of sums with the same terms of pairs of rows, which
+// cancel. Otherwise y_scan = y e^{L_t}, L_t the sum of g through row t, and gsa_dkv reads y.
 struct GateGradientTerms {
   bool* is_factored;  // [token_range_count(tokens, 64), heads]
-  OutputTensor<4> w;  // [B, T, HQ, M] fp32: each read times its gradient, without the row's own token
+  OutputTensor<4> w;  // [B, T, HQ, M] fp32: z dz + p dp, without the terms of the row's own token
 };
 
 struct GsaDq {

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) join(const SegmentJoin p) {
     };
     float state = initial.data == nullptr ? 0.f : static_cast<const float*>(initial.data)[offset(initial)];
     // An empty sequence has one segment without tokens, whose initial state the scan copies to its final
-    // state. If there are no tokens at all, no segment has a number.
+    // state. Without any tokens nothing is joined.
     const int64_t segment_count = segments_with_tokens > 0 || p.layout.tokens == 0 ? segments_with_tokens : 1;
     const int64_t end_count =
         final.data == nullptr ? segment_count - 1 : segments_with_tokens;  // segments whose S_end is read

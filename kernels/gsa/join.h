@@ -2,8 +2,7 @@
 //
 //     S_in(n+1) = S_in(n) Diag(e^{L(n)}) + S_end(n)
 //
-// S_end(n) is the final state of segment n and L(n) the sum of its gates. The segments may come from blocks
-// of one GPU or from several GPUs.
+// S_end(n) is the final state of segment n and L(n) the sum of its gates.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -7,11 +7,13 @@ namespace girih::kernels {
 
 // A launch scans whole sequences, or segments of sequences.
 struct Segmentation {
-  // A multiple of 64; 0: whole sequences. With segments, there is an initial state for every segment.
+  // A multiple of 64; 0: whole sequences. With segments, and unless the scan is local, there is an initial
+  // state for every segment.
   int64_t segment_tokens;
   // Not null: a local scan, in which every segment starts from zero; needs segment_tokens > 0. The launch
-  // writes the final state of each segment and, here, the sum of its gates [segments, heads, slots or keys],
-  // and nothing else. The last segment of a sequence, whose final state joins to no segment, is skipped.
+  // writes the final state of each segment and, here, the sum of its gates [segments, heads, M],
+  // and nothing else; M is the number of slots, or the width of keys if gla calls. The last segment of a
+  // sequence, whose final state joins to no segment, is skipped.
   float* gate_sums;
 
   int64_t count_segments(const SequenceLayout& layout) const {

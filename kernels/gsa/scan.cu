@@ -16,9 +16,10 @@ bool is_same(const InputTensor<4>& a, const InputTensor<4>& b) {
   return a.data == b.data && std::equal(a.stride, a.stride + 4, b.stride);
 }
 
-// Slabs and slots of the state of one block. {2, 32} reads the same gates for twice the rows of {1, 64}, but
-// needs two slabs with the same s: of one memory, or of two that share s. {1, 32} has twice the blocks of
-// {1, 64} and serves a state of a single slab. For M <= 32, half of the columns of {1, 64} would be padding.
+// Slabs and slots of the state of one block. {2, 32} loads each gate once for 128 rows, {1, 64} once for 64
+// rows, but {2, 32} needs two slabs with the same s: of one memory, or of two that share s. {1, 32} has twice
+// the blocks of {1, 64} and serves a state of a single slab. For M <= 32, half of the columns of {1, 64}
+// would be padding.
 struct BlockShape {
   int slabs, slots;
 };

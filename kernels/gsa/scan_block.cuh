@@ -272,7 +272,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const S
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::store_state(const Stage& stage, int step,
                                                                         const PackedState& old_state) const {
-  // The state passes through the tile x, so that neighbouring lanes write whole lines.
+  // The state passes through the tile x, so that neighbouring lanes write whole sectors of 32 bytes.
   const int64_t chunk_offset = range.chunk_index(step) * chunk_stride;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {

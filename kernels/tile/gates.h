@@ -7,7 +7,7 @@
 namespace girih::kernels {
 
 constexpr int kWarpRows = 16;         // rows that a warp has of a product: M of mma m16n8k16
-constexpr int kSubchunk = kWarpRows;  // tokens whose gates one product sums: the rows of a chunk of a warp
+constexpr int kSubchunk = kWarpRows;  // tokens whose gates one product sums
 
 // A gate clamped for summation. e^-100 is 0 in fp32; a much smaller gate, or -inf, would cancel the digits of
 // all other gates in the sum.

@@ -28,8 +28,8 @@ __device__ inline void load_gates(TokenGate* to, const TrellisShape& shape, cons
              has);
 }
 
-// The sequence, head and memory of a block. The memory is the index of the block's pair, so it is also the
-// rank of the block in a cluster of two.
+// The sequence, head and memory of a block. The memory is the index of the block in its pair, so it is also
+// the rank of the block in a cluster of two.
 struct TrellisBlockCoord {
   int64_t sequence;
   int head, memory;

@@ -1,8 +1,8 @@
 // L and L_C - L of every token from the gates of its chunk, and the gradients of gamma and g.
 //
 // A column is a head of a chunk. A block has 32 columns, in the order of heads. All threads load the columns
-// to shared memory, one warp sums along the tokens of the 32 columns, and all threads store. So no thread
-// waits for global memory token by token.
+// to shared memory, one warp (two in forward) sums along the tokens of the 32 columns, and all threads store.
+// So no thread waits for global memory token by token.
 #include "tile/gates.h"
 #include "tile/launch.h"
 #include "tile/pack.h"

@@ -1,5 +1,5 @@
 // Launch functions by element type and by Width, the rows and columns of the tile of a memory: 64 or 128.
-// Each is compiled in its own file.
+// Every element type is compiled in its own file.
 #pragma once
 
 #include "trellis/trellis.h"

@@ -366,8 +366,7 @@ __device__ inline void compute_weighted_residual(Accumulator<N>& y, const Accumu
   }
 }
 
-// ---- reads
-// -------------------------------------------------------------------------------------------------
+// ---- reads ----
 
 // Replaces y by phi(z).
 template <class Map, int N>

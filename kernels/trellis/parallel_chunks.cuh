@@ -1,5 +1,5 @@
 // Chunks of a block in the kernels that compute all chunks in parallel. A warp has a tile of 16 tokens and
-// computes reads of both memories, of tensor shared memory has one at a time.
+// computes reads of both memories; shared memory has one of them at a time.
 #pragma once
 
 #include "trellis/reads.cuh"
@@ -87,7 +87,7 @@ struct TrellisChunkWarp {
       copy_async(shared_address(to + 8 * i), from + 8 * i, chunk.length > 0);
     }
   }
-  // Starts the copies of the gates of the warp's tile, tensor lie behind `tensors` tensors.
+  // Starts the copies of the gates of the warp's tile, which lie behind `tensors` tensors.
   __device__ void load_gates(const TokenGate* gates, int tensors) {
     gates_ = reinterpret_cast<TokenGate*>(tiles + tensors * block.rows() * Width * 2) +
              chunk_in_block * block.tiles * kTokenTile;

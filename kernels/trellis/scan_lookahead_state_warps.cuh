@@ -97,7 +97,7 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
     }
   }
 
-  // Loads a and the scalars of the current chunk, which is full.
+  // Loads a and the scalars of the current chunk, which is full, if there is one.
   __device__ void load_targets() {
     inputs.rows = storage.scalars(token_pipe.stage).rows[this->row];
     load_block(inputs.a, stage_tile(token_pipe.stage, Storage::kTargets), 0, slot);

@@ -1,12 +1,11 @@
 // State warps of the scan: update one memory chunk by chunk. For every tile of a chunk,
 //
-//     Z = X A'^T        U = J_phi(Z)^T (phi(Z) - a)        A <- A + U^T X~        X~_t = -gamma_t e^{L_C -
-//     L_t} x_t
+//     Z = X A'^T     U = J_phi(Z)^T (phi(Z) - a)     A <- A + U^T X~     X~_t = -gamma_t e^{L_C - L_t} x_t
 //
 // The first tile of a chunk also scales A by e^{L_C}. Producer warps compute X~.
 //
-// M / 16 warps hold the memory; a warp has 16 slots. A row of z is distributed over all of these warps, so
-// the sums of its norm are exchanged once through shared memory.
+// Width / 16 warps hold the memory; a warp has 16 slots. A row of z is distributed over all of these warps,
+// so the sums of its norm are exchanged once through shared memory.
 #pragma once
 
 #include "trellis/scan_storage.cuh"
@@ -123,8 +122,8 @@ class TrellisScanStateWarp {
     if (inputs.rows.decay != 1.f) scale_rows(A, {inputs.rows.decay, inputs.rows.decay});
   }
 
-  // The current tile starts a chunk that began in an earlier call (A' is not A), or a chunk that stays
-  // incomplete.
+  // The current tile starts a chunk whose A' is an argument (it may have begun in an earlier call), or a
+  // chunk that stays incomplete.
   __device__ bool is_special_chunk() const {
     return (inputs.tile_flags & Storage::kFirstTileOfChunk) &&
            (inputs.tile_flags & (Storage::kIncompleteChunk | Storage::kResumedChunk));

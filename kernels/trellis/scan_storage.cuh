@@ -2,7 +2,7 @@
 //
 // The tokens pass through a ring of stages with 16 tokens a stage. Barriers of a stage:
 //
-//     full      a producer warp has loaded the tokens
+//     full      a producer warp has loaded the tokens and computed X~, the scalars and the scores
 //     u_full    the state warps have stored u and z
 //     r_full    in the block of values: r of the block of keys has arrived
 //     empty     the output warps have released the stage
@@ -42,8 +42,8 @@ struct TrellisScanStorage {
   // Tiles of a stage: x; x~_t = -gamma_t e^{L_C - L_t} x_t; a, which z replaces; in the block of keys q,
   // which r replaces, and in the block of values the r that it receives; u.
   enum StageTensor : int { kX, kScaledX, kTargets, kQR, kU, kStageTensors };
-  // Position of a tile: it starts a chunk, it ends the sequence, its chunk is incomplete, its chunk started
-  // in an earlier call.
+  // Position of a tile: it starts a chunk, it ends the sequence, its chunk is incomplete, A' of its chunk is
+  // an argument.
   enum TileFlag : int {
     kFirstTileOfChunk = 1,
     kLastTileOfSequence = 2,

@@ -75,8 +75,8 @@ struct TrellisGates {
 };
 cudaError_t trellis_gates(const TrellisGates& problem, cudaStream_t stream);
 
-// Arrays of two have an entry for each memory, by MemoryIndex. States are fp32 [N, H, M, X] with any
-// strides.
+// Arrays of two have an entry for each memory, by MemoryIndex. States are fp32 [N, H, slots, X] with
+// any strides.
 struct TrellisScan {
   TrellisShape shape;
   const TokenGate* gates;  // [B, T, H]
@@ -84,9 +84,10 @@ struct TrellisScan {
   InputTensor<4> a;        // [B, T, H, M]
   // weight of phi, [H, M], optional; needs one memory and a phi without softmax
   const float* weight = nullptr;
-  // A' of the chunk in which a sequence starts; absent without positions, then A' is `initial`
+  // A' of the chunk in which a sequence starts, `initial` if the position is 0; absent without positions,
+  // then A' is `initial`
   InputTensor<4> chunk_start[2];
-  InputTensor<4> initial[2];            // A before token 0
+  InputTensor<4> initial[2];            // A before token 0; absent: zero
   OutputTensor<4> last_chunk_start[2];  // A' of the chunk of the next token
   OutputTensor<4> last[2];              // A after the last token
   int64_t* last_position;               // [N]
@@ -94,7 +95,7 @@ struct TrellisScan {
   OutputTensor<4> o;  // [B, T, H, V or M]; absent if trellis_scan_has_output() returns false
   // Optional, for backward and trellis_output(): u and z, [B, T, H, M] in dtype; the MapStats (maps.cuh) of
   // z, [B, T, H, 4] in fp32, with a weight followed by the WeightedMapStats, [B, T, H, 8]; memories: A before
-  // every chunk, [chunk_count, H, tile, tile] with trellis_tile_width().
+  // the first token of every chunk in this call, [chunk_count, H, tile, tile] with trellis_tile_width().
   OutputTensor<4> u[2], z[2], row_stats[2];
   void* memories[2];
 };

@@ -138,10 +138,10 @@ struct RowInput {
   double eps = 0.0;
 };
 
-// Every layer maps x [B, T, hidden_size] to the same shape. attention_mask [B, T] is 0 at tokens to ignore.
-// `state` is the state of an earlier call with use_cache; a call of one token with use_cache, without mask
-// and gradient, writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and cannot be combined
-// with a mask. The returned state is empty without use_cache.
+// A layer of a block maps x [B, T, hidden_size] to the same shape. attention_mask [B, T] is 0 at tokens to
+// ignore. `state` is the state of an earlier call with use_cache; a call of one token with use_cache, without
+// mask, cu_seqlens and gradient, writes it in place. cu_seqlens [N + 1] packs N sequences into B = 1 and
+// cannot be combined with a mask. The returned state is empty without use_cache.
 class LayerImpl : public Module {
  public:
   Output forward(const Tensor& x, const Tensor& attention_mask = {}, const State& state = {},
@@ -175,7 +175,7 @@ class LayerImpl : public Module {
 
   // The products of a layer of the form output(output_prologue(core(products of x))); empty for other layers.
   // In decoding a block fuses its norm and its residual sum with these products. Such a layer implements
-  // `run` as run_products.
+  // `run`, or `mix` of RecurrentLayerImpl, as run_products.
   virtual std::vector<Product> products() const { return {}; }
   // The input of output_prologue, and the state.
   virtual Output core(const std::vector<Tensor>& projected, const Call& call);

@@ -8,12 +8,13 @@
 //   auto [o, state] = girih::ops::gsa(q, k, v, {}, g, {.scale = 1.0});
 //   auto [more, last] = girih::ops::gsa(q2, k2, v2, {}, g2, {.scale = 1.0, .state = state});
 //
-// A state is fp32 (fp64 if the inputs are). A default-constructed state is the start of a sequence. X_step
-// reads one token (T = 1), writes the tensors of options.state in place and returns the output only;
-// XState::start makes the state for a first token. cu_seqlens [N + 1] (int32 or int64, on the device) packs N
-// sequences into B = 1; cu_seqlens [B, 2] has the begin and the end of the sequence of each row. Tokens
-// outside of the sequences change no state and have the output 0. A wrong argument throws c10::ValueError,
-// whose message names the argument, its value and the expected value.
+// A state is fp32 (fp64 if the inputs are), but for positions (int64) and the state of short_conv (as x). A
+// default-constructed state is the start of a sequence. X_step reads one token (T = 1), writes the tensors of
+// options.state in place and returns the output only; XState::start makes the state for a first token.
+// cu_seqlens [N + 1] (int32 or int64, on the device) packs N sequences into B = 1; cu_seqlens [B, 2] has the
+// begin and the end of the sequence of each row. Tokens outside of the sequences change no state and have the
+// output 0. A wrong argument throws c10::ValueError, whose message names the argument, its value and the
+// expected value.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -34,7 +34,7 @@ class Chunks {
 
   // [B, count, C]: the row has a token.
   const Tensor& valid() const { return valid_; }
-  // [B, count]: the last token of the chunk is one of these tokens.
+  // [B, count]: the last token of the chunk is one of the tokens of this call.
   Tensor has_chunk_end() const;
   // [N]: the position after the last token, 0..C-1.
   Tensor next_position() const;

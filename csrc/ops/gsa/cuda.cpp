@@ -83,8 +83,8 @@ std::pair<Tensor, OptionalTensor> abc_gradient(const GatedArguments& a, const Sl
   return {dlogits, dinitial};
 }
 
-// z [B, T, HQ, M] <- p = feature(z). If dp is defined: dp <- dz, and w <- the contribution of p to the
-// gradient of the gates.
+// z [B, T, HQ, M] <- p = feature(scale z). If dp is defined: dp <- dz, and w <- z dz + p dp, for the gradient
+// of the gates.
 void fp32_feature(const GatedArguments& a, const Tensor& z, const Tensor& dp, const Tensor& w) {
   kernels::Fp32Feature p{};
   p.rows = z.size(0) * z.size(1) * z.size(2);

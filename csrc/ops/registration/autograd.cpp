@@ -107,7 +107,7 @@ const std::string& input_name(const Operator& op, size_t input) {
   return input < op.tensors.size() ? op.tensors[input].name : op.packing;
 }
 
-// Without this check the dispatcher has no kernel for an absent first tensor or for another layout.
+// If all tensors are absent, the dispatcher has no kernel or for another layout.
 void check_layout(const Operator& op, const char* form, size_t i, const at::Tensor& input) {
   GIRIH_CHECK(i > 0 || input.defined(), op.name, form, ": ", input_name(op, i),
               " is None but should be a tensor ", op.tensors[0].shapes);

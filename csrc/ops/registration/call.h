@@ -6,11 +6,11 @@
 //   struct Call {
 //     static constexpr const char* name = "gla";
 //     static constexpr size_t data_count = 4;    // q, k, v, g
-//     using StepState = Types<Tensor>;           // the state as X_step passes it: OptionalTensor if it may
-//     be
-//                                                // absent from the state of a step
+//     // The state as X_step passes it: OptionalTensor for tensors that may be absent.
+//     using StepState = Types<Tensor>;
 //     // All members, in the order of the schema of X: data, state, packing, options.
-//     static auto arguments(auto& c) { return std::tie(c.q, c.k, c.v, c.g, c.state_s, c.cu_seqlens, c.scale);
+//     static auto arguments(auto& c) {
+//       return std::tie(c.q, c.k, c.v, c.g, c.state_s, c.cu_seqlens, c.scale);
 //     }
 //     ...
 //   };

@@ -229,7 +229,8 @@ class Backbone(GirihPreTrainedModel):
 
         arguments(i): the arguments of block i after x. Blocks without hooks run as `Block.parts`: a block
         returns x and the output of its feed-forward layer, and the norm of the next block adds them.
-        A decoding step under capture (`uses_weights_only`) with at most MAX_ROWS rows calls `Block.step`.
+        A decoding step under capture (`uses_weights_only`) calls `Block.step`; with at most MAX_ROWS rows
+        `Block.parts` is not used.
         """
         all_hidden, states, branch = [], [], None
         use_checkpoints = self.gradient_checkpointing and self.training

@@ -1,9 +1,10 @@
 """Layers: `layer(x, attention_mask=None, state=None, use_cache=False, cu_seqlens=None) -> (y, state)`.
 
 x and y are `[B, T, hidden_size]`. attention_mask `[B, T]` is 0 at masked tokens, which change no state and no
-other token. `state` is the state that an earlier call with `use_cache=True` returned. A call with
-`use_cache=True`, one token and no gradient writes `state` in place. `cu_seqlens [N + 1]` packs N sequences
-into B = 1. A layer also accepts the arguments of transformers' attention modules and can replace one.
+other token. `state` is the state that an earlier call with `use_cache=True` returned. A call of
+one token with `use_cache=True`, without mask, cu_seqlens and gradient, writes `state` in place. `cu_seqlens
+[N + 1]` packs N sequences into B = 1. A layer also accepts the arguments of transformers' attention modules
+and can replace one.
 
 `girih.nn.layers` has the modules, `girih.nn.functional` has functions that several layers use. `girih.nn`
 does not import `girih.models`.

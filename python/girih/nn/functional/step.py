@@ -1,8 +1,8 @@
-"""Linear layers of a decoding step, which has few rows (at most 16).
+"""Linear layers of a decoding step.
 
-One kernel (skinny GEMM, torch.ops.girih.few_rows) computes several products of one input, with the prologue
-before them (a norm or an activation) and the gates after them. Beside the operators of the mixers, a decoding
-step computes nothing else.
+For up to 16 rows one kernel (skinny GEMM, torch.ops.girih.few_rows) computes several products of one input,
+with the prologue before them (a norm or an activation) and the gates after them. Beside the operators of the
+mixers, a decoding step computes nothing else.
 """
 
 from collections.abc import Sequence
