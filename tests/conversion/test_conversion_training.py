@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from converted import IDS, WAYS, attention, base_model, close, convert, converted
-from girih.conversion.rows import unit
+from girih.conversion.rows import silu_normalize
 from girih.data import read_corpus
 from girih.nn import decay_parameter_names
 from torch.utils.data import Dataset
@@ -330,7 +330,11 @@ def test_unit_rows_have_the_same_gradients_in_every_mode(dtype):
     want = F.normalize(F.silu(wide), dim=-1, eps=1e-6)
     (exact,) = torch.autograd.grad(want, wide, dz.double())
     torch.compiler.reset()
-    ways = (unit, torch.compile(unit, fullgraph=True, backend="aot_eager"), torch.func.vmap(unit))
+    ways = (
+        silu_normalize,
+        torch.compile(silu_normalize, fullgraph=True, backend="aot_eager"),
+        torch.func.vmap(silu_normalize),
+    )
     for way in ways:
         z = way(x)
         (dx,) = torch.autograd.grad(z, x, dz)

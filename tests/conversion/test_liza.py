@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from converted import IDS, base_model
 from girih.conversion import Injection, LinearPath, liza
-from girih.conversion.liza import PATHS, elu_plus_one, unit
+from girih.conversion.liza import PATHS, elu_plus_one
 from girih.conversion.projections import Projections
+from girih.conversion.rows import silu_normalize
 from girih.models import GirihConfig, GirihForCausalLM
 from girih.nn import MixState, map_state
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -336,7 +337,7 @@ def test_unit_rows_are_16_bit_and_their_lengths_are_not():
     all channels."""
     x = 3 * torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        y = unit(x)
+        y = silu_normalize(x)
     assert y.dtype == torch.bfloat16
     assert (y.double().norm(dim=-1) - 1).abs().max() < 2**-8
 
@@ -345,7 +346,7 @@ def test_gradients_of_rows_of_length_zero_match_normalize():
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[1], x[2], x[3, 1:] = 0, x[2] * 1e-7, 0
     dz, gradients = torch.randn_like(x), []
-    for function in (unit, lambda x: F.normalize(F.silu(x), dim=-1, eps=1e-6)):
+    for function in (silu_normalize, lambda x: F.normalize(F.silu(x), dim=-1, eps=1e-6)):
         leaf = x.clone().requires_grad_()
         z = function(leaf)
         gradients.append((z.detach(), *torch.autograd.grad(z, leaf, dz)))

@@ -72,9 +72,9 @@ struct Problem {
     if (call.between_chunks) return fp32("between_chunks is set");
     if (call.n > kMaxSteps) return fp32("more than 16 steps a token");
     if (call.has_channel_beta()) {
-      if (is_defined(call.g)) return fp32("a call.beta for every channel with gates");
-      if (call.l2norm_qk) return fp32("a call.beta for every channel with call.l2norm_qk");
-      if (D > kMaxChannelBetaWidth) return fp32("a call.beta for every channel and keys wider than 128");
+      if (is_defined(call.g)) return fp32("a beta for every channel with gates");
+      if (call.l2norm_qk) return fp32("a beta for every channel with l2norm_qk");
+      if (D > kMaxChannelBetaWidth) return fp32("a beta for every channel and keys wider than 128");
     }
     return tensor_cores();
   }

@@ -226,11 +226,11 @@ class Attention(SequenceLayer):
             raise ValueError(
                 "cu_seqlens: attention has no cache for packed sequences; call it with use_cache=False"
             )
-        projected = project(self, self.projections(), x)
+        projected = project(self, self.input_projections(), x)
         o, state = self.core(projected, state, use_cache, cu_seqlens, attention_mask)
         return apply_linears(o, [self.o_proj])[0], state
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("qkv_proj"),)
 
     def core(

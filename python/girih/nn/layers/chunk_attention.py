@@ -115,10 +115,10 @@ class ChunkAttention(SequenceLayer):
                 "use_cache: expected True exactly with a state that says where the rows stand (`first`), and "
                 "then without cu_seqlens"
             )
-        o, cache = self.core(project(self, self.projections(), x), rows, use_cache, cu_seqlens)
+        o, cache = self.core(project(self, self.input_projections(), x), rows, use_cache, cu_seqlens)
         return apply_linears(o, [self.o_proj])[0], cache
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("qkv_proj"),)
 
     def core(

@@ -177,7 +177,7 @@ class CompressAttend(SequenceLayer):
             sequences = compressions.sequences
             header, k = project(self, COMPRESS, state.x[sequences].flatten(1))[0], n[sequences] // C
             state.header[sequences] = compressions.select(header, state.header[sequences])
-            qkv = project(self.attention, self.attention.projections(), header[:, None])[0]
+            qkv = project(self.attention, self.attention.input_projections(), header[:, None])[0]
             at = ChunkRows(C + 1, k * (C + 1))
             _, *new = self.attention.rotate_qk(qkv.unflatten(-1, (-1, self.attention.head_dim)), at)
             for cache, part in zip(kv, new, strict=True):

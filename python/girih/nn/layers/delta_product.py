@@ -90,7 +90,7 @@ class DeltaProduct(RecurrentLayer):
         adjacent rows."""
         return x.unflatten(2, (self.n, -1)).flatten(1, 2)
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         beta = Projection("beta_proj", "sigmoid", 2.0 if self.allow_neg_eigval else 1.0)
         return Projection("qkv_proj"), beta, Projection("g_proj"), *decay_projections(self)
 

@@ -96,7 +96,7 @@ class GatedSlotAttention(RecurrentLayer):
             y = -self.gate_logit_normalizer / tokens  # logsigmoid(decay_logits) = g gate_logit_normalizer
             logits.copy_(y - torch.log(-torch.expm1(y)))  # the inverse of logsigmoid: y - log(1 - e^y)
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         qkv = Projection("qkv_proj")
         if self.f_proj is None:
             return (qkv,)

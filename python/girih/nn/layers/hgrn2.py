@@ -71,7 +71,7 @@ class HGRN2(RecurrentLayer):
     def set_depth(self, layer: int, num_layers: int) -> None:
         self.set_lower_bound(layer / num_layers)
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("qfv_proj"),)
 
     def core(

@@ -94,7 +94,7 @@ class Lattice(RecurrentLayer):
             nn.init.orthogonal_(slots)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         qk, v, gate = (Projection(name) for name in ("qk_proj", "v_proj", "g_proj"))
         return qk, v, gate, Projection("gamma_proj", "sigmoid"), *decay_projections(self)
 

@@ -82,7 +82,7 @@ class Mamba2(RecurrentLayer):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
         nn.init.ones_(self.skip)
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         return Projection("in_proj"), Projection("dt_proj", "linear"), Projection("z_proj")
 
     def core(

@@ -39,7 +39,7 @@ class RecurrentLayer(SequenceLayer):
     def mix(self, x: Tensor, state: Any, use_cache: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         """`forward` without a mask; cu_seqlens may be `[B, 2]` with the first and last + 1 valid token of
         each row."""
-        o, state = self.core(project(self, self.projections(), x), state, use_cache, cu_seqlens)
+        o, state = self.core(project(self, self.input_projections(), x), state, use_cache, cu_seqlens)
         return self.output(o), state
 
     def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:

@@ -44,16 +44,16 @@ class SequenceLayer(Layer):
         x = kwargs.pop("hidden_states")
         return self.attention_call(super().__call__, x, self.layer_idx, **kwargs)
 
-    def projections(self) -> tuple[Projection, ...] | None:
+    def input_projections(self) -> tuple[Projection, ...] | None:
         """The projections of x, if the layer is `o_proj(output_prologue(core(projections of x)))`; else
         None."""
         return None
 
     def products(self) -> tuple[Product, ...] | None:
-        """`projections` as products of the weights. Only a decoding step under CUDA-graph capture
+        """`input_projections` as products of the weights. Only a decoding step under CUDA-graph capture
         (`Block.step`) uses them: it computes all products in one launch.
         None: `Block.step` calls the layer."""
-        specs = self.projections()
+        specs = self.input_projections()
         return None if specs is None else products_of(self, specs)
 
     def core(

@@ -113,7 +113,7 @@ class Trellis(RecurrentLayer):
         nn.init.normal_(self.value_memory)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         v, a, gate = (Projection(name) for name in ("v_proj", "a_proj", "g_proj"))
         qk = (Projection(name) for name in self.qk_names)
         return v, a, gate, Projection("gamma_proj", "sigmoid"), *qk, *decay_projections(self)

@@ -82,7 +82,7 @@ class TTTLinear(RecurrentLayer):
         nn.init.zeros_(self.inner_bias)
         nn.init.constant_(self.gamma_proj.bias, initial_step_size_bias(self.chunk))
 
-    def projections(self) -> tuple[Projection, ...]:
+    def input_projections(self) -> tuple[Projection, ...]:
         v, g, q, k = (Projection(name) for name in ("v_proj", "g_proj", "q_proj", "k_proj"))
         return v, g, Projection("gamma_proj", "sigmoid"), q, k
 
