@@ -1,5 +1,5 @@
-// What the operators' files have in common: tensors as the Python tests describe them, and launches that may
-// not fail.
+// Common to the files of all operators: tensors that the Python tests pass, buffers between kernels, and the
+// check of launches.
 #pragma once
 
 #include <algorithm>
@@ -14,87 +14,88 @@ struct Array {
   int64_t stride[4];
 };
 
-template <template <int> class Kind, int Rank>
-Kind<Rank> as(const Array& array) {
-  Kind<Rank> result;
+template <template <int> class Tensor, int Rank>
+Tensor<Rank> to_tensor(const Array& array) {
+  Tensor<Rank> result;
   result.data = array.data;
   result.dtype = static_cast<girih::kernels::DType>(array.dtype);
   std::copy(array.stride, array.stride + Rank, result.stride);
   return result;
 }
 template <int Rank>
-girih::kernels::InputTensor<Rank> in(const Array& array) {
-  return as<girih::kernels::InputTensor, Rank>(array);
+girih::kernels::InputTensor<Rank> as_input(const Array& array) {
+  return to_tensor<girih::kernels::InputTensor, Rank>(array);
 }
 template <int Rank>
-girih::kernels::OutputTensor<Rank> out(const Array& array) {
-  return as<girih::kernels::OutputTensor, Rank>(array);
+girih::kernels::OutputTensor<Rank> as_output(const Array& array) {
+  return to_tensor<girih::kernels::OutputTensor, Rank>(array);
 }
 
-inline void must(cudaError_t error) {
-  if (error != cudaSuccess) emulated::fail("a launch is refused");
+inline void check_launch(cudaError_t error) {
+  if (error != cudaSuccess) emulated::fail("a launch returns an error");
 }
 
-// Arrays that kernels write for one another: all NaN before, and what lies between their rows, and behind the
-// last, after as well. Behind that is a wall: who comes to it ends the test.
-class Rooms {
-  struct Room {
+// Buffers that one kernel writes and another reads, initialized with NaN. A gap follows every row. The
+// destructor checks that the gaps are still NaN. A protected page follows the last gap.
+class Buffers {
+  struct Buffer {
     unsigned char *pages, *begin;
-    int64_t size, row, pitch;  // bytes
+    int64_t size, row_bytes, pitch;  // in bytes
   };
   static constexpr int64_t kPage = 4096;
-  std::vector<Room> rooms_;
+  std::vector<Buffer> buffers_;
 
-  void* make(int64_t rows, int64_t row, int64_t gap) {
-    const int64_t size = rows * (row + gap) + kGap, used = (size + 15) / 16 * 16,
+  void* allocate(int64_t rows, int64_t row_bytes, int64_t gap) {
+    const int64_t size = rows * (row_bytes + gap) + kGap, used = (size + 15) / 16 * 16,
                   all = (used + kPage - 1) / kPage * kPage;
     auto* const pages = static_cast<unsigned char*>(
         mmap(nullptr, all + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (pages == MAP_FAILED || mprotect(pages + all, kPage, PROT_NONE) != 0) emulated::fail("no memory");
     std::memset(pages, 0xff, all);
-    rooms_.push_back({pages, pages + all - used, size, row, row + gap});
-    return rooms_.back().begin;
+    buffers_.push_back({pages, pages + all - used, size, row_bytes, row_bytes + gap});
+    return buffers_.back().begin;
   }
 
  public:
-  static constexpr int64_t kGap = 32;  // bytes
+  static constexpr int64_t kGap = 32;  // in bytes
 
-  // A row is as long as the last of the sizes.
+  // A tensor whose rows are along the last dimension.
   template <class... Size>
-  girih::kernels::OutputTensor<sizeof...(Size)> operator()(girih::kernels::DType dtype, Size... sizes) {
+  girih::kernels::OutputTensor<sizeof...(Size)> tensor(girih::kernels::DType dtype, Size... sizes) {
     constexpr int kRank = sizeof...(Size);
     const int64_t size[kRank] = {static_cast<int64_t>(sizes)...};
     const int64_t element = dtype == girih::kernels::DType::f32 ? 4 : 2;
-    girih::kernels::OutputTensor<kRank> array{nullptr, dtype, {}};
-    array.stride[kRank - 1] = 1;
+    girih::kernels::OutputTensor<kRank> result{nullptr, dtype, {}};
+    result.stride[kRank - 1] = 1;
     int64_t rows = 1;
     for (int d = kRank - 2; d >= 0; --d) {
-      array.stride[d] = rows * (size[kRank - 1] + kGap / element);
+      result.stride[d] = rows * (size[kRank - 1] + kGap / element);
       rows *= size[d];
     }
-    array.data = make(rows, size[kRank - 1] * element, kGap);
-    return array;
+    result.data = allocate(rows, size[kRank - 1] * element, kGap);
+    return result;
   }
-  void* bytes(int64_t count) { return make(1, count, 0); }
+  void* bytes(int64_t count) { return allocate(1, count, 0); }
 
-  Rooms() = default;
-  Rooms(const Rooms&) = delete;
-  ~Rooms() {
-    for (const Room& room : rooms_) {
-      const int64_t rows = (room.size - kGap) / std::max<int64_t>(room.pitch, 1);
-      for (int64_t at = 0; at < room.size; ++at) {
-        const bool outside = at >= rows * room.pitch || at % room.pitch >= room.row;
-        if (outside && room.begin[at] != 0xff) emulated::fail("a kernel writes beyond an array's rows");
+  Buffers() = default;
+  Buffers(const Buffers&) = delete;
+  ~Buffers() {
+    for (const Buffer& buffer : buffers_) {
+      const int64_t rows = (buffer.size - kGap) / std::max<int64_t>(buffer.pitch, 1);
+      for (int64_t offset = 0; offset < buffer.size; ++offset) {
+        const bool is_gap = offset >= rows * buffer.pitch || offset % buffer.pitch >= buffer.row_bytes;
+        if (is_gap && buffer.begin[offset] != 0xff)
+          emulated::fail("a kernel writes beyond the rows of a buffer");
       }
-      munmap(room.pages, (room.begin + room.size - room.pages + kPage - 1) / kPage * kPage + kPage);
+      munmap(buffer.pages, (buffer.begin + buffer.size - buffer.pages + kPage - 1) / kPage * kPage + kPage);
     }
   }
 };
 
-// What one kernel has written as another reads it.
+// The output of a kernel as the input of another kernel.
 template <int Rank>
-girih::kernels::InputTensor<Rank> written(const girih::kernels::OutputTensor<Rank>& array) {
-  girih::kernels::InputTensor<Rank> result{array.data, array.dtype, {}};
-  std::copy(array.stride, array.stride + Rank, result.stride);
+girih::kernels::InputTensor<Rank> as_input(const girih::kernels::OutputTensor<Rank>& output) {
+  girih::kernels::InputTensor<Rank> result{output.data, output.dtype, {}};
+  std::copy(output.stride, output.stride + Rank, result.stride);
   return result;
 }

@@ -16,7 +16,7 @@ struct Call {
   const void* cu_chunks;
   int64_t heads, query_heads, D, V;
   double scale;
-  int64_t groups;  // by warpgroups, as far as these take it
+  int64_t use_warpgroups;  // run the sm_90 kernels where they support the call
   Array q, k, v, o, lse, dout, dq, dk, dv;
   void* queries;
   float* partials;
@@ -24,7 +24,7 @@ struct Call {
 
 namespace {
 
-CatShape shape_of(const Call& c) {
+CatShape make_shape(const Call& c) {
   CatShape shape{};
   shape.chunks = {c.batch, (c.tokens + c.chunk - 1) / c.chunk, c.sequences, c.cu_chunks, true, false};
   shape.rows = static_cast<int>(c.tokens), shape.size = static_cast<int>(c.chunk);
@@ -37,87 +37,92 @@ CatShape shape_of(const Call& c) {
 
 template <class Problem>
 void fill(Problem& p, const Call& c) {
-  p.shape = shape_of(c);
-  p.q = in<4>(c.q), p.k = in<4>(c.k), p.v = in<4>(c.v);
+  p.shape = make_shape(c);
+  p.q = as_input<4>(c.q), p.k = as_input<4>(c.k), p.v = as_input<4>(c.v);
 }
 
 template <typename Element, int Tile>
-constexpr bool kHasGroups = sizeof(Element) == 2 && Tile <= kCatSm90MaxWidth;
+constexpr bool kHasWarpgroups = sizeof(Element) == 2 && Tile <= kCatSm90MaxWidth;
 
 template <typename Element, int Tile>
 void run(const Call& c) {
   CatForward forward{};
   fill(forward, c);
-  forward.o = out<4>(c.o), forward.lse = out<3>(c.lse);
-  bool taken = false;
-  if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(try_cat_forward_sm90<Element, Tile>(forward, nullptr, taken));
+  forward.o = as_output<4>(c.o), forward.lse = as_output<3>(c.lse);
+  bool is_launched = false;
+  if constexpr (kHasWarpgroups<Element, Tile>) {
+    if (c.use_warpgroups) check_launch(try_cat_forward_sm90<Element, Tile>(forward, nullptr, is_launched));
   }
-  if (taken != (c.groups && cat_fills_sm90_tiles(forward.shape)))
-    emulated::fail("the kernels of warpgroups take another call, or not this one");
-  if (!taken) must(launch_cat_forward<Element, Tile>(forward, nullptr));
+  if (is_launched != (c.use_warpgroups && cat_fills_sm90_tiles(forward.shape)))
+    emulated::fail("cat_fills_sm90_tiles() disagrees with try_cat_forward_sm90()");
+  if (!is_launched) check_launch(launch_cat_forward<Element, Tile>(forward, nullptr));
 
-  CatQueryGradients of_queries{};
-  fill(of_queries, c);
-  of_queries.o = in<4>(c.o), of_queries.lse = in<3>(c.lse), of_queries.dout = in<4>(c.dout);
-  of_queries.dq = out<4>(c.dq), of_queries.queries = static_cast<CatQueryRecord*>(c.queries);
-  of_queries.dk = out<4>(c.dk), of_queries.dv = out<4>(c.dv), of_queries.partials = c.partials;
-  taken = false;
-  if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(try_cat_query_gradients_sm90<Element, Tile>(of_queries, nullptr, taken));
+  CatQueryGradients query_gradients{};
+  fill(query_gradients, c);
+  query_gradients.o = as_input<4>(c.o), query_gradients.lse = as_input<3>(c.lse),
+  query_gradients.dout = as_input<4>(c.dout);
+  query_gradients.dq = as_output<4>(c.dq), query_gradients.queries = static_cast<CatQueryRecord*>(c.queries);
+  query_gradients.dk = as_output<4>(c.dk), query_gradients.dv = as_output<4>(c.dv),
+  query_gradients.partials = c.partials;
+  is_launched = false;
+  if constexpr (kHasWarpgroups<Element, Tile>) {
+    if (c.use_warpgroups)
+      check_launch(try_cat_query_gradients_sm90<Element, Tile>(query_gradients, nullptr, is_launched));
   }
-  if (!taken) must(launch_cat_query_gradients<Element, Tile>(of_queries, nullptr));
+  if (!is_launched) check_launch(launch_cat_query_gradients<Element, Tile>(query_gradients, nullptr));
 
-  CatHeaderGradients of_headers{};
-  fill(of_headers, c);
-  of_headers.dout = in<4>(c.dout), of_headers.queries = of_queries.queries;
-  of_headers.partials = c.partials;
-  if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups) must(launch_cat_header_gradients_sm90<Element, Tile>(of_headers, nullptr));
+  CatHeaderGradients header_gradients{};
+  fill(header_gradients, c);
+  header_gradients.dout = as_input<4>(c.dout), header_gradients.queries = query_gradients.queries;
+  header_gradients.partials = c.partials;
+  if constexpr (kHasWarpgroups<Element, Tile>) {
+    if (c.use_warpgroups)
+      check_launch(launch_cat_header_gradients_sm90<Element, Tile>(header_gradients, nullptr));
   }
-  if (!c.groups) must(launch_cat_header_gradients<Element, Tile>(of_headers, nullptr));
+  if (!c.use_warpgroups) check_launch(launch_cat_header_gradients<Element, Tile>(header_gradients, nullptr));
 
-  CatOwnGradients own{};
-  fill(own, c);
-  own.dout = in<4>(c.dout), own.queries = of_queries.queries, own.partials = c.partials;
-  own.is_sm90 = c.groups;
-  own.dk = out<4>(c.dk), own.dv = out<4>(c.dv);
-  if constexpr (kHasGroups<Element, Tile>) {
-    if (c.groups && cat_has_fused_own_gradients(own.shape)) {
-      must(launch_cat_sum_headers<Element, Tile>(own, nullptr));
+  CatOwnGradients own_gradients{};
+  fill(own_gradients, c);
+  own_gradients.dout = as_input<4>(c.dout), own_gradients.queries = query_gradients.queries,
+  own_gradients.partials = c.partials;
+  own_gradients.is_sm90 = c.use_warpgroups;
+  own_gradients.dk = as_output<4>(c.dk), own_gradients.dv = as_output<4>(c.dv);
+  if constexpr (kHasWarpgroups<Element, Tile>) {
+    if (c.use_warpgroups && cat_has_fused_own_gradients(own_gradients.shape)) {
+      check_launch(launch_cat_sum_headers<Element, Tile>(own_gradients, nullptr));
       return;
     }
   }
-  must(launch_cat_own_gradients<Element, Tile>(own, nullptr));
+  check_launch(launch_cat_own_gradients<Element, Tile>(own_gradients, nullptr));
 }
 
 template <int Tile>
-int64_t partials_of(const Call& c) {
-  const CatShape shape = shape_of(c);
-  if (c.groups)
+int64_t count_partials(const Call& c) {
+  const CatShape shape = make_shape(c);
+  if (c.use_warpgroups)
     return CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>()).float_count() +
            cat_shares_size<Tile>(shape);
-  const bool wide = shape.dtype == DType::f32;
+  const bool is_fp32 = shape.dtype == DType::f32;
   return CatHeaderList(shape, Tile,
-                       wide ? header_list_sizes<float, Tile>() : header_list_sizes<__half, Tile>())
+                       is_fp32 ? header_list_sizes<float, Tile>() : header_list_sizes<__half, Tile>())
       .float_count();
 }
 
 template <class F>
-auto with_tile(const Call& c, const F& f) {
-  const int64_t widest = std::max(c.D, c.V);
-  if (widest <= 64) return f(std::integral_constant<int, 64>());
-  if (widest <= 128) return f(std::integral_constant<int, 128>());
+auto dispatch_tile(const Call& c, const F& f) {
+  const int64_t width = std::max(c.D, c.V);
+  if (width <= 64) return f(std::integral_constant<int, 64>());
+  if (width <= 128) return f(std::integral_constant<int, 128>());
   return f(std::integral_constant<int, 256>());
 }
 
 }  // namespace
 
 extern "C" int64_t partials(const Call* c) {
-  return with_tile(*c, [&](auto tile) { return partials_of<decltype(tile)::value>(*c); });
+  return dispatch_tile(*c, [&](auto tile) { return count_partials<decltype(tile)::value>(*c); });
 }
 extern "C" void run(const Call* c) {
-  with_tile(*c, [&](auto tile) {
+  dispatch_tile(*c, [&](auto tile) {
     constexpr int kTile = decltype(tile)::value;
     if (c->q.dtype == static_cast<int>(DType::bf16)) {
       run<__nv_bfloat16, kTile>(*c);
@@ -126,10 +131,10 @@ extern "C" void run(const Call* c) {
     if constexpr (kTile <= kCatMaxWidthFp32) {
       if (c->q.dtype == static_cast<int>(DType::f32)) return run<float, kTile>(*c);
     }
-    if constexpr (kTile == 64) {  // to compile more takes longer than all that is run
+    if constexpr (kTile == 64) {  // compiling the other widths takes longer than all tests
       run<__half, kTile>(*c);
     } else {
-      emulated::fail("fp16 is compiled for 64 columns alone");
+      emulated::fail("fp16 is compiled for 64 columns only");
     }
   });
 }

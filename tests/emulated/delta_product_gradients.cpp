@@ -1,4 +1,4 @@
-// Of delta_product.cpp what can be compiled beside it.
+// launch_gradients() of delta_product.cpp in a separate translation unit, which compiles in parallel.
 #include "delta_product/gradients.cuh"
 
 namespace girih::kernels::delta_product {

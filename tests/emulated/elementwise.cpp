@@ -6,12 +6,16 @@
 using namespace girih::kernels;
 
 extern "C" {
-void run_norm(const ResidualNorm* call) { must(residual_norm(*call, nullptr)); }
+void run_norm(const ResidualNorm* call) { check_launch(residual_norm(*call, nullptr)); }
 int64_t norm_partials(const ResidualNormShape* shape) { return residual_norm_partials(*shape); }
-void run_norm_backward(const ResidualNormBackward* call) { must(residual_norm_backward(*call, nullptr)); }
-void run_product(const SiluProduct* call) { must(silu_product(*call, nullptr)); }
-void run_product_backward(const SiluProductBackward* call) { must(silu_product_backward(*call, nullptr)); }
-void run_rotary(const Rotary* call) { must(rotary(*call, nullptr)); }
-void run_rotary_backward(const RotaryBackward* call) { must(rotary_backward(*call, nullptr)); }
-void run_cross_entropy(const CrossEntropy* call) { must(cross_entropy(*call, nullptr)); }
+void run_norm_backward(const ResidualNormBackward* call) {
+  check_launch(residual_norm_backward(*call, nullptr));
+}
+void run_product(const SiluProduct* call) { check_launch(silu_product(*call, nullptr)); }
+void run_product_backward(const SiluProductBackward* call) {
+  check_launch(silu_product_backward(*call, nullptr));
+}
+void run_rotary(const Rotary* call) { check_launch(rotary(*call, nullptr)); }
+void run_rotary_backward(const RotaryBackward* call) { check_launch(rotary_backward(*call, nullptr)); }
+void run_cross_entropy(const CrossEntropy* call) { check_launch(cross_entropy(*call, nullptr)); }
 }

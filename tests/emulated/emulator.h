@@ -1,12 +1,17 @@
-// What a kernel's source asks of CUDA, on a CPU: so that kernels run, and their arithmetic is tested, where
-// there is no GPU. A block's threads are fibers of one thread. Warps take turns in a random order, and so do
-// the lanes of a warp; some of them stand still for a while, so that who does not wait for them runs ahead.
-// Copies that are under way arrive no sooner than somebody waits for them; shared memory begins full of NaN.
+// Runs CUDA kernels on a CPU, to test their arithmetic and synchronization without a GPU.
 //
-// The compiler includes this file before each source (tests/support/emulated.py) and then compiles the source
-// as nvcc does for sm_90a. tile/ptx.h and tile/cuts.h beside this file replace those of kernels; runtime.h
-// replaces the CUDA runtime. The emulator knows no speed, no second block at the same time but those of a
-// cluster, and of races those that turns of warps and lanes bring out.
+// - Every thread of a block is a fiber; all fibers run in one CPU thread. The scheduler picks warps and lanes
+//   in random order and stalls random warps and lanes for a while. A thread that omits a wait then reads data
+//   that is not yet written.
+// - An asynchronous copy or product takes effect as late as its waits allow.
+// - Shared memory is initialized with NaN.
+//
+// The compiler includes this file before each source (tests/support/emulated.py) and compiles the source with
+// the macros of nvcc for sm_90a. tile/ptx.h and tile/cuts.h in this folder replace the headers of the same
+// names in kernels/. runtime.h replaces the CUDA runtime.
+//
+// Limits: the emulator does not model time. Blocks run one after another, except the blocks of a cluster. A
+// race is detected only if a schedule of warps and lanes changes the result.
 #pragma once
 
 #include <cuda.h>
@@ -40,12 +45,12 @@
 #define __grid_constant__
 #define __noinline__
 #undef __shared__
-#define __shared__ static thread_local  // see StaticShared
+#define __shared__ static thread_local  // initialized by StaticShared
 
 namespace emulated {
 
-constexpr int kSharedBytes = 232448;  // what a block of sm_90 may have
-constexpr int kSharedRoom = 1 << 20;  // more, to see who writes beyond
+constexpr int kSharedBytes = 232448;        // maximum shared memory of a block on sm_90
+constexpr int kSharedAllocation = 1 << 20;  // larger, to detect writes beyond the block's shared memory
 constexpr int kStackBytes = 256 << 10;
 
 [[noreturn]] inline void fail(const char* what) {
@@ -53,47 +58,49 @@ constexpr int kStackBytes = 256 << 10;
   std::abort();
 }
 
+// A cp.async. The first `source_bytes` bytes are copied, the others are set to zero.
 struct Copy {
-  void* to;
-  const void* from;  // null: zeros
-  int bytes, given;  // the rest: zeros
+  void* destination;
+  const void* source;  // null: all bytes are set to zero
+  int bytes, source_bytes;
 };
 
-// Sums of products, as a fence or a wait found them (products.h).
-struct Pin {
-  const char* at;
+// The address and value of accumulators when pin_registers() was called (wgmma.h).
+struct PinnedAccumulators {
+  const char* begin;
   std::vector<char> bytes;
 
-  const char* end() const { return at + bytes.size(); }
+  const char* end() const { return begin + bytes.size(); }
 };
 
 struct Block;
 struct Fiber {
-  ucontext_t context;  // where it begins
-  jmp_buf place;       // where it goes on
+  ucontext_t context;    // the entry point
+  jmp_buf resume_point;  // set by yield()
   char* stack;
   Block* block;
   unsigned thread;
-  bool begun, done;
-  const unsigned* word;  // what it waits for: a change of these bits of it
-  unsigned bits, value;
-  unsigned exchanges;                          // that it has taken part in with its warp
-  std::vector<Copy> open;                      // copies that no group has yet
-  std::vector<std::vector<Copy>> groups;       // oldest first
-  std::deque<std::function<void()>> products;  // under way (products.h), oldest first
-  // Of products (products.h): its registers at the last fence; whether it comes behind the last wait; which
-  // sums products since then have; and sums as fences and waits that name them found them.
-  std::vector<char> registers;
-  bool is_fenced;
-  std::set<const void*> started;
-  std::vector<Pin> pinned;
+  bool has_started, is_done;
+  // The fiber waits while (*word & mask) == value. Null: the fiber does not wait.
+  const unsigned* word;
+  unsigned mask, value;
+  unsigned exchanges;                          // number of calls of exchange()
+  std::vector<Copy> open_copies;               // not yet in a group
+  std::vector<std::vector<Copy>> copy_groups;  // oldest first
+  std::deque<std::function<void()>> products;  // pending wgmma instructions, oldest first; null ends a group
+  // Checks of wgmma.fence (wgmma.h).
+  std::vector<char> fenced_registers;          // the fiber's stack at the last fence
+  bool has_fence;                              // a fence came after the last wait
+  std::set<const void*> started_accumulators;  // accumulators of the products since the last fence
+  std::vector<PinnedAccumulators> pinned_accumulators;
 };
 
-// What a warp's lanes hand to one another: two tables in turn.
+// The tables of exchange(). Consecutive exchanges alternate between them.
 struct Warp {
-  unsigned slow;  // lanes that stand still, as bits
-  unsigned arrived[2], finished;
-  int place[2];  // in the source, of what its lanes are at
+  unsigned stalled_lanes;        // one bit per lane
+  unsigned arrived[2];           // lanes that have written to the table
+  unsigned completed_exchanges;  // by all 32 lanes
+  int line[2];                   // source line of the exchange
   uint64_t table[2][32][8];
 };
 
@@ -104,77 +111,81 @@ struct Barrier {
 
 struct Block {
   unsigned number;
-  int running;  // warps
+  int running_warps;
   unsigned char* shared = nullptr;
-  // Shared memory as products and the copy engine find it: what threads write comes there by a fence of one
-  // of them, when its warp's turn is over.
-  unsigned char* fenced = nullptr;
-  bool has_fenced;
+  // Shared memory as the async proxy (wgmma and TMA) sees it. A fence of the async proxy copies `shared` to
+  // `async_shared` at the end of the turn of the fencing warp.
+  unsigned char* async_shared = nullptr;
+  bool has_async_fence;  // in the current turn
   std::vector<Warp> warps;
   Barrier barriers[16];
-  bool all[2];                 // of what threads bring to barrier 0, in its phases in turn
-  std::vector<Fiber*> fibers;  // as many as any block had
+  bool all[2];                 // result of __syncthreads_and(), by the parity of the phase of barrier 0
+  std::vector<Fiber*> fibers;  // reused by later blocks
 };
 
-inline int shared_bytes = kSharedBytes;  // what the card says
-inline int processors = 4;               // how many multiprocessors it has
-inline bool early_products = false;      // some of them (products.h)
+// Attributes of the emulated device.
+inline int shared_bytes = kSharedBytes;  // maximum shared memory of a block
+inline int processors = 4;               // multiprocessors
+// Random groups of wgmma complete when they are committed (wgmma.h).
+inline bool has_early_products = false;
 inline jmp_buf scheduler;
 inline Block cluster[2];
 inline int cluster_size, threads, grid, block_bytes;
 inline Barrier cluster_barrier;
 inline Fiber* current;
 inline std::function<void()> kernel;
-inline std::mt19937 random_turns(1);
+inline std::mt19937 random_engine(1);
 
-// (swapcontext() asks the system for signals every time.)
+// setjmp and longjmp, because swapcontext() makes a system call for the signal mask every time.
 inline void yield() {
-  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(current->resume_point) == 0) _longjmp(scheduler, 1);
 }
-// Until a word has other bits.
-inline void yield_while(const unsigned& word, unsigned bits, unsigned value) {
-  current->word = &word, current->bits = bits, current->value = value;
-  while ((word & bits) == value) yield();
+// Yields while (word & mask) == value.
+inline void yield_while(const unsigned& word, unsigned mask, unsigned value) {
+  current->word = &word, current->mask = mask, current->value = value;
+  while ((word & mask) == value) yield();
   current->word = nullptr;
 }
-inline bool waits(const Fiber& fiber) {
-  return fiber.word != nullptr && (*fiber.word & fiber.bits) == fiber.value;
+inline bool is_waiting(const Fiber& fiber) {
+  return fiber.word != nullptr && (*fiber.word & fiber.mask) == fiber.value;
 }
 // Runs the current fiber until it yields.
-[[gnu::noinline]] inline void go_on() {
+[[gnu::noinline]] inline void resume() {
   if (_setjmp(scheduler) != 0) return;
-  if (current->begun) _longjmp(current->place, 1);
-  current->begun = true;
+  if (current->has_started) _longjmp(current->resume_point, 1);
+  current->has_started = true;
   setcontext(&current->context);
 }
 inline int lane() { return static_cast<int>(current->thread & 31); }
 
 inline Warp& warp_of(const Fiber& fiber) { return fiber.block->warps[fiber.thread / 32]; }
 
-// Every lane leaves n words and gets the table of all. place: a line. Lanes that have parted meet others at
-// another line, and are found, if they do not meet within the same helper.
-inline uint64_t (*exchange(const uint64_t* words, int n, int place))[8] {
+// Writes n words of every lane to a table and returns the table of all lanes, [lane][word]. All lanes have to
+// call exchange() from the same source line. Diverged lanes are not detected if their exchanges have the same
+// line.
+inline uint64_t (*exchange(const uint64_t* words, int n, int line))[8] {
   Warp& warp = warp_of(*current);
-  const unsigned number = current->exchanges++, which = number & 1;
-  if (warp.arrived[which] == 0) warp.place[which] = place;
-  if (warp.place[which] != place) fail("lanes of a warp exchange numbers where others of it do not");
-  for (int i = 0; i < n; ++i) warp.table[which][lane()][i] = words[i];
-  if (++warp.arrived[which] == 32) warp.arrived[which] = 0, warp.finished = number + 1;
-  while (static_cast<int>(warp.finished - (number + 1)) < 0) yield_while(warp.finished, ~0u, warp.finished);
-  return warp.table[which];
+  const unsigned number = current->exchanges++, parity = number & 1;
+  if (warp.arrived[parity] == 0) warp.line[parity] = line;
+  if (warp.line[parity] != line) fail("the lanes of a warp diverge at an exchange");
+  for (int i = 0; i < n; ++i) warp.table[parity][lane()][i] = words[i];
+  if (++warp.arrived[parity] == 32) warp.arrived[parity] = 0, warp.completed_exchanges = number + 1;
+  while (static_cast<int>(warp.completed_exchanges - (number + 1)) < 0)
+    yield_while(warp.completed_exchanges, ~0u, warp.completed_exchanges);
+  return warp.table[parity];
 }
 
 template <class T>
-T from_lane(T x, int source, int place) {
+T shuffle(T x, int source, int line) {
   uint64_t word = 0;
   std::memcpy(&word, &x, sizeof x);
-  const auto table = exchange(&word, 1, place);
+  const auto table = exchange(&word, 1, line);
   T result;
   std::memcpy(&result, &table[source & 31][0], sizeof result);
   return result;
 }
 
-inline void wait_at(Barrier& barrier, int arrivals) {
+inline void arrive_and_wait(Barrier& barrier, int arrivals) {
   const unsigned phase = barrier.phase;
   if (++barrier.arrived == arrivals) {
     barrier.arrived = 0, ++barrier.phase;
@@ -183,137 +194,145 @@ inline void wait_at(Barrier& barrier, int arrivals) {
   }
 }
 
-inline void wait_at(int id, int arrivals) { wait_at(current->block->barriers[id], arrivals); }
+inline void arrive_and_wait(int id, int arrivals) { arrive_and_wait(current->block->barriers[id], arrivals); }
 
-inline void start_copy(uint32_t to, const void* from, int bytes, int given) {
-  if (given == 0) from = nullptr;
+inline void start_copy(uint32_t to, const void* from, int bytes, int source_bytes) {
+  if (source_bytes == 0) from = nullptr;
   if (reinterpret_cast<uint64_t>(from) % bytes != 0) fail("a copy's source is not aligned");
-  current->open.push_back({reinterpret_cast<void*>(uint64_t{to}), from, bytes, given});
+  current->open_copies.push_back({reinterpret_cast<void*>(uint64_t{to}), from, bytes, source_bytes});
 }
-inline void close_group() {
-  current->groups.push_back(current->open);
-  current->open.clear();
+inline void commit_copy_group() {
+  current->copy_groups.push_back(current->open_copies);
+  current->open_copies.clear();
 }
-inline void finish_groups(size_t left) {
-  auto& groups = current->groups;
-  if (groups.size() > left && random_turns() % 256 == 0) {  // a lane's alone are late
-    for (unsigned turns = random_turns() % 256; turns > 0; --turns) yield();
+// Performs the copies of the oldest groups until `pending` groups remain.
+inline void wait_copy_groups(size_t pending) {
+  auto& groups = current->copy_groups;
+  if (groups.size() > pending && random_engine() % 256 == 0) {  // delays the copies of this lane only
+    for (unsigned turns = random_engine() % 256; turns > 0; --turns) yield();
   }
-  for (; groups.size() > left; groups.erase(groups.begin())) {
+  for (; groups.size() > pending; groups.erase(groups.begin())) {
     for (const Copy& copy : groups.front()) {
-      std::memset(copy.to, 0, copy.bytes);
-      if (copy.from != nullptr) std::memcpy(copy.to, copy.from, copy.given);
+      std::memset(copy.destination, 0, copy.bytes);
+      if (copy.source != nullptr) std::memcpy(copy.destination, copy.source, copy.source_bytes);
     }
   }
 }
 
-// A barrier in shared memory: arrivals left and in all, for which parities somebody has waited, and phases
-// gone by. As compute-sanitizer's synccheck does, it asks that somebody waits for a phase before the next
-// ends.
-struct Phases {
-  uint16_t left, all : 14, awaited : 2;
-  uint32_t phase;
+// An mbarrier in shared memory. A thread has to wait for every phase before the next phase completes, as in
+// synccheck of compute-sanitizer.
+struct Mbarrier {
+  uint16_t pending_arrivals, arrival_count : 14;
+  uint16_t awaited : 2;  // bit p: a thread has waited for the phase of parity p
+  uint32_t phase;        // number of completed phases
 };
-inline Phases& phases(uint64_t* barrier) { return *reinterpret_cast<Phases*>(barrier); }
-inline void end_phase(Phases& of) {
-  const int before = of.phase % 2 == 0 ? 2 : 1;
-  if (of.phase > 0 && (of.awaited & before) == 0) fail("nobody waits for a barrier");
-  of.awaited &= ~before, of.left = of.all, ++of.phase;
+inline Mbarrier& mbarrier(uint64_t* barrier) { return *reinterpret_cast<Mbarrier*>(barrier); }
+inline void complete_phase(Mbarrier& barrier) {
+  const int previous = barrier.phase % 2 == 0 ? 2 : 1;
+  if (barrier.phase > 0 && (barrier.awaited & previous) == 0)
+    fail("no thread waits for a phase of a barrier");
+  barrier.awaited &= ~previous, barrier.pending_arrivals = barrier.arrival_count, ++barrier.phase;
 }
-// Bytes that bulk copies have still to bring (copy_engine.h), by barrier.
-inline std::map<uint64_t*, int> expected;
-inline void expect(uint64_t* barrier, int bytes, int arrivals) {
-  Phases& of = phases(barrier);
-  int& left = expected[barrier];
-  left += bytes, of.left -= arrivals;
-  if (of.left == 0 && left == 0) end_phase(of);
+// The tx-count of every mbarrier: bytes that bulk copies have not written yet (tma.h).
+inline std::map<uint64_t*, int> pending_bytes;
+// Adds bytes to the tx-count, then arrives `arrivals` times.
+inline void update_barrier(uint64_t* address, int bytes, int arrivals) {
+  Mbarrier& barrier = mbarrier(address);
+  int& tx_count = pending_bytes[address];
+  tx_count += bytes, barrier.pending_arrivals -= arrivals;
+  if (barrier.pending_arrivals == 0 && tx_count == 0) complete_phase(barrier);
 }
-inline void arrive(uint64_t* barrier) {
-  if (!expected.empty()) return expect(barrier, 0, 1);
-  Phases& of = phases(barrier);
-  if (--of.left == 0) end_phase(of);
+inline void arrive(uint64_t* address) {
+  if (!pending_bytes.empty()) return update_barrier(address, 0, 1);
+  Mbarrier& barrier = mbarrier(address);
+  if (--barrier.pending_arrivals == 0) complete_phase(barrier);
 }
-inline void wait_for(uint64_t* barrier, uint32_t parity) {
-  phases(barrier).awaited |= 1 << parity;
-  yield_while(phases(barrier).phase, 1, parity);
+inline void wait_phase(uint64_t* address, uint32_t parity) {
+  Mbarrier& barrier = mbarrier(address);
+  barrier.awaited |= 1 << parity;
+  yield_while(barrier.phase, 1, parity);
 }
 
-// What others bring to shared memory while a block runs, in any order (copy_engine.h).
-inline std::vector<std::function<void()>> deliveries;
-inline void deliver_any() {
-  const auto at = deliveries.begin() + random_turns() % deliveries.size();
-  const std::function<void()> delivery = *at;
-  deliveries.erase(at);
-  delivery();
+// Pending bulk copies to shared memory (tma.h). They complete in random order.
+inline std::vector<std::function<void()>> bulk_copies;
+inline void complete_random_bulk_copy() {
+  const auto position = bulk_copies.begin() + random_engine() % bulk_copies.size();
+  const std::function<void()> copy = *position;
+  bulk_copies.erase(position);
+  copy();
 }
 
 inline void run_fiber() {
   kernel();
-  if (!current->products.empty()) fail("a thread has ended before its products");
-  current->done = true;
+  if (!current->products.empty()) fail("a thread exits before its wgmma complete");
+  current->is_done = true;
   yield();
 }
 
-// Where products find what is here.
-inline unsigned char* fenced(const void* here) {
+// The address in async_shared that corresponds to an address in shared memory.
+inline unsigned char* async_address(const void* shared) {
   for (int i = 0; i < cluster_size; ++i) {
-    const auto at = static_cast<const unsigned char*>(here) - cluster[i].shared;
-    if (at >= 0 && at < block_bytes) return cluster[i].fenced + at;
+    const auto offset = static_cast<const unsigned char*>(shared) - cluster[i].shared;
+    if (offset >= 0 && offset < block_bytes) return cluster[i].async_shared + offset;
   }
-  fail("products read, or copies write, beyond shared memory");
+  fail("wgmma or a bulk copy accesses memory beyond shared memory");
 }
-inline void fence() { current->block->has_fenced = true; }
+inline void fence_async_proxy() { current->block->has_async_fence = true; }
 
-// Where another block of the cluster has what the block has here.
-inline unsigned char* far(const void* here, int rank) {
-  if (cluster[rank].running == 0) fail("a block reaches another that has ended");
-  return cluster[rank].shared + (static_cast<const unsigned char*>(here) - current->block->shared);
+// mapa: the corresponding address in the shared memory of another block of the cluster.
+inline unsigned char* remote_address(const void* shared, int rank) {
+  if (cluster[rank].running_warps == 0) fail("a block accesses the shared memory of a block that has exited");
+  return cluster[rank].shared + (static_cast<const unsigned char*>(shared) - current->block->shared);
 }
 
-// Arrays that a kernel declares as __shared__, each once for all blocks: no cluster has them. They are the
-// thread-local variables of this library, which has no others.
+// The __shared__ arrays of a kernel are thread-local variables of the library, which has no others. All
+// blocks use the same variables, so the kernels of a cluster must not have __shared__ arrays.
 class StaticShared {
   unsigned char* begin_ = nullptr;
   size_t bytes_ = 0;
 
-  static int find(dl_phdr_info* info, size_t, void* to) {
-    auto& found = *static_cast<StaticShared*>(to);
-    const auto own = reinterpret_cast<uint64_t>(&StaticShared::find);
-    bool is_own = false;
+  static int find_variables(dl_phdr_info* info, size_t, void* result) {
+    auto& variables = *static_cast<StaticShared*>(result);
+    const auto own_address = reinterpret_cast<uint64_t>(&StaticShared::find_variables);
+    bool is_own_library = false;
     size_t bytes = 0;
     for (int i = 0; i < info->dlpi_phnum; ++i) {
-      const auto& part = info->dlpi_phdr[i];
-      const uint64_t begin = info->dlpi_addr + part.p_vaddr;
-      if (part.p_type == PT_LOAD) is_own |= own >= begin && own < begin + part.p_memsz;
-      if (part.p_type == PT_TLS) bytes = part.p_memsz;
+      const auto& header = info->dlpi_phdr[i];
+      const uint64_t begin = info->dlpi_addr + header.p_vaddr;
+      if (header.p_type == PT_LOAD)
+        is_own_library |= own_address >= begin && own_address < begin + header.p_memsz;
+      if (header.p_type == PT_TLS) bytes = header.p_memsz;
     }
-    if (is_own) found.begin_ = static_cast<unsigned char*>(info->dlpi_tls_data), found.bytes_ = bytes;
-    return is_own;
+    if (is_own_library)
+      variables.begin_ = static_cast<unsigned char*>(info->dlpi_tls_data), variables.bytes_ = bytes;
+    return is_own_library;
   }
 
  public:
   StaticShared() {
-    static thread_local volatile char any;
-    any = 0;  // allocates the variables of the thread
-    dl_iterate_phdr(find, this);
-    if (begin_ == nullptr) fail("no variables of the thread");
+    static thread_local volatile char variable;
+    variable = 0;  // the first access allocates the thread-local variables
+    dl_iterate_phdr(find_variables, this);
+    if (begin_ == nullptr) fail("the thread-local variables are not found");
   }
   void clear() const { std::memset(begin_, 0xff, bytes_); }  // NaN
   bool is_clear() const { return *begin_ == 0xff && std::memcmp(begin_, begin_ + 1, bytes_ - 1) == 0; }
 };
 
-inline void begin(Block& block, unsigned number) {
+inline void start_block(Block& block, unsigned number) {
   if (block.shared == nullptr) {
-    // Below 4 GiB, because addresses have 32 bits, and aligned, because descriptors of products have 18 bits.
-    const auto pages = reinterpret_cast<uint64_t>(mmap(nullptr, 2 * kSharedRoom, PROT_READ | PROT_WRITE,
+    // Below 4 GiB, because addresses in shared memory have 32 bits. Aligned to kSharedAllocation, because the
+    // addresses in wgmma descriptors have 18 bits.
+    const auto pages = reinterpret_cast<uint64_t>(mmap(nullptr, 2 * kSharedAllocation, PROT_READ | PROT_WRITE,
                                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0));
-    block.shared = reinterpret_cast<unsigned char*>((pages + kSharedRoom - 1) / kSharedRoom * kSharedRoom);
-    block.fenced = static_cast<unsigned char*>(std::malloc(kSharedBytes));
+    block.shared = reinterpret_cast<unsigned char*>((pages + kSharedAllocation - 1) / kSharedAllocation *
+                                                    kSharedAllocation);
+    block.async_shared = static_cast<unsigned char*>(std::malloc(kSharedBytes));
   }
-  std::memset(block.shared, 0xff, kSharedRoom);  // NaN
-  std::memset(block.fenced, 0xff, block_bytes);
-  block.has_fenced = false;
-  block.number = number, block.running = threads / 32;
+  std::memset(block.shared, 0xff, kSharedAllocation);  // NaN
+  std::memset(block.async_shared, 0xff, block_bytes);
+  block.has_async_fence = false;
+  block.number = number, block.running_warps = threads / 32;
   block.warps.assign(threads / 32, Warp{});
   std::fill(std::begin(block.barriers), std::end(block.barriers), Barrier{});
   while (block.fibers.size() < static_cast<size_t>(threads)) {
@@ -322,10 +341,10 @@ inline void begin(Block& block, unsigned number) {
   }
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = *block.fibers[i];
-    fiber.block = &block, fiber.thread = i, fiber.begun = fiber.done = false, fiber.exchanges = 0;
+    fiber.block = &block, fiber.thread = i, fiber.has_started = fiber.is_done = false, fiber.exchanges = 0;
     fiber.word = nullptr;
-    fiber.open.clear(), fiber.groups.clear();
-    fiber.pinned.clear(), fiber.is_fenced = false;
+    fiber.open_copies.clear(), fiber.copy_groups.clear();
+    fiber.pinned_accumulators.clear(), fiber.has_fence = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack = {fiber.stack, 0, kStackBytes};
     fiber.context.uc_link = nullptr;
@@ -333,75 +352,77 @@ inline void begin(Block& block, unsigned number) {
   }
 }
 
-// Blocks number * cluster_size and on.
+// Runs the blocks [number * cluster_size, (number + 1) * cluster_size).
 inline void run_cluster(unsigned number, int bytes) {
-  if (bytes > shared_bytes) fail("a block asks for more shared memory than there is");
+  if (bytes > shared_bytes) fail("a block has more shared memory than the device allows");
   cluster_barrier = {}, block_bytes = bytes;
-  for (int i = 0; i < cluster_size; ++i) begin(cluster[i], number * cluster_size + i);
+  for (int i = 0; i < cluster_size; ++i) start_block(cluster[i], number * cluster_size + i);
   static const StaticShared static_shared;
   static_shared.clear();
-  std::vector<Fiber**> running;  // warps, by their first lane
+  std::vector<Fiber**> running;  // the first lane of every warp that runs
   for (int i = 0; i < cluster_size; ++i) {
     for (int w = 0; w < threads / 32; ++w) running.push_back(&cluster[i].fibers[32 * w]);
   }
-  long others = 0;
-  size_t idle = 0;  // turns in which nobody has gone on
+  long next_stall = 0;    // turn in which other warps and lanes are stalled
+  size_t idle_turns = 0;  // turns since a fiber last ran
   for (long turns = 0; !running.empty(); ++turns) {
-    // For a while some warps, or lanes, stand still, so that the rest runs ahead of them, until it waits for
-    // them.
-    if (turns >= others || idle > 8 * running.size()) {
+    // Stalls whole warps (1 in 8) and random lanes of warps (2 in 8). The other warps and lanes run ahead
+    // until they wait for the stalled ones.
+    if (turns >= next_stall || idle_turns > 8 * running.size()) {
       for (Fiber** warp : running) {
-        const unsigned which = random_turns() % 8;
-        warp_of(**warp).slow = which == 0 ? ~0u : which <= 2 ? random_turns() : 0;
+        const unsigned choice = random_engine() % 8;
+        warp_of(**warp).stalled_lanes = choice == 0 ? ~0u : choice <= 2 ? random_engine() : 0;
       }
-      others = turns + (64 << random_turns() % 10), idle = 0;
+      next_stall = turns + (64 << random_engine() % 10), idle_turns = 0;
     }
     if (turns > 20'000'000) fail("a block hangs");
-    if (!deliveries.empty() && random_turns() % 4 == 0) deliver_any();
-    const auto at = running.begin() + random_turns() % running.size();
-    Fiber** const warp = *at;
-    ++idle;
-    const unsigned slow = warp_of(**warp).slow, first = random_turns() % 32;
-    if (slow == ~0u) continue;
-    bool done = true;
-    for (unsigned l = 0; l < 32; ++l) {  // in any order
-      current = warp[l ^ first];
-      if (!current->done && !waits(*current) && (slow >> (l ^ first) & 1) == 0) idle = 0, go_on();
-      done &= current->done;
+    if (!bulk_copies.empty() && random_engine() % 4 == 0) complete_random_bulk_copy();
+    const auto position = running.begin() + random_engine() % running.size();
+    Fiber** const warp = *position;
+    ++idle_turns;
+    const unsigned stalled_lanes = warp_of(**warp).stalled_lanes, first_lane = random_engine() % 32;
+    if (stalled_lanes == ~0u) continue;
+    bool is_done = true;
+    for (unsigned i = 0; i < 32; ++i) {
+      const unsigned l = i ^ first_lane;
+      current = warp[l];
+      if (!current->is_done && !is_waiting(*current) && (stalled_lanes >> l & 1) == 0)
+        idle_turns = 0, resume();
+      is_done &= current->is_done;
     }
     Block& block = *warp[0]->block;
-    if (block.has_fenced) std::memcpy(block.fenced, block.shared, bytes);
-    block.has_fenced = false;
-    if (done) --block.running, running.erase(at);
+    if (block.has_async_fence) std::memcpy(block.async_shared, block.shared, bytes);
+    block.has_async_fence = false;
+    if (is_done) --block.running_warps, running.erase(position);
   }
-  if (cluster_size > 1 && !static_shared.is_clear()) fail("a cluster with arrays of a block");
-  if (!deliveries.empty()) fail("a block has ended before what it was sent");
+  if (cluster_size > 1 && !static_shared.is_clear()) fail("a kernel of a cluster has __shared__ arrays");
+  if (!bulk_copies.empty()) fail("a block exits before its bulk copies complete");
   for (int i = 0; i < cluster_size; ++i) {
     const unsigned char* const beyond = cluster[i].shared + bytes;
-    if (*beyond != 0xff || std::memcmp(beyond, beyond + 1, kSharedRoom - bytes - 1) != 0)
+    if (*beyond != 0xff || std::memcmp(beyond, beyond + 1, kSharedAllocation - bytes - 1) != 0)
       fail("a block writes beyond its shared memory");
   }
 }
 
-// A test's turns are its own, whatever ran before it in the process.
-inline void begin_test() {
-  static std::string last;
+// Seeds the schedule by the name of the test. The schedule does not depend on the tests that ran before.
+inline void seed_schedule() {
+  static std::string last_test;
   const char* const test = std::getenv("PYTEST_CURRENT_TEST");
-  if (test == nullptr || last == test) return;
-  last = test;
-  std::seed_seq seed(last.begin(), last.end());
-  random_turns.seed(seed);
+  if (test == nullptr || last_test == test) return;
+  last_test = test;
+  std::seed_seq seed(last_test.begin(), last_test.end());
+  random_engine.seed(seed);
 }
 
 template <class F>
 void launch(const F& f, unsigned blocks, int threads_, int bytes, int cluster_size_ = 1) {
-  begin_test();
+  seed_schedule();
   kernel = f, threads = threads_, cluster_size = cluster_size_, grid = static_cast<int>(blocks);
-  if (blocks % cluster_size != 0) fail("a cluster is not complete");
+  if (blocks % cluster_size != 0) fail("the number of blocks is not a multiple of the cluster size");
   for (unsigned i = 0; i < blocks / cluster_size; ++i) run_cluster(i, bytes);
 }
 
-// Products of 16-bit elements by their place in the lanes' registers (tile/matrix.h), summed in fp64.
+// mma.m16n8k16 of 16-bit elements, accumulated in fp64. tile/matrix.h describes the fragments.
 template <class T>
 float2 unpack(uint32_t pair) {
   T both[2];
@@ -409,7 +430,7 @@ float2 unpack(uint32_t pair) {
   return {static_cast<float>(both[0]), static_cast<float>(both[1])};
 }
 template <class T>
-void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t pairs[6] = {a[0], a[1], a[2], a[3], b0, b1};
   uint64_t words[6];
   for (int i = 0; i < 6; ++i) {
@@ -430,11 +451,11 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   }
 }
 
-// m16n8k8 of tf32: of a number the lower 13 bits count for nothing.
-inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// mma.m16n8k8 of tf32, which ignores the lower 13 bits of an fp32 number.
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint64_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   const auto table = exchange(words, 6, __LINE__);
-  const auto number = [](uint64_t word) {
+  const auto to_tf32 = [](uint64_t word) {
     const uint32_t bits = static_cast<uint32_t>(word) & 0xffffe000u;
     float x;
     std::memcpy(&x, &bits, sizeof x);
@@ -444,15 +465,15 @@ inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
     const int row = lane() / 4 + 8 * (i / 2), col = 2 * (lane() % 4) + i % 2;
     double sum = d[i];
     for (int k = 0; k < 8; ++k) {
-      sum += number(table[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)]) *
-             number(table[col * 4 + k % 4][4 + k / 4]);
+      sum += to_tf32(table[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)]) *
+             to_tf32(table[col * 4 + k % 4][4 + k / 4]);
     }
     d[i] = static_cast<float>(sum);
   }
 }
 
-// m8n8k4 of fp64.
-inline void multiply_f64(double (&d)[2], double a, double b) {
+// mma.m8n8k4 of fp64.
+inline void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   uint64_t words[2];
   std::memcpy(&words[0], &a, sizeof a), std::memcpy(&words[1], &b, sizeof b);
   const auto table = exchange(words, 2, __LINE__);
@@ -467,41 +488,42 @@ inline void multiply_f64(double (&d)[2], double a, double b) {
   }
 }
 
-// ldmatrix: four 8 x 8 matrices whose rows start at the lanes' addresses. Each lane reads its row when it
-// comes: what another writes before that is there for sure only behind a __syncwarp().
+// ldmatrix.x4: lane l has the address of row l % 8 of matrix l / 8, all 8 x 8. Each lane reads its row before
+// the exchange. A row that another lane writes needs a __syncwarp() between the write and the ldmatrix.
 inline void ldmatrix(uint32_t (&to)[4], uint32_t address, bool transposed) {
-  const auto* const at = reinterpret_cast<const unsigned char*>(uint64_t{address});
-  uint64_t row_of_lane[2];
-  std::memcpy(row_of_lane, at, sizeof row_of_lane);
-  const auto table = exchange(row_of_lane, 2, __LINE__);
+  const auto* const row = reinterpret_cast<const unsigned char*>(uint64_t{address});
+  uint64_t row_words[2];
+  std::memcpy(row_words, row, sizeof row_words);
+  const auto table = exchange(row_words, 2, __LINE__);
   const auto element = [&](int matrix, int row, int col) {
     return static_cast<uint16_t>(table[8 * matrix + row][col / 4] >> 16 * (col % 4));
   };
-  uint32_t got[4];
+  uint32_t fragment[4];
   for (int m = 0; m < 4; ++m) {
     const int row = lane() / 4, col = 2 * (lane() % 4);
     const uint32_t low = transposed ? element(m, col, row) : element(m, row, col),
                    high = transposed ? element(m, col + 1, row) : element(m, row, col + 1);
-    got[m] = low | high << 16;
+    fragment[m] = low | high << 16;
   }
-  std::copy(got, got + 4, to);
+  std::copy(fragment, fragment + 4, to);
 }
 
-// stmatrix: the lanes hand their elements on, and each stores its row.
+// stmatrix.x4: lane l stores row l % 8 of matrix l / 8.
 inline void stmatrix(uint32_t address, const uint32_t (&x)[4], bool transposed) {
   if (address % 16 != 0) fail("a row of a matrix is not aligned");
   const uint64_t words[4] = {x[0], x[1], x[2], x[3]};
   const auto table = exchange(words, 4, __LINE__);
-  const int matrix = lane() / 8, line = lane() % 8;
-  uint16_t row[8];
+  const int matrix = lane() / 8, row = lane() % 8;
+  uint16_t elements[8];
   for (int i = 0; i < 8; ++i) {
-    const int r = transposed ? i : line, c = transposed ? line : i;
-    row[i] = static_cast<uint16_t>(table[4 * r + c / 2][matrix] >> 16 * (c % 2));
+    const int r = transposed ? i : row, c = transposed ? row : i;
+    elements[i] = static_cast<uint16_t>(table[4 * r + c / 2][matrix] >> 16 * (c % 2));
   }
-  std::memcpy(reinterpret_cast<void*>(uint64_t{address}), row, sizeof row);
+  std::memcpy(reinterpret_cast<void*>(uint64_t{address}), elements, sizeof elements);
 }
 
-inline uint32_t transpose_pairs(uint32_t x) {
+// movmatrix.trans: transposes an 8 x 8 matrix.
+inline uint32_t movmatrix_trans(uint32_t x) {
   const uint64_t word = x;
   const auto table = exchange(&word, 1, __LINE__);
   const auto element = [&](int row, int col) {
@@ -516,6 +538,6 @@ inline uint32_t transpose_pairs(uint32_t x) {
 #include "builtins.h"
 #include "runtime.h"
 
-// The macros of nvcc for sm_90a. The CUDA headers above are compiled for the host.
+// Macros of nvcc for sm_90a. They are defined after the CUDA headers, which are compiled for the host.
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL

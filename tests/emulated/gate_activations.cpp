@@ -1,4 +1,5 @@
-// The gates of rows on the emulator, for test_emulated_gate_activations.py, which fills their structs.
+// The kernels of gate_activations on the emulator, for test_emulated_gate_activations.py, which fills their
+// structs.
 #include "gate_activations/gate_activations.h"
 
 #include "call.h"
@@ -6,9 +7,9 @@
 using namespace girih::kernels;
 
 extern "C" {
-void run_gates(const GateActivations* call) { must(gate_activations(*call, nullptr)); }
+void run_gates(const GateActivations* call) { check_launch(gate_activations(*call, nullptr)); }
 int64_t gates_partials(const GateActivations* call) { return gate_activations_partials(*call); }
 void run_gates_backward(const GateActivationsBackward* call) {
-  must(gate_activations_backward(*call, nullptr));
+  check_launch(gate_activations_backward(*call, nullptr));
 }
 }

@@ -1,5 +1,5 @@
-// The kernels of gla on the emulator, for test_emulated_gla.py, which fills a Call or a Step. With a gate a
-// head, or none, M are the keys' widths and slots those that exist; values those of V.
+// The kernels of gla on the emulator, for test_emulated_gla.py, which fills a Call or a Step. M and V
+// are the padded widths of keys and values; slots and Call::values are the widths without padding.
 #include "gla/gla.h"
 
 #include "gated.h"
@@ -9,7 +9,8 @@ using namespace gated;
 
 struct Call {
   Gated gated;
-  int64_t by_head, key_share, query_share, values;
+  int64_t use_head_kernels;  // one gate per head, or no gate
+  int64_t key_share, query_share, values;
 };
 
 struct Step {
@@ -20,100 +21,110 @@ struct Step {
 
 namespace {
 
-void by_head(const Call& call) {
+void run_head_kernels(const Call& call) {
   const Gated& c = call.gated;
-  Rooms room;
+  Buffers buffers;
   HeadShape shape{};
-  shape.tokens = tokens_of(c);
+  shape.tokens = make_layout(c);
   shape.heads = static_cast<int>(c.heads), shape.query_heads = static_cast<int>(c.query_heads);
   shape.key_share = static_cast<int>(call.key_share), shape.query_share = static_cast<int>(call.query_share);
   shape.D = static_cast<int>(c.M), shape.V = static_cast<int>(c.V);
   shape.keys = static_cast<int>(c.slots), shape.values = static_cast<int>(call.values);
   shape.dtype = static_cast<DType>(c.q.dtype), shape.scale = static_cast<float>(c.scale);
-  shape.g = in<3>(c.g);
+  shape.g = as_input<3>(c.g);
 
   const int64_t state_bytes = token_range_count(shape.tokens, kHeadPair) * c.V * c.M * 2;
-  void* const states = room.bytes(state_bytes * c.heads);
-  void* const gradients = room.bytes(state_bytes * c.query_heads);
+  void* const states = buffers.bytes(state_bytes * c.heads);
+  void* const gradients = buffers.bytes(state_bytes * c.query_heads);
   const auto read = [&](HeadRead p) {
     p.shape = shape;
-    p.workspace = room.bytes(head_read_workspace(p));
-    must(head_read(p, nullptr));
+    p.workspace = buffers.bytes(head_read_workspace(p));
+    check_launch(head_read(p, nullptr));
   };
   HeadRead forward{};
-  forward.q = in<4>(c.q), forward.k = in<4>(c.k), forward.v = in<4>(c.v);
-  forward.initial = in<4>(c.initial[1]);
-  auto kept = forward;
-  kept.o = room(shape.dtype, c.batch, c.tokens, c.query_heads, c.V), kept.states = states;
-  read(kept);
-  // Once more, as without backward: what is handed out is looked at after this.
-  forward.final = out<4>(c.last[1]), forward.o = out<4>(c.o);
+  forward.q = as_input<4>(c.q), forward.k = as_input<4>(c.k), forward.v = as_input<4>(c.v);
+  forward.initial = as_input<4>(c.initial[1]);
+  // The read of a call with backward, which saves the states.
+  auto saving = forward;
+  saving.o = buffers.tensor(shape.dtype, c.batch, c.tokens, c.query_heads, c.V), saving.states = states;
+  read(saving);
+  // The read of a call without backward. The test checks its results.
+  forward.final = as_output<4>(c.last[1]), forward.o = as_output<4>(c.o);
   read(forward);
 
   HeadRead reverse{};
   reverse.reverse = true;
-  reverse.q = in<4>(c.k), reverse.k = in<4>(c.q), reverse.v = in<4>(c.dout);
-  reverse.initial = in<4>(c.dlast[1]), reverse.final = out<4>(c.dinitial[1]);
-  reverse.o = out<4>(c.dv), reverse.states = gradients;
+  reverse.q = as_input<4>(c.k), reverse.k = as_input<4>(c.q), reverse.v = as_input<4>(c.dout);
+  reverse.initial = as_input<4>(c.dlast[1]), reverse.final = as_output<4>(c.dinitial[1]);
+  reverse.o = as_output<4>(c.dv), reverse.states = gradients;
   read(reverse);
 
   HeadGradients p{};
   p.shape = shape;
-  p.q = in<4>(c.q), p.k = in<4>(c.k), p.v = in<4>(c.v), p.dout = in<4>(c.dout);
+  p.q = as_input<4>(c.q), p.k = as_input<4>(c.k), p.v = as_input<4>(c.v), p.dout = as_input<4>(c.dout);
   p.states = states, p.gradients = gradients;
-  p.initial = in<4>(c.initial[1]), p.dinitial = in<4>(c.dinitial[1]);
-  p.dq = out<4>(c.dq), p.dk = out<4>(c.dk), p.dg = out<3>(c.dg);
-  must(head_gradient_tile(shape.D, p.tile));
+  p.initial = as_input<4>(c.initial[1]), p.dinitial = as_input<4>(c.dinitial[1]);
+  p.dq = as_output<4>(c.dq), p.dk = as_output<4>(c.dk), p.dg = as_output<3>(c.dg);
+  check_launch(head_gradient_tile(shape.D, p.tile));
   if (p.dg.data != nullptr) {
-    const int64_t each = c.query_heads * p.tiles() * 4;
-    p.dg_parts = static_cast<float*>(room.bytes(c.batch * c.tokens * each));
-    p.partner_gate_terms = static_cast<float*>(room.bytes(token_range_count(shape.tokens, kChunk) * each));
+    const int64_t token_bytes = c.query_heads * p.tiles() * 4;
+    p.dg_parts = static_cast<float*>(buffers.bytes(c.batch * c.tokens * token_bytes));
+    p.partner_gate_terms =
+        static_cast<float*>(buffers.bytes(token_range_count(shape.tokens, kChunk) * token_bytes));
   }
-  must(head_gradients(p, nullptr));
+  check_launch(head_gradients(p, nullptr));
 }
 
-void by_channel(const Gated& c) {
-  Rooms room;
-  const GsaShape shape = shape_of(c);
-  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), g = in<4>(c.g), dout = in<4>(c.dout);
-  void* const states = states_of(c, room);
-  scan(c, false, {{}, {v, k}}, nullptr, states, room);
-  must(gla_output({shape, q, k, v, g, states, out<4>(c.o)}, nullptr));
+void run_channel_kernels(const Gated& c) {
+  Buffers buffers;
+  const GsaShape shape = make_shape(c);
+  const InputTensor<4> q = as_input<4>(c.q), k = as_input<4>(c.k), v = as_input<4>(c.v), g = as_input<4>(c.g),
+                       dout = as_input<4>(c.dout);
+  void* const states = allocate_states(c, buffers);
+  run_scan(c, false, {{}, {v, k}}, nullptr, states, buffers);
+  check_launch(gla_output({shape, q, k, v, g, states, as_output<4>(c.o)}, nullptr));
 
-  const OutputTensor<4> q_scan = room(shape.dtype, c.batch, c.tokens, c.query_heads, c.M);
-  const GateGradientTerms left = left_by_rows(c, room);
-  must(gla_dq({shape, q, k, v, g, states, dout, out<4>(c.dq), left, q_scan}, nullptr));
+  const OutputTensor<4> q_scan = buffers.tensor(shape.dtype, c.batch, c.tokens, c.query_heads, c.M);
+  const GateGradientTerms gate_terms = make_gate_terms(c, buffers);
+  check_launch(gla_dq({shape, q, k, v, g, states, dout, as_output<4>(c.dq), gate_terms, q_scan}, nullptr));
 
-  void* const gradients = states_of(c, room);
-  scan(c, true, {{}, {dout, written(q_scan)}}, left.is_factored, gradients, room);
+  void* const gradients = allocate_states(c, buffers);
+  run_scan(c, true, {{}, {dout, as_input(q_scan)}}, gate_terms.is_factored, gradients, buffers);
 
-  GatedDkv columns{};
-  columns.shape = shape, columns.s = k, columns.g = g, columns.w = written(left.w);
-  columns.memory[1] = {
-      v, dout, q, written(q_scan), in<4>(c.initial[1]), in<4>(c.dinitial[1]), out<4>(c.dv), shape.V};
-  columns.y_scale = shape.scale, columns.states = states, columns.gradients = gradients;
-  columns.ds = out<4>(c.dk), columns.dg = out<4>(c.dg);
-  must(gla_dkv(columns, nullptr));
+  GatedDkv dkv{};
+  dkv.shape = shape, dkv.s = k, dkv.g = g, dkv.w = as_input(gate_terms.w);
+  dkv.memory[1] = {v,
+                   dout,
+                   q,
+                   as_input(q_scan),
+                   as_input<4>(c.initial[1]),
+                   as_input<4>(c.dinitial[1]),
+                   as_output<4>(c.dv),
+                   shape.V};
+  dkv.y_scale = shape.scale, dkv.states = states, dkv.gradients = gradients;
+  dkv.ds = as_output<4>(c.dk), dkv.dg = as_output<4>(c.dg);
+  check_launch(gla_dkv(dkv, nullptr));
 }
 
-// q is scaled, s the keys in fp32.
-void by_exact_kernels(const Gated& c) {
-  Rooms room;
+// The fp32 kernels. q is already scaled, and s is k in fp32.
+void run_fp32_kernels(const Gated& c) {
+  Buffers buffers;
   const int V = static_cast<int>(c.V);
-  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), dout = in<4>(c.dout);
-  void* const states = states_of(c, room);
-  scan(c, false, {{}, {v, k}}, nullptr, states, room);
-  const Reads reads(c, states, false);
-  reads.key(out<4>(c.o), q, k, v, 0, V);
-  reads.value(out<4>(c.dq), {dout, v, k, 0, V});
+  const InputTensor<4> q = as_input<4>(c.q), k = as_input<4>(c.k), v = as_input<4>(c.v),
+                       dout = as_input<4>(c.dout);
+  void* const states = allocate_states(c, buffers);
+  run_scan(c, false, {{}, {v, k}}, nullptr, states, buffers);
+  const Fp32Reads forward(c, states, false);
+  forward.read_keys(as_output<4>(c.o), q, k, v, 0, V);
+  forward.read_values(as_output<4>(c.dq), {dout, v, k, 0, V});
 
-  void* const gradients = states_of(c, room);
-  scan(c, true, {{}, {dout, q}}, nullptr, gradients, room);
-  const Reads writes(c, gradients, true);
-  writes.value(out<4>(c.dk), {v, dout, q, 0, V});
-  writes.key(out<4>(c.dv), k, q, dout, 0, V);
+  void* const gradients = allocate_states(c, buffers);
+  run_scan(c, true, {{}, {dout, q}}, nullptr, gradients, buffers);
+  const Fp32Reads reverse(c, gradients, true);
+  reverse.read_values(as_output<4>(c.dk), {v, dout, q, 0, V});
+  reverse.read_keys(as_output<4>(c.dv), k, q, dout, 0, V);
 
-  const OutputTensor<4> w = room(DType::f32, c.batch, c.tokens, c.query_heads, c.M);
+  const OutputTensor<4> w = buffers.tensor(DType::f32, c.batch, c.tokens, c.query_heads, c.M);
   for (int64_t b = 0; b < c.batch; ++b) {
     for (int64_t t = 0; t < c.tokens; ++t) {
       for (int64_t h = 0; h < c.query_heads; ++h) {
@@ -125,24 +136,24 @@ void by_exact_kernels(const Gated& c) {
       }
     }
   }
-  exact_gates(c, written(w), in<4>(c.s), in<4>(c.dk), false, states, gradients);
+  run_fp32_gate_gradient(c, as_input(w), as_input<4>(c.s), as_input<4>(c.dk), false, states, gradients);
 }
 
 }  // namespace
 
 extern "C" void run(const Call* c) {
-  const Card card(c->gated);
-  if (c->by_head) {
-    by_head(*c);
+  const EmulatedDevice device(c->gated);
+  if (c->use_head_kernels) {
+    run_head_kernels(*c);
   } else {
-    c->gated.exact ? by_exact_kernels(c->gated) : by_channel(c->gated);
+    c->gated.use_fp32 ? run_fp32_kernels(c->gated) : run_channel_kernels(c->gated);
   }
 }
-// Whether a card takes a head's keys that are so wide.
+// Whether the head kernels support D key channels with this much shared memory.
 extern "C" int fits(int D, int shared) {
   emulated::shared_bytes = shared;
   bool fits = false;
-  must(head_fits(D, fits));
+  check_launch(head_fits(D, fits));
   emulated::shared_bytes = emulated::kSharedBytes;
   return fits;
 }
@@ -152,7 +163,7 @@ extern "C" void step(const Step* c) {
   p.heads = static_cast<int>(c->heads), p.query_heads = static_cast<int>(c->query_heads);
   p.key_share = static_cast<int>(c->key_share), p.query_share = static_cast<int>(c->query_share);
   p.D = static_cast<int>(c->D), p.V = static_cast<int>(c->V), p.scale = static_cast<float>(c->scale);
-  p.q = in<3>(c->q), p.k = in<3>(c->k), p.v = in<3>(c->v), p.g = in<3>(c->g);
-  p.state = out<4>(c->state), p.o = out<3>(c->o);
-  must(gla_step(p, nullptr));
+  p.q = as_input<3>(c->q), p.k = as_input<3>(c->k), p.v = as_input<3>(c->v), p.g = as_input<3>(c->g);
+  p.state = as_output<4>(c->state), p.o = as_output<3>(c->o);
+  check_launch(gla_step(p, nullptr));
 }

@@ -5,8 +5,8 @@ using namespace gated;
 
 struct Call {
   Gated gated;
-  int64_t s_of_g;  // of the exact kernels, whose s is an array always
-  // ABC: s, g, ds and dg of these.
+  int64_t is_s_tied;  // s = 1 - e^g; the fp32 kernels read s from an array in this case too
+  // ABC computes s and g from the logits, and dlogits from ds and dg.
   Array logits, first_z, last_z, dlast_z, dlogits, dfirst_z;
 };
 
@@ -18,93 +18,109 @@ struct Step {
 
 namespace {
 
-void by_tensor_cores(const Gated& c) {
-  Rooms room;
-  const GsaShape shape = shape_of(c);
-  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), g = in<4>(c.g),
-                       dout = in<4>(c.dout);
-  void* const states = states_of(c, room);
-  scan(c, false, {{k, s}, {v, s}}, nullptr, states, room);
-  must(gsa_output({shape, q, k, v, s, g, states, out<4>(c.o)}, nullptr));
+void run_tensor_core_kernels(const Gated& c) {
+  Buffers buffers;
+  const GsaShape shape = make_shape(c);
+  const InputTensor<4> q = as_input<4>(c.q), k = as_input<4>(c.k), v = as_input<4>(c.v), s = as_input<4>(c.s),
+                       g = as_input<4>(c.g), dout = as_input<4>(c.dout);
+  void* const states = allocate_states(c, buffers);
+  run_scan(c, false, {{k, s}, {v, s}}, nullptr, states, buffers);
+  check_launch(gsa_output({shape, q, k, v, s, g, states, as_output<4>(c.o)}, nullptr));
 
-  const auto rows = [&] { return room(shape.dtype, c.batch, c.tokens, c.query_heads, c.M); };
-  const OutputTensor<4> p = rows(), dz = rows(), p_scan = rows(), dz_scan = rows();
-  const GateGradientTerms left = left_by_rows(c, room);
-  must(gsa_dq({shape, q, k, v, s, g, states, dout, out<4>(c.dq), left, p, dz, p_scan, dz_scan}, nullptr));
+  const auto make_rows = [&] { return buffers.tensor(shape.dtype, c.batch, c.tokens, c.query_heads, c.M); };
+  const OutputTensor<4> p = make_rows(), dz = make_rows(), p_scan = make_rows(), dz_scan = make_rows();
+  const GateGradientTerms gate_terms = make_gate_terms(c, buffers);
+  check_launch(gsa_dq(
+      {shape, q, k, v, s, g, states, dout, as_output<4>(c.dq), gate_terms, p, dz, p_scan, dz_scan}, nullptr));
 
-  void* const gradients = states_of(c, room);
-  scan(c, true, {{q, written(dz_scan)}, {dout, written(p_scan)}}, left.is_factored, gradients, room);
+  void* const gradients = allocate_states(c, buffers);
+  run_scan(c, true, {{q, as_input(dz_scan)}, {dout, as_input(p_scan)}}, gate_terms.is_factored, gradients,
+           buffers);
 
-  GatedDkv columns{};
-  columns.shape = shape, columns.s = s, columns.g = g, columns.w = written(left.w);
-  columns.memory[0] = {
-      k, q, written(dz), written(dz_scan), in<4>(c.initial[0]), in<4>(c.dinitial[0]), out<4>(c.dk), shape.D};
-  columns.memory[1] = {
-      v, dout, written(p), written(p_scan), in<4>(c.initial[1]), in<4>(c.dinitial[1]), out<4>(c.dv), shape.V};
-  columns.y_scale = 1, columns.states = states, columns.gradients = gradients;
-  columns.ds = out<4>(c.ds), columns.dg = out<4>(c.dg);
-  must(gsa_dkv(columns, nullptr));
+  GatedDkv dkv{};
+  dkv.shape = shape, dkv.s = s, dkv.g = g, dkv.w = as_input(gate_terms.w);
+  dkv.memory[0] = {k,
+                   q,
+                   as_input(dz),
+                   as_input(dz_scan),
+                   as_input<4>(c.initial[0]),
+                   as_input<4>(c.dinitial[0]),
+                   as_output<4>(c.dk),
+                   shape.D};
+  dkv.memory[1] = {v,
+                   dout,
+                   as_input(p),
+                   as_input(p_scan),
+                   as_input<4>(c.initial[1]),
+                   as_input<4>(c.dinitial[1]),
+                   as_output<4>(c.dv),
+                   shape.V};
+  dkv.y_scale = 1, dkv.states = states, dkv.gradients = gradients;
+  dkv.ds = as_output<4>(c.ds), dkv.dg = as_output<4>(c.dg);
+  check_launch(gsa_dkv(dkv, nullptr));
 }
 
-void by_exact_kernels(const Call& call) {
+void run_fp32_kernels(const Call& call) {
   const Gated& c = call.gated;
-  Rooms room;
-  const bool abc = call.last_z.data != nullptr;
+  Buffers buffers;
+  const bool has_abc = call.last_z.data != nullptr;
   const int heads = static_cast<int>(c.heads), slots = static_cast<int>(c.slots);
-  void* const workspace = room.bytes(abc_workspace(tokens_of(c), heads, slots));
-  if (abc) {
-    must(abc_gates({tokens_of(c), heads, slots, in<4>(call.logits), in<3>(call.first_z), out<4>(c.s),
-                    out<4>(c.g), out<3>(call.last_z), workspace},
-                   nullptr));
+  void* const workspace = buffers.bytes(abc_workspace(make_layout(c), heads, slots));
+  if (has_abc) {
+    check_launch(abc_gates({make_layout(c), heads, slots, as_input<4>(call.logits), as_input<3>(call.first_z),
+                            as_output<4>(c.s), as_output<4>(c.g), as_output<3>(call.last_z), workspace},
+                           nullptr));
   }
   const int D = static_cast<int>(c.D), V = static_cast<int>(c.V);
-  const InputTensor<4> q = in<4>(c.q), k = in<4>(c.k), v = in<4>(c.v), s = in<4>(c.s), dout = in<4>(c.dout);
-  void* const states = states_of(c, room);
-  scan(c, false, {{k, s}, {v, s}}, nullptr, states, room);
-  const Reads reads(c, states, false);
+  const InputTensor<4> q = as_input<4>(c.q), k = as_input<4>(c.k), v = as_input<4>(c.v), s = as_input<4>(c.s),
+                       dout = as_input<4>(c.dout);
+  void* const states = allocate_states(c, buffers);
+  run_scan(c, false, {{k, s}, {v, s}}, nullptr, states, buffers);
+  const Fp32Reads forward(c, states, false);
 
-  // The feature takes rows one after the other.
+  // fp32_feature() needs contiguous rows.
   const int64_t rows = c.batch * c.tokens * c.query_heads;
-  const auto dense = [&] {
-    const int64_t by_token = c.query_heads * c.M;
-    return OutputTensor<4>{room.bytes(rows * c.M * 4), DType::f32, {c.tokens * by_token, by_token, c.M, 1}};
+  const auto make_rows = [&] {
+    const int64_t token_stride = c.query_heads * c.M;
+    return OutputTensor<4>{
+        buffers.bytes(rows * c.M * 4), DType::f32, {c.tokens * token_stride, token_stride, c.M, 1}};
   };
   const auto feature = [&](const OutputTensor<4>& z, void* dp, void* w) {
-    must(fp32_feature(
+    check_launch(fp32_feature(
         {rows, static_cast<int>(c.M), slots, static_cast<Feature>(c.feature), static_cast<float>(c.scale),
          static_cast<float*>(z.data), static_cast<float*>(dp), static_cast<float*>(w)},
         nullptr));
   };
-  const OutputTensor<4> only = dense();
-  reads.value(only, {q, k, s, 0, D});
-  feature(only, nullptr, nullptr);
-  reads.key(out<4>(c.o), written(only), s, v, c.D, c.V);
+  const OutputTensor<4> forward_p = make_rows();
+  forward.read_values(forward_p, {q, k, s, 0, D});
+  feature(forward_p, nullptr, nullptr);
+  forward.read_keys(as_output<4>(c.o), as_input(forward_p), s, v, c.D, c.V);
 
-  const OutputTensor<4> p = dense(), dz = dense(), w = dense();
-  reads.value(p, {q, k, s, 0, D}), reads.value(dz, {dout, v, s, D, V});
+  const OutputTensor<4> p = make_rows(), dz = make_rows(), w = make_rows();
+  forward.read_values(p, {q, k, s, 0, D}), forward.read_values(dz, {dout, v, s, D, V});
   feature(p, dz.data, w.data);
-  reads.key(out<4>(c.dq), written(dz), s, k, 0, c.D);
+  forward.read_keys(as_output<4>(c.dq), as_input(dz), s, k, 0, c.D);
 
-  void* const gradients = states_of(c, room);
-  scan(c, true, {{q, written(dz)}, {dout, written(p)}}, nullptr, gradients, room);
-  const Reads writes(c, gradients, true);
-  writes.key(out<4>(c.dk), s, written(dz), q, 0, c.D);
-  writes.key(out<4>(c.dv), s, written(p), dout, c.D, c.V);
-  writes.value(out<4>(c.ds), {k, q, written(dz), 0, D}, {v, dout, written(p), D, V});
-  exact_gates(c, written(w), s, in<4>(c.ds), call.s_of_g, states, gradients);
-  if (abc) {
-    must(abc_gradient(
-        {tokens_of(c), heads, slots, s, in<4>(c.g), in<4>(c.ds), in<4>(c.dg), in<3>(call.dlast_z),
-         in<3>(call.first_z), out<4>(call.dlogits), out<3>(call.dfirst_z), workspace},
-        nullptr));
+  void* const gradients = allocate_states(c, buffers);
+  run_scan(c, true, {{q, as_input(dz)}, {dout, as_input(p)}}, nullptr, gradients, buffers);
+  const Fp32Reads reverse(c, gradients, true);
+  reverse.read_keys(as_output<4>(c.dk), s, as_input(dz), q, 0, c.D);
+  reverse.read_keys(as_output<4>(c.dv), s, as_input(p), dout, c.D, c.V);
+  reverse.read_values(as_output<4>(c.ds), {k, q, as_input(dz), 0, D}, {v, dout, as_input(p), D, V});
+  run_fp32_gate_gradient(c, as_input(w), s, as_input<4>(c.ds), call.is_s_tied, states, gradients);
+  if (has_abc) {
+    check_launch(abc_gradient({make_layout(c), heads, slots, s, as_input<4>(c.g), as_input<4>(c.ds),
+                               as_input<4>(c.dg), as_input<3>(call.dlast_z), as_input<3>(call.first_z),
+                               as_output<4>(call.dlogits), as_output<3>(call.dfirst_z), workspace},
+                              nullptr));
   }
 }
 
 }  // namespace
 
 extern "C" void run(const Call* c) {
-  const Card card(c->gated);
-  c->gated.exact ? by_exact_kernels(*c) : by_tensor_cores(c->gated);
+  const EmulatedDevice device(c->gated);
+  c->gated.use_fp32 ? run_fp32_kernels(*c) : run_tensor_core_kernels(c->gated);
 }
 extern "C" void step(const Step* c) {
   GsaStep p{};
@@ -112,8 +128,9 @@ extern "C" void step(const Step* c) {
   p.heads = static_cast<int>(c->heads), p.query_heads = static_cast<int>(c->query_heads);
   p.D = static_cast<int>(c->D), p.V = static_cast<int>(c->V), p.M = static_cast<int>(c->M);
   p.feature = static_cast<Feature>(c->feature), p.scale = static_cast<float>(c->scale);
-  p.q = in<3>(c->q), p.k = in<3>(c->k), p.v = in<3>(c->v), p.s = in<3>(c->s), p.g = in<3>(c->g);
-  p.state_k = out<4>(c->state[0]), p.state_v = out<4>(c->state[1]);
-  p.z = out<3>(c->z), p.o = out<3>(c->o);
-  must(gsa_step(p, nullptr));
+  p.q = as_input<3>(c->q), p.k = as_input<3>(c->k), p.v = as_input<3>(c->v), p.s = as_input<3>(c->s),
+  p.g = as_input<3>(c->g);
+  p.state_k = as_output<4>(c->state[0]), p.state_v = as_output<4>(c->state[1]);
+  p.z = as_output<3>(c->z), p.o = as_output<3>(c->o);
+  check_launch(gsa_step(p, nullptr));
 }

@@ -1,4 +1,4 @@
-// Of lattice.cpp what can be compiled beside it.
+// The backward launches of lattice.cpp in a separate translation unit, which compiles in parallel.
 #include "call.h"
 #include "lattice/dkv.cuh"
 #include "lattice/read_backward_memory.cuh"
@@ -12,8 +12,8 @@ template cudaError_t launch_dkv<__nv_bfloat16>(const LatticeDkv&, cudaStream_t);
 
 }  // namespace girih::kernels::lattice
 
-bool is_short_in_reverse(const girih::kernels::LatticeShape& shape) {
-  bool takes = false;
-  must(girih::kernels::lattice::uses_short_reverse<__nv_bfloat16>(shape, takes));
-  return takes;
+bool uses_short_reverse(const girih::kernels::LatticeShape& shape) {
+  bool is_short = false;
+  check_launch(girih::kernels::lattice::uses_short_reverse<__nv_bfloat16>(shape, is_short));
+  return is_short;
 }

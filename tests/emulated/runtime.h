@@ -1,5 +1,5 @@
-// The CUDA runtime of the emulator: one device, which launches kernels at once. Functions of the runtime that
-// kernels' launchers call are macros for functions here.
+// Replaces the CUDA runtime: one device, where a launch runs the kernel to its end. Macros replace the
+// runtime functions that the launchers call by the functions of this file.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@ inline cudaError_t get_last_error() { return cudaSuccess; }
 inline cudaError_t get_device_attribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = shared_bytes, cudaSuccess;
   if (attribute == cudaDevAttrMultiProcessorCount) return *value = processors, cudaSuccess;
-  fail("an attribute of the device is unknown");
+  fail("the device attribute is unknown");
 }
 template <class Kernel>
 cudaError_t get_function_attributes(cudaFuncAttributes* attributes, Kernel) {
@@ -33,22 +33,23 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch_kernel(const cudaLaunchConfig_t* launch_config, void (*function)(Parameters...),
                           const Arguments&... arguments) {
   const auto& [blocks, threads, bytes, stream, attributes, attribute_count] = *launch_config;
-  if (threads.y != 1 || blocks.y != 1) fail("blocks have one dimension here");
-  int size = 1;
+  if (threads.y != 1 || blocks.y != 1) fail("a launch has more than one dimension");
+  int cluster_size = 1;
   for (unsigned i = 0; i < attribute_count; ++i) {
     const cudaLaunchAttribute& attribute = attributes[i];
-    if (attribute.id != cudaLaunchAttributeClusterDimension) fail("an attribute of a launch is unknown");
-    size = static_cast<int>(attribute.val.clusterDim.x);
+    if (attribute.id != cudaLaunchAttributeClusterDimension) fail("the launch attribute is unknown");
+    cluster_size = static_cast<int>(attribute.val.clusterDim.x);
   }
   launch([=] { function(arguments...); }, blocks.x, static_cast<int>(threads.x), static_cast<int>(bytes),
-         size);
+         cluster_size);
   return cudaSuccess;
 }
 
-// A TMA descriptor of a tensor of four dimensions, innermost first, and boxes of 64 columns.
+// The TMA descriptor of a tensor with four dimensions, innermost first. A box has `rows` rows and 64 columns
+// of 16-bit elements.
 struct TensorMap {
   const unsigned char* data;
-  int64_t size[4], stride[4];  // stride: bytes
+  int64_t size[4], stride[4];  // strides in bytes
   int rows;
 };
 inline CUresult encode_tiled(CUtensorMap* to, CUtensorMapDataType, cuuint32_t rank, void* data,
@@ -68,7 +69,7 @@ inline CUresult encode_tiled(CUtensorMap* to, CUtensorMapDataType, cuuint32_t ra
 }
 inline cudaError_t get_driver_function(const char* name, void** function, unsigned, unsigned long long,
                                        cudaDriverEntryPointQueryResult* result) {
-  if (std::strcmp(name, "cuTensorMapEncodeTiled") != 0) fail("a function of the driver is unknown");
+  if (std::strcmp(name, "cuTensorMapEncodeTiled") != 0) fail("the driver function is unknown");
   *function = reinterpret_cast<void*>(&encode_tiled), *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }

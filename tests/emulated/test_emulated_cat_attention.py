@@ -27,7 +27,7 @@ Call = structure(
     (POINTER, "cu_chunks"),
     (NUMBER, "heads query_heads D V"),
     (ctypes.c_double, "scale"),
-    (NUMBER, "groups"),
+    (NUMBER, "use_warpgroups"),
     (Array, "q k v o lse dout dq dk dv"),
     (POINTER, "queries partials"),
 )
@@ -78,7 +78,7 @@ def check(
     scale=None,
     bounds=None,
     seed=0,
-    groups=False,
+    use_warpgroups=False,
     dtype=torch.bfloat16,
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def check(
     row_outputs = list(outputs.values())
     outputs["lse"] = guarded_nan(B, T, HQ)
     call = Call(batch=B, tokens=T, chunk=chunk, sequences=B, heads=H, query_heads=HQ, scale=scale)
-    call.groups = groups
+    call.use_warpgroups = use_warpgroups
     call.D, call.V = round_up_8(D), round_up_8(V)
     cu_chunks = None if bounds is None else guarded_copy(torch.tensor(bounds))
     if bounds is not None:
@@ -155,10 +155,10 @@ def test_grouped_queries(kernels):
     check(kernels, 40, 16, B=2, G=2)
 
 
-@pytest.mark.parametrize("groups", [False, True])
-def test_fp16(kernels, groups):
+@pytest.mark.parametrize("use_warpgroups", [False, True])
+def test_fp16(kernels, use_warpgroups):
     for chunk in (4, 16):
-        check(kernels, 150, chunk, D=24, V=64, groups=groups, dtype=torch.float16)
+        check(kernels, 150, chunk, D=24, V=64, use_warpgroups=use_warpgroups, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("chunk", [2, 5, 16, 64, 100])
@@ -185,30 +185,30 @@ def test_every_scale(kernels):
     "chunk, T", [(2, 600), (4, 390), (8, 530), (16, 1100), (32, 260), (64, 200), (128, 290)]
 )
 def test_warpgroups_at_every_chunk(kernels, chunk, T):
-    check(kernels, T, chunk, D=16, V=24, groups=True)
+    check(kernels, T, chunk, D=16, V=24, use_warpgroups=True)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129])
 def test_warpgroups_at_every_length(kernels, T):
     """Tiles of 128 rows, 64 per warpgroup, and partial chunks of every size."""
     for chunk in (4, 16):
-        check(kernels, T, chunk, D=8, V=8, groups=True)
+        check(kernels, T, chunk, D=8, V=8, use_warpgroups=True)
 
 
 @pytest.mark.parametrize("chunk, T", [(3, 450), (100, 350), (256, 800)])
 def test_warpgroups_for_headers_alone(kernels, chunk, T):
     """Chunks that do not fill tiles of queries."""
-    check(kernels, T, chunk, D=8, V=16, groups=True)
-    check(kernels, T // 2, chunk, G=2, D=8, V=8, bounds=[0, 1, T // 2 // chunk], groups=True)
+    check(kernels, T, chunk, D=8, V=16, use_warpgroups=True)
+    check(kernels, T // 2, chunk, G=2, D=8, V=8, bounds=[0, 1, T // 2 // chunk], use_warpgroups=True)
 
 
 def test_warpgroups_at_every_width(kernels):
-    check(kernels, 140, 8, D=128, V=128, groups=True)
-    check(kernels, 260, 4, G=2, D=24, V=72, scale=-0.3, groups=True)
-    check(kernels, 140, 16, D=104, V=8, scale=0.0, groups=True)
-    check(kernels, 70, 64, H=2, G=2, D=64, V=40, groups=True)
-    check(kernels, 150, 8, B=2, H=2, D=8, V=8, groups=True)
-    check(kernels, 100, 16, G=2, D=8, V=8, groups=True)
+    check(kernels, 140, 8, D=128, V=128, use_warpgroups=True)
+    check(kernels, 260, 4, G=2, D=24, V=72, scale=-0.3, use_warpgroups=True)
+    check(kernels, 140, 16, D=104, V=8, scale=0.0, use_warpgroups=True)
+    check(kernels, 70, 64, H=2, G=2, D=64, V=40, use_warpgroups=True)
+    check(kernels, 150, 8, B=2, H=2, D=8, V=8, use_warpgroups=True)
+    check(kernels, 100, 16, G=2, D=8, V=8, use_warpgroups=True)
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 16, 64])
@@ -216,6 +216,14 @@ def test_packed_sequences_of_warpgroups(kernels, chunk):
     """Sequences that share a tile or fill several, of zero or one chunks, before and after rows of no
     sequence."""
     K = 330 // chunk
-    check(kernels, 330, chunk, D=8, V=8, bounds=[0, K // 5, K // 5, K // 2, K // 2 + 1, K + 1], groups=True)
-    check(kernels, 330, chunk, D=8, V=8, bounds=[1, K // 2, K - 1], groups=True)
-    check(kernels, 130, chunk, D=8, V=8, bounds=[0, 0], groups=True)
+    check(
+        kernels,
+        330,
+        chunk,
+        D=8,
+        V=8,
+        bounds=[0, K // 5, K // 5, K // 2, K // 2 + 1, K + 1],
+        use_warpgroups=True,
+    )
+    check(kernels, 330, chunk, D=8, V=8, bounds=[1, K // 2, K - 1], use_warpgroups=True)
+    check(kernels, 130, chunk, D=8, V=8, bounds=[0, 0], use_warpgroups=True)

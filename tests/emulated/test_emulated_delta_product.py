@@ -26,10 +26,10 @@ pytestmark = needs_headers
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens"),
-    (NUMBER, "rows heads query_heads key_share query_share D V n unit gated"),
+    (NUMBER, "rows heads output_heads key_share query_share D V n unit gated"),
     (ctypes.c_double, "scale"),
-    (NUMBER, "card"),
-    (Array, "q k v beta g initial last o last_alone o_alone"),
+    (NUMBER, "processors"),
+    (Array, "q k v beta g initial last o last_inference o_inference"),
     (Array, "dout dlast dinitial dz dq dk dv dbeta dg"),
     (Array, "b w db"),
     (POINTER, "prepared states gradients scan_workspace reverse_workspace factors transitions"),
@@ -81,7 +81,7 @@ def check(
     ends=True,
     packed=False,
     begins=None,
-    card=132,
+    processors=132,
     dtype=torch.bfloat16,
     numbers=torch.float32,
     scale=None,
@@ -119,9 +119,10 @@ def check(
     }
     alone = H == HO
     tensors |= {
-        name: guarded_nan(N, H, round_up_8(D), round_up_8(V)) for name in ("last", "last_alone", "dinitial")
+        name: guarded_nan(N, H, round_up_8(D), round_up_8(V))
+        for name in ("last", "last_inference", "dinitial")
     }
-    tensors |= {name: padded_rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_alone")}
+    tensors |= {name: padded_rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_inference")}
     tensors |= {name: padded_rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
     tensors["dq"] = padded_rows(B, T, HO, D, dtype=dtype)
     if vector:
@@ -145,10 +146,10 @@ def check(
             x[outside.repeat_interleave(x.shape[1] // T, 1)] = torch.nan
     bounds = guarded_copy(bounds)
     call = Call(
-        batch=B, tokens=T, sequences=N, heads=H, query_heads=HO, D=round_up_8(D), V=round_up_8(V), n=n
+        batch=B, tokens=T, sequences=N, heads=H, output_heads=HO, D=round_up_8(D), V=round_up_8(V), n=n
     )
     call.key_share, call.query_share = H // HK, max(H // HQ, 1)
-    call.unit, call.gated, call.card = unit, gates is not None, card
+    call.unit, call.gated, call.processors = unit, gates is not None, processors
     call.rows, call.cu_seqlens = begins is not None, bounds.data_ptr() if packed or begins else None
     call.scale = D**-0.5 if scale is None else scale
     for name, tensor in tensors.items():
@@ -171,7 +172,7 @@ def check(
     }
     for name, tensor in work.items():
         setattr(call, name, tensor.data_ptr())
-    (kernels.run_vector if vector else kernels.run)(ctypes.byref(call))
+    (kernels.run_channel_beta if vector else kernels.run)(ctypes.byref(call))
     assert all((tensor[-256:] == 0xFF).all() for tensor in work.values())
 
     widths = {"q": D, "k": D, "v": V, "o": V, "beta": D}
@@ -207,12 +208,12 @@ def check(
         found = dict(zip(leaves, gradients, strict=True))
 
     is_owned = ~outside[..., None, None]
-    want = {"o": o, "o_alone": o, "last": torch.cat(finals), "last_alone": torch.cat(finals)}
+    want = {"o": o, "o_inference": o, "last": torch.cat(finals), "last_inference": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in found.items() if x is not None}
     got = {}
     for name, expected in want.items():
-        x, data_name = tensors[name], name.removeprefix("d").removesuffix("_alone")
-        if name in ("last", "last_alone", "dinitial"):
+        x, data_name = tensors[name], name.removeprefix("d").removesuffix("_inference")
+        if name in ("last", "last_inference", "dinitial"):
             got[name] = x[:, :, :D, :V]
             continue
         token = is_owned.repeat_interleave(x.shape[1] // T, 1) if T else is_owned
@@ -282,34 +283,34 @@ def test_rows_with_one_sequence(kernels, n):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("heads", [{}, GROUPED], ids=["own", "grouped"])
 def test_one_block_with_chain_and_readers(kernels, n, heads):
-    check(kernels, 330 // n, n=n, card=0, gates=0.05, **heads)
+    check(kernels, 330 // n, n=n, processors=0, gates=0.05, **heads)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
 def test_more_chunks_than_stages(kernels, D, n, how):
-    check(kernels, 400 // n, D=D, n=n, card=2, **how)
+    check(kernels, 400 // n, D=D, n=n, processors=2, **how)
 
 
-# A card so small that blocks with 64 columns of V would not all run at once.
+# One multiprocessor, so blocks with 64 columns of V would not all run at the same time.
 @pytest.mark.parametrize("D, V", [(128, 128), (72, 104)])
 @pytest.mark.parametrize("n, T", [(1, 330), (1, 65), (3, 100), (4, 33)])
 @pytest.mark.parametrize("how", [{}, EVERY, {"gates": 5.0}], ids=["plain", "gates_unit", "strong"])
 def test_two_chains_with_output_warps(kernels, D, V, n, T, how):
-    check(kernels, T, D=D, V=V, n=n, card=1, **how)
+    check(kernels, T, D=D, V=V, n=n, processors=1, **how)
 
 
 @pytest.mark.parametrize("V", [192, 200])  # three and four groups of 64 columns, with one chain each
 def test_two_chains_with_output_warps_of_wide_values(kernels, V):
-    check(kernels, 70, D=128, V=V, card=1, **EVERY)
-    check(kernels, 35, D=128, V=V, n=2, card=1, **SHARED, **EVERY)
+    check(kernels, 70, D=128, V=V, processors=1, **EVERY)
+    check(kernels, 35, D=128, V=V, n=2, processors=1, **SHARED, **EVERY)
 
 
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["plain", "gates_unit"])
 def test_two_chains_with_output_warps_of_packed_sequences(kernels, how):
-    check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, card=1, packed=True, **how)
-    check(kernels, 70, 0, 33, D=128, V=128, n=2, card=1, begins=[1, 5, 2], **how)
+    check(kernels, 40, 0, 1, 130, D=128, V=128, H=2, processors=1, packed=True, **how)
+    check(kernels, 70, 0, 33, D=128, V=128, n=2, processors=1, begins=[1, 5, 2], **how)
 
 
 @pytest.mark.parametrize("D, V, n", [(64, 64, 1), (64, 24, 2), (128, 64, 1), (128, 40, 2), (72, 128, 2)])
@@ -322,13 +323,13 @@ def test_many_segments(kernels):
     check(kernels, 320, n=2, V=24, cut="both")
 
 
-@pytest.mark.parametrize("D, V, card", [(64, 64, 4), (128, 64, 4), (64, 128, 8)])
-def test_two_chains_a_block(kernels, D, V, card):
-    check(kernels, 140, D=D, V=V, n=4, card=card, cut="both")
+@pytest.mark.parametrize("D, V, processors", [(64, 64, 4), (128, 64, 4), (64, 128, 8)])
+def test_two_chains_a_block(kernels, D, V, processors):
+    check(kernels, 140, D=D, V=V, n=4, processors=processors, cut="both")
 
 
 def test_two_chains_that_share_many_stages(kernels):
-    check(kernels, 400, n=4, card=4, cut="both")
+    check(kernels, 400, n=4, processors=4, cut="both")
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -341,7 +342,7 @@ def test_segments_of_rows_with_one_sequence(kernels):
 
 
 def test_four_forward_segments_and_an_uncut_reverse_pass(kernels):
-    check(kernels, 250, 20, n=4, D=128, card=4, packed=True, cut="forward")
+    check(kernels, 250, 20, n=4, D=128, processors=4, packed=True, cut="forward")
 
 
 @pytest.mark.parametrize("n, T, D", [(1, 100, 64), (2, 60, 64), (1, 70, 128), (2, 35, 128)])
@@ -412,7 +413,7 @@ def check_step(
     state = buffer[:, ::2, ::2, :V]
     initial, expected_buffer = state.double(), buffer.clone()
     o = torch.full((N, HO, V + 1), torch.nan, dtype=dtype)[..., :V]
-    call = Call(sequences=N, heads=H, query_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
+    call = Call(sequences=N, heads=H, output_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
     call.D, call.V, call.n, call.unit, call.gated, call.scale = D, V, n, unit, gates is not None, 0.3
     beta = one["beta"] if vector else one["beta"][..., None].expand(N, n, H, max(D, V))
     for name, x in {
@@ -474,9 +475,9 @@ def test_packed_sequences_with_a_beta_for_every_channel(kernels, D, n):
     check(kernels, 70, 0, 33, D=D, V=D, n=n, begins=[1, 5, 2], vector=True, **GROUPED)
 
 
-@pytest.mark.parametrize("D, n, card", [(64, 1, 132), (64, 2, 4), (128, 1, 132), (128, 4, 8)])
-def test_segments_with_a_beta_for_every_channel(kernels, D, n, card):
-    check(kernels, 350 // n, D=D, V=D, n=n, card=card, cut="both", vector=True)
+@pytest.mark.parametrize("D, n, processors", [(64, 1, 132), (64, 2, 4), (128, 1, 132), (128, 4, 8)])
+def test_segments_with_a_beta_for_every_channel(kernels, D, n, processors):
+    check(kernels, 350 // n, D=D, V=D, n=n, processors=processors, cut="both", vector=True)
 
 
 def test_segments_of_packed_sequences_with_a_beta_for_every_channel(kernels):
@@ -486,7 +487,7 @@ def test_segments_of_packed_sequences_with_a_beta_for_every_channel(kernels):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("n", [1, 2])
 def test_more_chunks_than_stages_with_a_beta_for_every_channel(kernels, D, n):
-    check(kernels, 400 // n, D=D, V=D, n=n, card=2, vector=True)
+    check(kernels, 400 // n, D=D, V=D, n=n, processors=2, vector=True)
 
 
 @pytest.mark.parametrize("n, D", [(1, 64), (2, 64), (1, 128)])

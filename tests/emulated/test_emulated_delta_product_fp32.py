@@ -24,7 +24,7 @@ BETWEEN = [None, "gelu", "tanh"]
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens position"),
-    (NUMBER, "heads query_heads D V n unit vector chunk between shared"),
+    (NUMBER, "heads query_heads D V n unit has_channel_beta chunk between shared"),
     (ctypes.c_double, "scale"),
     (Array, "q k v beta g initial last o dout dlast dinitial dq dk dv dbeta"),
     (POINTER, "last_position dg"),
@@ -88,7 +88,8 @@ def check(
     )
     position = guarded_copy(torch.tensor([0] * N if position is None else position))
     call = Call(batch=B, tokens=T, sequences=N, heads=H, query_heads=HQ, D=D, V=V, n=n, unit=unit)
-    call.vector, call.chunk, call.between, call.scale = vector, chunk, BETWEEN.index(between), 0.3
+    call.has_channel_beta = vector
+    call.chunk, call.between, call.scale = chunk, BETWEEN.index(between), 0.3
     call.shared = shared * 1024
     call.cu_seqlens = bounds.data_ptr() if packed else None
     if between:

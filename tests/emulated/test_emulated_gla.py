@@ -35,7 +35,7 @@ from emulated_gated import (
 
 pytestmark = needs_headers
 
-Call = structure(*GATED, (NUMBER, "by_head key_share query_share values"))
+Call = structure(*GATED, (NUMBER, "use_head_kernels key_share query_share values"))
 Step = structure(
     (NUMBER, "sequences heads query_heads key_share query_share D V"),
     (ctypes.c_double, "scale"),
@@ -59,7 +59,7 @@ def check(
     kind="channel",
     *,
     dtype=BF16,
-    exact=False,
+    use_fp32=False,
     D=64,
     V=64,
     H=1,
@@ -76,12 +76,12 @@ def check(
     """One call against the recurrence in float64. kind: a gate per channel, per head, or no gate (plain)."""
     generator = torch.Generator().manual_seed(sum(lengths) + D + 2 * V)
     layout, N, scale = Layout(lengths, packing), len(lengths), D**-0.5 if scale is None else scale
-    B, T, exact = layout.B, layout.T, exact or dtype == FP32
-    by_head = kind != "channel" and not exact
+    B, T, use_fp32 = layout.B, layout.T, use_fp32 or dtype == FP32
+    use_head_kernels = kind != "channel" and not use_fp32
     HQ, HK = queries or H, keys or H
     HO = max(HQ, H)
     part = dtype if HO == H else FP32
-    parts = H if exact else HO
+    parts = H if use_fp32 else HO
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -92,37 +92,37 @@ def check(
         shape = (B, T, H, D) if kind == "channel" else (B, T, H)
         inputs["g"] = gates(pattern, shape, generator).to(gate_dtype)
     x = {name: padded_rows(*y.shape, values=y, dtype=dtype) for name, y in inputs.items() if name in "qkv"}
-    if not by_head:
+    if not use_head_kernels:
         q = repeat_heads(inputs["q"], H)
         k = repeat_heads(inputs["k"], H)
         x["q"] = (
             padded_rows(*q.shape, values=q * scale, dtype=FP32)
-            if exact
+            if use_fp32
             else padded_rows(*q.shape, values=q, dtype=dtype)
         )
         x["k"] = padded_rows(*k.shape, values=k, dtype=dtype)
-        if exact:
+        if use_fp32:
             x["s"] = padded_rows(*k.shape, values=k, dtype=FP32)
         g = inputs["g"].float() if "g" in inputs else torch.zeros(B, T, H)
         x["g"] = padded_rows(B, T, H, D, values=g if g.dim() == 4 else g[..., None], dtype=FP32)
     x["dout"] = padded_rows(B, T, HO, V, values=normal(B, T, HO, V), dtype=dtype)
     x |= {
         "o": padded_rows(B, T, HO, V, dtype=dtype),
-        "dq": padded_rows(B, T, HO, D, dtype=FP32 if exact else dtype),
-        "dk": padded_rows(B, T, parts, D, dtype=FP32 if exact else part),
-        "dv": padded_rows(B, T, parts, V, dtype=dtype if exact else part),
+        "dq": padded_rows(B, T, HO, D, dtype=FP32 if use_fp32 else dtype),
+        "dk": padded_rows(B, T, parts, D, dtype=FP32 if use_fp32 else part),
+        "dv": padded_rows(B, T, parts, V, dtype=dtype if use_fp32 else part),
     }
-    if not by_head:
+    if not use_head_kernels:
         x["dg"] = padded_rows(B, T, parts, D, dtype=FP32)
     first = normal(N, H, D, V) if resumed else None
     dlast = normal(N, H, D, V)
 
     call = Call(heads=H, query_heads=HO, D=0, V=round_up_8(V), M=round_up_8(D), slots=D, scale=scale)
     layout.fill(call)
-    call.exact, call.by_head, call.values = exact, by_head, V
-    call.shared, call.card = shared, 132 if cut else 1
+    call.use_fp32, call.use_head_kernels, call.values = use_fp32, use_head_kernels, V
+    call.shared, call.processors = shared, 132 if cut else 1
     call.key_share, call.query_share = H // HK, max(1, H // HQ)
-    if by_head:
+    if use_head_kernels:
         # The gradient of the last state is an input of the first query head of every memory.
         query_dlast = torch.zeros(N, H, HO // H, D, V)
         query_dlast[:, :, 0] = dlast
@@ -168,16 +168,16 @@ def check(
         return x[name].unflatten(2, (heads, -1)).float().sum(3)[layout.owned][..., :width]
 
     got = {"o": x["o"][layout.owned][..., :V], "last": memory["last"].mT[:, :, :D, :V]}
-    got |= {"dq": summed("dq", HQ, D) * (scale if exact else 1), "dk": summed("dk", HK, D)}
+    got |= {"dq": summed("dq", HQ, D) * (scale if use_fp32 else 1), "dk": summed("dk", HK, D)}
     got["dv"] = summed("dv", H, V)
-    if by_head and "g" in inputs:
+    if use_head_kernels and "g" in inputs:
         got["dg"] = x["dg"][layout.owned]
     elif "g" in inputs:
         got["dg"] = summed("dg", H, D).sum(-1) if kind == "head" else summed("dg", H, D)
     if resumed:
         got["dstate"] = memory["dinitial"].mT[:, :, :D, :V].unflatten(1, (H, -1)).sum(2)
     assert_close_by_rows(got, want, dtype)
-    for name in ("o", "dq", "dk", "dv", *(["dg"] if not by_head else [])):
+    for name in ("o", "dq", "dk", "dv", *(["dg"] if not use_head_kernels else [])):
         layout.assert_rest_unwritten(name, x[name])
 
 
@@ -220,7 +220,7 @@ def test_every_width(kernels, kind, D, V, dtype, pattern):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("D, V", [(20, 130), (200, 24)])
 def test_every_width_of_the_fp32_kernels(kernels, D, V, kind):
-    check(kernels, [70], kind, dtype=BF16 if V == 24 else FP32, exact=True, D=D, V=V)
+    check(kernels, [70], kind, dtype=BF16 if V == 24 else FP32, use_fp32=True, D=D, V=V)
 
 
 @pytest.mark.parametrize("gate_dtype", [BF16, FP16])

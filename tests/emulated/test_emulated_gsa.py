@@ -34,7 +34,7 @@ from emulated_gated import (
 
 pytestmark = needs_headers
 
-Call = structure(*GATED, (NUMBER, "s_of_g"), (Array, "logits first_z last_z dlast_z dlogits dfirst_z"))
+Call = structure(*GATED, (NUMBER, "is_s_tied"), (Array, "logits first_z last_z dlast_z dlogits dfirst_z"))
 Step = structure(
     (NUMBER, "sequences heads query_heads D V M feature"),
     (ctypes.c_double, "scale"),
@@ -55,7 +55,7 @@ def check(
     kind="s_g",
     *,
     dtype=BF16,
-    exact=False,
+    use_fp32=False,
     D=64,
     V=64,
     M=64,
@@ -77,10 +77,10 @@ def check(
         H * group,
         D**-0.5 if scale is None else scale,
     )
-    B, T, exact = layout.B, layout.T, exact or dtype == FP32 or kind == "abc"
-    inner = FP32 if exact else dtype
-    part = dtype if exact or group == 1 else FP32
-    heads_of_parts = H if exact else HQ
+    B, T, use_fp32 = layout.B, layout.T, use_fp32 or dtype == FP32 or kind == "abc"
+    inner = FP32 if use_fp32 else dtype
+    part = dtype if use_fp32 or group == 1 else FP32
+    heads_of_parts = H if use_fp32 else HQ
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -112,10 +112,10 @@ def check(
         g = gates(pattern, (B, T, H, M), generator)
         x["g"] = padded_rows(B, T, H, M, values=g, dtype=FP32)
         s = torch.rand((B, T, H, M), generator=generator) / 2 if kind == "s_g" else -torch.expm1(g)
-        if kind == "s_g" or exact:
+        if kind == "s_g" or use_fp32:
             x["s"] = padded_rows(B, T, H, M, values=s, dtype=inner)
-    if kind == "s_g" or exact:
-        x["ds"] = padded_rows(B, T, heads_of_parts, M, dtype=FP32 if exact else part)
+    if kind == "s_g" or use_fp32:
+        x["ds"] = padded_rows(B, T, heads_of_parts, M, dtype=FP32 if use_fp32 else part)
     widths, sizes = (D, V), ((N, H, D, M), (N, H, M, V))
     first = [normal(*size) if resumed else None for size in sizes]
     dlast = [normal(*size) for size in sizes]
@@ -131,8 +131,8 @@ def check(
         heads=H, query_heads=HQ, D=round_up_8(D), V=round_up_8(V), M=round_up_8(M), slots=M, scale=scale
     )
     layout.fill(call)
-    call.feature, call.exact, call.s_of_g = FEATURES.index(feature), exact, kind == "g"
-    call.shared, call.card = shared, 132 if cut else 1
+    call.feature, call.use_fp32, call.is_s_tied = FEATURES.index(feature), use_fp32, kind == "g"
+    call.shared, call.processors = shared, 132 if cut else 1
     for name, tensor in (x | z).items():
         setattr(call, name, Array.of(tensor))
     for name, pair in two.items():
@@ -235,7 +235,7 @@ def test_every_width(kernels, D, V, M, dtype, pattern):
 @pytest.mark.parametrize("kind", ["s_g", "abc"])
 @pytest.mark.parametrize("D, V, M", [(20, 130, 17), (130, 24, 64), (72, 72, 200)])
 def test_every_width_of_the_fp32_kernels(kernels, D, V, M, kind):
-    check(kernels, [70], kind, dtype=BF16 if M == 64 else FP32, exact=True, D=D, V=V, M=M)
+    check(kernels, [70], kind, dtype=BF16 if M == 64 else FP32, use_fp32=True, D=D, V=V, M=M)
 
 
 @pytest.mark.parametrize("pattern", ["mild", "strong"])
@@ -269,7 +269,7 @@ def test_no_first_state(kernels, kind, dtype):
 )
 @pytest.mark.parametrize("D, M", [(24, 17), (72, 72)])
 def test_long_sequences(kernels, D, M, kind, dtype, shared):
-    shared = max(shared, SHARED_80) if M > 64 else shared  # a smaller card does not support so many slots
+    shared = max(shared, SHARED_80) if M > 64 else shared  # M > 64 needs the shared memory of sm_80
     check(kernels, [390], kind, dtype=dtype, D=D, V=40, M=M, shared=shared)
     if D == 24:
         check(kernels, [385, 20], kind, dtype=dtype, D=D, V=40, M=M, packing="packed", shared=shared)

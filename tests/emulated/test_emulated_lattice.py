@@ -31,7 +31,7 @@ OBJECTIVES = ["decode", "encode", "similarity"]
 
 
 Call = structure(
-    (NUMBER, "shared card"),
+    (NUMBER, "shared processors"),
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
@@ -41,7 +41,7 @@ Call = structure(
     (POINTER, "last_position memories ends"),
     (Array, "o dout dq dk dv dgamma ddecay_at_floor"),
     (POINTER, "gradients"),
-    (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dopen dg"),
+    (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dend_decay dg"),
 )
 
 
@@ -64,7 +64,7 @@ def run(
     gates=0.2,
     packed=False,
     shared=SHARED,
-    card=4,
+    processors=4,
     tokens=lambda x: x,
 ):
     """One call: its tensors by name, inputs and results, and the position at the end of every sequence.
@@ -105,7 +105,7 @@ def run(
     tensors |= {"dstep": guarded_nan(*sizes) if resumed else None, "dlast": state(normal(N, H, D, M))}
     tensors["dlast_step"] = state(normal(N, H, D, M))
     tensors["dlast_decay"] = guarded_copy(normal(N, H)) if gated else None
-    tensors |= {name: guarded_nan(N, H) if gated else None for name in ("last_decay", "dopen")}
+    tensors |= {name: guarded_nan(N, H) if gated else None for name in ("last_decay", "dend_decay")}
     tensors["ddecay"] = guarded_nan(N, H) if gated and resumed else None
     tensors |= {
         "o": padded_rows(B, T, HQ, D),
@@ -125,7 +125,7 @@ def run(
     call = Call(
         batch=B, tokens=T, sequences=N, chunk=chunk, heads=H, query_heads=HQ, D=round_up_8(D), M=round_up_8(M)
     )
-    call.shared, call.card = shared, card
+    call.shared, call.processors = shared, processors
     call.objective = OBJECTIVES.index(objective)
     call.cu_seqlens = cu_seqlens.data_ptr() if packed else None
     call.position = position.data_ptr() if resumed else None
@@ -252,13 +252,13 @@ def equal_bits(x, y):
     ],
 )
 def test_two_blocks_a_head_equal_one(kernels, objective, lengths, how):
-    """Two blocks per head if the card has enough multiprocessors. Backward kernels split a head's chunks
+    """Two blocks per head if the device has enough multiprocessors. Backward kernels split a head's chunks
     likewise."""
     heads = len(lengths) * how.get("H", 1)
     call = {"chunk": 16} | how
-    two, last_position = run(kernels, objective, lengths=lengths, card=2 * heads, **call)
-    one, _ = run(kernels, objective, lengths=lengths, card=2 * heads - 1, **call)
-    check(kernels, objective, lengths=lengths, card=2 * heads, **call)
+    two, last_position = run(kernels, objective, lengths=lengths, processors=2 * heads, **call)
+    one, _ = run(kernels, objective, lengths=lengths, processors=2 * heads - 1, **call)
+    check(kernels, objective, lengths=lengths, processors=2 * heads, **call)
     for name, x in two.items():
         assert (x is None and one[name] is None) or equal_bits(x, one[name]), name
     assert last_position.tolist() == [

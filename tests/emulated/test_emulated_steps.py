@@ -33,7 +33,7 @@ LatticeCall = structure(
     (POINTER, "position next_position"),
 )
 TrellisCall = structure(
-    (NUMBER, "passes sequences heads query_heads D V M chunk silu norm f_silu f_norm"),
+    (NUMBER, "memory_count sequences heads query_heads D V M chunk silu norm f_silu f_norm"),
     (Array, "q k v a weight gamma g"),
     (Array * 2, "first memory"),
     (Array, "o"),
@@ -146,7 +146,7 @@ def test_trellis(trellis, phi, f, place, V, chunk, gated, group):
     for t in range(T):
         token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
         o = nan_padded_copy(torch.full((N, HQ, V), torch.nan))
-        call = TrellisCall(passes=2, sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
+        call = TrellisCall(memory_count=2, sequences=N, heads=H, query_heads=HQ, D=D, V=V, M=M, chunk=chunk)
         (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
         for name, x in (token | {"o": o}).items():
             setattr(call, name, Array.of(x))
@@ -194,7 +194,7 @@ def test_ttt(trellis, phi, f, weighted, place, D, chunk, gated, group):
         token = {name: nan_padded_copy(x[:, t]) for name, x in tokens.items()}
         token |= {"weight": nan_padded_copy(weight["phi_weight"])} if weighted else {}
         o = nan_padded_copy(torch.full((N, HQ, M), torch.nan))
-        call = TrellisCall(passes=1, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
+        call = TrellisCall(memory_count=1, sequences=N, heads=H, query_heads=HQ, D=D, M=M, chunk=chunk)
         (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
         for name, x in (token | {"o": o}).items():
             setattr(call, name, Array.of(x))

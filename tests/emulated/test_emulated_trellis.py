@@ -40,14 +40,14 @@ Call = structure(
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
     (POINTER, "position"),
-    (NUMBER, "heads D V M slots silu norm f_silu f_norm passes apart"),
+    (NUMBER, "heads D V M slots silu norm f_silu f_norm memory_count has_output_kernel"),
     (Array, "q"),
     (Array * 2, "x"),
     (Array, "a weight gamma g"),
     (Array * 2, "first initial last_first last"),
     (POINTER, "last_position"),
     (POINTER * 2, "memories"),
-    (Array * 2, "u z fit"),
+    (Array * 2, "u z row_stats"),
     (Array, "o dout dq"),
     (Array * 2, "l dlast_first dlast dfirst dinitial da dx"),
     (Array, "dweight dgamma dg"),
@@ -79,13 +79,13 @@ class Run:
         packed=False,
         phi="ln_silu",
         f="ln_silu",
-        passes=2,
+        memory_count=2,
         weighted=False,
-        apart=False,
+        has_output_kernel=False,
     ):
         generator = torch.Generator().manual_seed(chunk + sum(lengths))
-        N, widths = len(lengths), (D, V)[:passes]
-        V, out = (V, V) if passes == 2 else (0, M)
+        N, widths = len(lengths), (D, V)[:memory_count]
+        V, out = (V, V) if memory_count == 2 else (0, M)
         B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
 
         def normal(*shape):
@@ -100,7 +100,7 @@ class Run:
             return padded
 
         def both(make):
-            return [make(m) for m in range(passes)]
+            return [make(m) for m in range(memory_count)]
 
         position = None if position is None else guarded_copy(torch.tensor(position))
         one = {
@@ -133,7 +133,7 @@ class Run:
         two["dfirst"] = first if position is None else both(lambda m: guarded_nan(*initial[m].shape))
         two |= {n: both(lambda m: padded_rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
         two |= {
-            "fit": both(lambda m: guarded_nan(B, T, H, 8 if weighted else 4)),
+            "row_stats": both(lambda m: guarded_nan(B, T, H, 8 if weighted else 4)),
             "dx": both(lambda m: padded_rows(B, T, H, widths[m])),
         }
 
@@ -150,8 +150,8 @@ class Run:
             V=round_up_8(V),
             M=round_up_8(M),
             slots=M,
-            passes=passes,
-            apart=apart,
+            memory_count=memory_count,
+            has_output_kernel=has_output_kernel,
         )
         call.silu, call.norm = MAPS[phi]
         call.f_silu, call.f_norm = MAPS[f]
@@ -168,8 +168,8 @@ class Run:
         call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
         numbers = {
             "gates": guarded_nan(B, T, H, 4),
-            "dgammas": guarded_nan(passes, B, T, H),
-            "dL": guarded_nan(passes, (chunk + 15) // 16, B, T, H),
+            "dgammas": guarded_nan(memory_count, B, T, H),
+            "dL": guarded_nan(memory_count, (chunk + 15) // 16, B, T, H),
         }
         for name, tensor in numbers.items():
             setattr(call, name, tensor.data_ptr())
@@ -178,14 +178,16 @@ class Run:
         def wide(tensor, width):
             return tensor[..., :width].double()
 
-        leaves = {"q": wide(one["q"], D)} | {n: wide(x[m], widths[m]) for m, n in enumerate("kv"[:passes])}
+        leaves = {"q": wide(one["q"], D)} | {
+            n: wide(x[m], widths[m]) for m, n in enumerate("kv"[:memory_count])
+        }
         leaves["a"] = wide(one["a"], M)
         leaves["gamma"] = one["gamma"].double()
         if gates is not None:
             leaves["g"] = one["g"].double()
         for kind, pair in (("state", initial), ("state_first", first)):
             if pair[0] is not None:
-                leaves |= {f"{kind}_{n}": wide(pair[m], widths[m]) for m, n in enumerate("kv"[:passes])}
+                leaves |= {f"{kind}_{n}": wide(pair[m], widths[m]) for m, n in enumerate("kv"[:memory_count])}
         if weighted:
             leaves["phi_weight"] = wide(one["weight"], M)
         for leaf in leaves.values():
@@ -200,18 +202,18 @@ class Run:
             }
             part |= {m: leaf for m, leaf in leaves.items() if m == "phi_weight"}
             own = {m.removeprefix("state_"): leaf[n : n + 1] for m, leaf in leaves.items() if "state" in m}
-            start = tuple(own[name] for name in "kv"[:passes])
+            start = tuple(own[name] for name in "kv"[:memory_count])
             if position is not None:
-                start = tuple(own[f"{kind}{n}"] for n in "kv"[:passes] for kind in ("first_", ""))
+                start = tuple(own[f"{kind}{n}"] for n in "kv"[:memory_count] for kind in ("first_", ""))
                 start += (position[n : n + 1],)
-            if passes == 2:
+            if memory_count == 2:
                 y, final = recurrences.trellis(**part, chunk=chunk, phi=phi, f=f, state=start)
             else:
                 start = start if position is not None else start[0]
                 y, final = recurrences.ttt(**part, chunk=chunk, phi=phi, f=f, state=start)
             total = total + (y * wide(one["dout"], out)[row : row + 1, low : low + lengths[n]]).sum()
             for i, name in enumerate(("dlast_first", "dlast")):
-                for m in range(passes):
+                for m in range(memory_count):
                     total = total + (final[2 * m + i] * wide(two[name][m], widths[m])[n : n + 1]).sum()
             o.append(y.detach())
             finals.append(final)
@@ -229,7 +231,7 @@ class Run:
             for name, x in zip(leaves, found, strict=True)
         }
         got = {"o": (one["o"], out), "dq": (one["dq"], D)}
-        got |= {f"d{n}": (two["dx"][m], widths[m]) for m, n in enumerate("kv"[:passes])}
+        got |= {f"d{n}": (two["dx"][m], widths[m]) for m, n in enumerate("kv"[:memory_count])}
         got |= {
             "da": (sum(two["da"]), M),
             "dgamma": (one["dgamma"], T),
@@ -242,7 +244,7 @@ class Run:
         }
         if weighted:
             self.got["dphi_weight"] = one["dweight"].sum(0)[..., :M]
-        for m, name in enumerate("kv"[:passes]):
+        for m, name in enumerate("kv"[:memory_count]):
             self.got[f"dstate_{name}"] = two["dinitial"][m][..., : widths[m]]
             if position is not None:
                 self.got[f"dstate_first_{name}"] = two["dfirst"][m][..., : widths[m]]
@@ -311,7 +313,7 @@ def test_closed_gates(kernels):
 
 @pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
 def test_separate_kernel_for_reads(kernels, chunk, D):
-    Run(kernels, chunk, [70], position=[3], D=D, apart=True).check()
+    Run(kernels, chunk, [70], position=[3], D=D, has_output_kernel=True).check()
 
 
 # ---- one memory, ttt's -----------------------------------------------------------------------------------
@@ -324,13 +326,13 @@ def test_one_memory_by_every_map(kernels, phi, f, weighted):
     if weighted and phi == "softmax":
         return  # has no kernel on tensor cores
     how = {"D": 20, "M": 40, "gates": 0.2, "phi": phi, "f": f}
-    Run(kernels, 16, [21], position=[3], **how, passes=1, weighted=weighted).check()
+    Run(kernels, 16, [21], position=[3], **how, memory_count=1, weighted=weighted).check()
 
 
 @pytest.mark.parametrize("f", ["layer_norm", "ln_silu", "l2norm", "l2_silu"])
 def test_one_memory_under_a_norm_of_reads(kernels, f):
     """A norm removes almost all influence of a decay, so dg consists mostly of rounding errors."""
-    run = Run(kernels, 16, [53], position=[3], gates=0.2, phi="layer_norm", f=f, passes=1)
+    run = Run(kernels, 16, [53], position=[3], gates=0.2, phi="layer_norm", f=f, memory_count=1)
     assert_close({"dg": run.got.pop("dg")}, {"dg": run.want.pop("dg")}, 0.05)
     run.check()
 
@@ -339,19 +341,19 @@ def test_one_memory_under_a_norm_of_reads(kernels, f):
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 48, 64])
 def test_one_memory_in_every_chunk(kernels, chunk, weighted):
     how = {"gates": 0.05, "phi": "layer_norm", "f": "identity", "weighted": weighted}
-    Run(kernels, chunk, [70], position=[chunk // 2] if chunk > 1 else None, **how, passes=1).check()
+    Run(kernels, chunk, [70], position=[chunk // 2] if chunk > 1 else None, **how, memory_count=1).check()
 
 
 @pytest.mark.parametrize("D, M, chunk", [(8, 20, 16), (72, 128, 16), (128, 64, 40), (20, 100, 64)])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_one_memory_of_every_width(kernels, D, M, chunk, weighted):
-    how = {"gates": None, "phi": "layer_norm", "f": "layer_norm", "passes": 1, "weighted": weighted}
+    how = {"gates": None, "phi": "layer_norm", "f": "layer_norm", "memory_count": 1, "weighted": weighted}
     Run(kernels, chunk, [40], D=D, M=M, H=2, **how).check()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_one_memory_of_packed_sequences(kernels, weighted):
-    how = {"D": 24, "M": 17, "H": 2, "packed": True, "phi": "layer_norm", "f": "identity", "passes": 1}
+    how = {"D": 24, "M": 17, "H": 2, "packed": True, "phi": "layer_norm", "f": "identity", "memory_count": 1}
     how["weighted"] = weighted
     Run(kernels, 16, [20, 3, 16, 7, 0], position=[7, 5, 1, 9, 3], **how).check()
     Run(kernels, 4, [75, 30, 0, 1], position=[2, 3, 1, 2], **how).check()

@@ -28,7 +28,7 @@ pytestmark = needs_headers
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens position"),
-    (NUMBER, "passes chunk heads query_heads D V M silu norm f_silu f_norm"),
+    (NUMBER, "memory_count chunk heads query_heads D V M silu norm f_silu f_norm"),
     (Array, "q"),
     (Array * 2, "x"),
     (Array, "a weight gamma g"),
@@ -55,7 +55,7 @@ def kernels(tmp_path_factory):
 def expected(data, weight, memories, position, lengths, packed, chunk, maps, grads):
     """Results of the recurrence in float64: o, the last memories, and the gradients of data and memories by
     name. A resumed chunk has the given first memory at any position."""
-    passes = 2 if "v" in data else 1
+    memory_count = 2 if "v" in data else 1
     leaves = {name: x.double().requires_grad_() for name, x in (data | weight | memories).items()}
     total, o, finals = 0.0, [], []
     for n, length in enumerate(lengths):
@@ -63,24 +63,24 @@ def expected(data, weight, memories, position, lengths, packed, chunk, maps, gra
         tokens = slice(low, low + length)
         part = {name: leaves[name][row : row + 1, tokens] for name in data}
         part |= maps | {"chunk": chunk}
-        A = [leaves[f"initial{m}"][n : n + 1] for m in range(passes)]
-        start = A if passes == 2 else A[0]
+        A = [leaves[f"initial{m}"][n : n + 1] for m in range(memory_count)]
+        start = A if memory_count == 2 else A[0]
         if position is not None:
-            first = [leaves[f"first{m}"][n : n + 1] for m in range(passes)]
+            first = [leaves[f"first{m}"][n : n + 1] for m in range(memory_count)]
             start = (*(x for pair in zip(first, A, strict=True) for x in pair), position[n : n + 1])
-        if passes == 2:
+        if memory_count == 2:
             out, final = recurrences.trellis(**part, state=start)
         else:
             out, final = recurrences.ttt(**part, **{n: leaves[n] for n in weight}, state=start)
         total = total + (out * grads["dout"][row : row + 1, tokens].double()).sum()
-        for m in range(passes):
+        for m in range(memory_count):
             for name, x in (("dlast_first", final[2 * m]), ("dlast", final[2 * m + 1])):
                 total = total + (x * grads[f"{name}{m}"][n : n + 1].double()).sum()
         o.append(out.detach())
         finals.append([x.detach() for x in final])
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
     want = {"o": torch.cat(o, 1 if packed else 0)}
-    for m in range(passes):
+    for m in range(memory_count):
         want[f"last_first{m}"] = torch.cat([x[2 * m] for x in finals])
         want[f"last{m}"] = torch.cat([x[2 * m + 1] for x in finals])
     return want | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}, [x[-1] for x in finals]
@@ -102,14 +102,14 @@ def check(
     f="ln_silu",
     dtype=torch.float32,
     most=1e-5,
-    passes=2,
+    memory_count=2,
     weighted=False,
 ):
     """With one pass (ttt) there is no V, and the rows of o and of its gradient have M columns in vectors of
     8."""
     generator = torch.Generator().manual_seed(D + M + chunk + sum(lengths))
-    N, HQ, widths = len(lengths), H * group, (D, V)[:passes]
-    V, out = (V, V) if passes == 2 else (0, M)
+    N, HQ, widths = len(lengths), H * group, (D, V)[:memory_count]
+    V, out = (V, V) if memory_count == 2 else (0, M)
     B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
 
     def normal(*shape):
@@ -128,7 +128,7 @@ def check(
         data["g"] = -gates * torch.rand(B, T, H, generator=generator)
     position = None if position is None else torch.tensor(position)
     names = ("initial",) if position is None else ("initial", "first")
-    both = {m: (N, H, M, widths[m]) for m in range(passes)}
+    both = {m: (N, H, M, widths[m]) for m in range(memory_count)}
     memories = {f"{name}{m}": normal(*both[m]) * widths[m] ** -0.5 for name in names for m in both}
     grads = {"dout": normal(B, T, HQ, out).to(dtype)}
     grads |= {f"{name}{m}": normal(*both[m]) for name in ("dlast_first", "dlast") for m in both}
@@ -147,16 +147,18 @@ def check(
             "weight": unpadded_rows(weight["phi_weight"]),
             "dweight": guarded_nan(B, T, H, round_up_8(M)),
         }
-    tensors |= {"dout": packs(grads["dout"]) if passes == 2 else unpadded_rows(grads["dout"])}
+    tensors |= {"dout": packs(grads["dout"]) if memory_count == 2 else unpadded_rows(grads["dout"])}
     tensors |= {n: nan_padded_copy(x) for n, x in memories.items()}
     tensors |= {name: nan_padded_copy(x) for name, x in grads.items() if name != "dout"}
     if gates is not None:
-        tensors |= {"g": guarded_copy(data["g"]), "dg": guarded_nan(passes, B, T, H)}
+        tensors |= {"g": guarded_copy(data["g"]), "dg": guarded_nan(memory_count, B, T, H)}
     tensors |= {
-        "o": padded_rows(B, T, HQ, V, dtype=dtype) if passes == 2 else guarded_nan(B, T, HQ, round_up_8(M))
+        "o": padded_rows(B, T, HQ, V, dtype=dtype)
+        if memory_count == 2
+        else guarded_nan(B, T, HQ, round_up_8(M))
     }
     tensors |= {"dq": padded_rows(B, T, HQ, D, dtype=dtype)}
-    tensors |= {"dgamma": guarded_nan(passes, B, T, H)}
+    tensors |= {"dgamma": guarded_nan(memory_count, B, T, H)}
     for m in both:
         tensors |= {
             f"dx{m}": guarded_nan(B, T, H, round_up_8(widths[m])),
@@ -168,7 +170,9 @@ def check(
 
     bounds = guarded_copy(torch.tensor([sum(lengths[:i]) for i in range(N + 1)]))
     first_positions, last_position = guarded_copy(position), guarded_nan(N, dtype=torch.int64)
-    call = Call(batch=B, tokens=T, sequences=N, passes=passes, chunk=chunk, heads=H, query_heads=HQ)
+    call = Call(
+        batch=B, tokens=T, sequences=N, memory_count=memory_count, chunk=chunk, heads=H, query_heads=HQ
+    )
     call.D, call.V, call.M = D, V, M
     (call.silu, call.norm), (call.f_silu, call.f_norm) = MAPS[phi], MAPS[f]
     call.cu_seqlens = bounds.data_ptr() if packed else None
@@ -268,7 +272,7 @@ def test_closed_gates(kernels, chunk):
 @pytest.mark.parametrize("phi", MAPS)
 @pytest.mark.parametrize("f", ["layer_norm", "softmax", "identity"])
 def test_one_memory_by_every_map(kernels, phi, f, weighted):
-    check(kernels, 12, chunk=5, phi=phi, f=f, gates=0.2, passes=1, weighted=weighted)
+    check(kernels, 12, chunk=5, phi=phi, f=f, gates=0.2, memory_count=1, weighted=weighted)
 
 
 @pytest.mark.parametrize("how", [{}, EVERY], ids=["start", "resumed"])
@@ -276,16 +280,16 @@ def test_one_memory_by_every_map(kernels, phi, f, weighted):
 def test_one_memory_in_every_chunk(kernels, chunk, how):
     position = [chunk * 2 // 3] if chunk > 1 and how else None
     maps = {"phi": "layer_norm", "f": "identity"}
-    check(kernels, 70, chunk=chunk, position=position, **maps, **how, passes=1, weighted=True)
+    check(kernels, 70, chunk=chunk, position=position, **maps, **how, memory_count=1, weighted=True)
 
 
 @pytest.mark.parametrize("D, M", [(1, 1), (3, 1), (64, 64), (65, 20), (100, 128), (20, 140), (256, 256)])
 def test_one_memory_of_every_width(kernels, D, M):
-    check(kernels, 9, D=D, M=M, chunk=3, gates=0.1, position=[1], passes=1, weighted=True)
+    check(kernels, 9, D=D, M=M, chunk=3, gates=0.1, position=[1], memory_count=1, weighted=True)
 
 
 def test_one_memory_of_packed_sequences(kernels):
-    maps = {"phi": "layer_norm", "f": "identity", "passes": 1}
+    maps = {"phi": "layer_norm", "f": "identity", "memory_count": 1}
     check(kernels, 12, 0, 1, 70, packed=True, gates=0.1, **maps)
     how = {"chunk": 5, "position": [4, 2, 1, 1, 3], "packed": True} | EVERY | maps
     check(kernels, 12, 3, 16, 0, 66, **how, weighted=True)

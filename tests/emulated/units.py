@@ -1,16 +1,17 @@
-"""The sources of kernels that the emulated tests compile, beside tests/emulated/OPERATOR*.cpp."""
+"""The kernel sources that the emulated tests compile in addition to tests/emulated/OPERATOR*.cpp."""
 
 import os
 from pathlib import Path
 
 EMULATED = Path(__file__).resolve().parent
-# The kernels of this repository, or a copy with a mistake (mutations.py).
+# mutations.py sets GIRIH_KERNELS to a copy of kernels/ with a mistake.
 KERNELS = Path(os.environ.get("GIRIH_KERNELS") or EMULATED.parents[1] / "kernels")
-# tile/ptx.h and tile/cuts.h of the emulator come before those of the kernels.
+# EMULATED is first, so that its tile/ptx.h and tile/cuts.h replace the headers of kernels/.
 INCLUDE_PATH = (EMULATED, KERNELS)
 HALVES = ("__half", "__nv_bfloat16")
 FP32 = tuple(f"fp32/{name}.cu" for name in ("scan", "key_read", "value_read", "gate_gradient"))
-# By operator: patterns of files in kernels, or of instances. The files of a pattern are one translation unit.
+# For each operator, patterns of files in kernels/ or of instances. All files of a pattern are compiled as one
+# translation unit.
 UNITS = {
     "delta_product": (
         *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
@@ -19,7 +20,7 @@ UNITS = {
     ),
     "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),
     "gla": (
-        *(f"instances/{of}{type}.cu" for of in ("gla/*", "gsa/dkv_") for type in HALVES),
+        *(f"instances/{prefix}{type}.cu" for prefix in ("gla/*", "gsa/dkv_") for type in HALVES),
         *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *FP32),
     ),
     "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
@@ -42,8 +43,8 @@ UNITS = {
 
 
 def instances(table: Path) -> dict[str, str]:
-    """By name the sources that kernels/CMakeLists.txt makes of an instances.txt."""
-    form = (KERNELS / "instance.cu.in").read_text()
+    """The sources that kernels/CMakeLists.txt generates from an instances.txt, by file name."""
+    template = (KERNELS / "instance.cu.in").read_text()
     sources = {}
     for row in table.read_text().splitlines():
         if not row or row.startswith("#"):
@@ -54,22 +55,22 @@ def instances(table: Path) -> dict[str, str]:
         calls = [f"{function}<{argument}>" for function in functions for argument in arguments]
         lines = "".join(f"template decltype({call}) {call};\n" for call in calls)
         for type in types:
-            source = form.replace("@instances@", lines).replace("@type@", type)
+            source = template.replace("@instances@", lines).replace("@type@", type)
             name = f"instances/{header.removesuffix('.cuh')}_{type}.cu"
-            assert name not in sources, f"{table}: {name} is made already: {row}"
+            assert name not in sources, f"{table}: {name} is already defined: {row}"
             sources[name] = source.replace("@header@", header)
     return sources
 
 
 def units(operator: str, folder: Path) -> list[list[Path]]:
-    """The files of each translation unit of an operator. Instances are written to the folder."""
+    """The files of each translation unit of an operator. Writes the instances to `folder`."""
     for table in KERNELS.glob("*/instances.txt"):
         for name, source in instances(table).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(source)
-    found = []
+    sources = []
     for pattern in UNITS.get(operator, ()):
         root = folder if pattern.startswith("instances/") else KERNELS
-        found.append(sorted(root.glob(pattern)))
-        assert found[-1], f"no source is {pattern}"
-    return found
+        sources.append(sorted(root.glob(pattern)))
+        assert sources[-1], f"no file matches {pattern}"
+    return sources

@@ -45,8 +45,8 @@ NUMBER, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def structure(*fields):
-    """A ctypes structure that matches the Call of an operator's file: (kind, names of fields) in order."""
-    members = [(name, kind) for kind, names in fields for name in names.split()]
+    """A ctypes structure with the fields of a C++ struct: (type, names separated by spaces), in order."""
+    members = [(name, type_) for type_, names in fields for name in names.split()]
     return type("Call", (ctypes.Structure,), {"_fields_": members})
 
 
@@ -56,27 +56,25 @@ def compile_to(library, folder, operator):
         "-std=c++20",
         "-Og",
         "-fPIC",
-        "-fno-gnu-unique",  # a library's variables are its own
+        "-fno-gnu-unique",  # every library has its own inline variables
         "-fsanitize=bounds-strict,alignment",
         "-fsanitize-undefined-trap-on-error",
         *(f"-I{path}" for path in (*units.INCLUDE_PATH, HEADERS[0].parent)),
         *("-include", "emulator.h"),
     ]
-    parts = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
+    objects = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
     for number, files in enumerate(units.units(operator, folder)):
         unit = folder / f"unit_{number}.cpp"
         unit.write_text("".join(f'#include "{path}"\n' for path in files))
-        parts[unit] = unit.with_suffix(".o")
-    commands = [[*command, "-c", path, "-o", part] for path, part in parts.items()]
+        objects[unit] = unit.with_suffix(".o")
+    commands = [[*command, "-c", path, "-o", target] for path, target in objects.items()]
     with ThreadPool() as compilers:
         compilers.map(partial(subprocess.run, check=True), commands, chunksize=1)
-    subprocess.run(["g++", "-shared", *parts.values(), "-o", library], check=True)
+    subprocess.run(["g++", "-shared", *objects.values(), "-o", library], check=True)
 
 
 def build_library(folder, operator, sizes=("chunks",)):
-    """The operator's kernels as a library, compiled from the sources whose names begin with the operator's
-    name. `sizes`: functions that return a number.
-    """
+    """Compiles the kernels of an operator and loads the library. `sizes`: functions that return an int64."""
     library = folder / f"{operator}.so"
     if not library.exists():
         compile_to(library, folder, operator)
@@ -86,14 +84,14 @@ def build_library(folder, operator, sizes=("chunks",)):
     return loaded
 
 
-def load_kernels(factory, operator, **how):
+def load_kernels(factory, operator, **options):
     """build_library() in a folder of a pytest tmp_path_factory, built once for all xdist workers."""
     root = factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"emulated_{operator}"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return build_library(folder, operator, **how)
+        return build_library(folder, operator, **options)
 
 
 def round_up_8(n):
@@ -104,13 +102,13 @@ def guarded_nan(*shape, dtype=torch.float32):
     """A tensor filled with NaN (integers: -1) that ends at a protected page: any access beyond it ends the
     test."""
     used = math.prod(shape) * dtype.itemsize
-    room = -(-max(used, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, room + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    page_bytes = -(-max(used, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, page_bytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     bits = torch.frombuffer(memory, dtype=torch.uint8)
-    bits[:room] = 0xFF
-    if LIBC.mprotect(ctypes.c_void_p(bits.data_ptr() + room), ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
+    bits[:page_bytes] = 0xFF
+    if LIBC.mprotect(ctypes.c_void_p(bits.data_ptr() + page_bytes), ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
         raise MemoryError("mprotect failed")
-    begin = (room - used) // dtype.itemsize
+    begin = (page_bytes - used) // dtype.itemsize
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), begin, shape, strides)
 
@@ -136,7 +134,7 @@ def assert_padding_unwritten(name, x):
 
 
 def assert_near(name, got, want, most):
-    # Terms of size 1 may cancel, which leaves their roundings.
+    # Terms of size 1 can cancel and leave only rounding errors, so the norm has a minimum.
     error = (got.double() - want).norm() / want.norm().clamp_min(0.1 * max(want.numel(), 1) ** 0.5)
     assert error <= most, f"{name}: off by {error:.2g}"
 

@@ -14,7 +14,7 @@ GATED = (
     (POINTER, "cu_seqlens"),
     (NUMBER, "rows heads query_heads D V M slots feature"),
     (ctypes.c_double, "scale"),
-    (NUMBER, "exact shared card"),
+    (NUMBER, "use_fp32 shared processors"),
     (Array, "q k v s g dout"),
     (Array * 2, "initial last dlast dinitial"),
     (Array, "o dq dk dv ds dg"),
@@ -22,9 +22,8 @@ GATED = (
 
 
 def gates(pattern, shape, generator):
-    """Log gates. "strong": down to -20, different for every token, most of them weak. "leaping": one of every
-    16 tokens has +2, which the others cancel, at another token for every slot. Else as
-    kernel_accuracy.gates().
+    """Log gates. "strong": random from 0 to -20, most of them near 0. "leaping": +2 at one of every 16 tokens
+    and -0.5 at the others, with random positions for every slot. Other patterns: kernel_accuracy.gates().
     """
     if pattern == "strong":
         return -20 * torch.rand(shape, generator=generator) ** 4
@@ -36,7 +35,7 @@ def gates(pattern, shape, generator):
 
 
 class Layout:
-    """Where the tokens of sequences are: rows of a batch, packed in one row, or a range of every row."""
+    """Positions of sequences: full batch rows (None), a packed row ("packed") or ranges of rows ("rows")."""
 
     def __init__(self, lengths, packing):
         self.lengths, self.N = lengths, len(lengths)
@@ -67,7 +66,7 @@ class Layout:
         call.rows = self.cu_seqlens is not None and not self.packed
 
     def assert_rest_unwritten(self, name, x):
-        """In an output of padded_rows(), tokens of no sequence and the gaps between rows are not written."""
+        """In an output of padded_rows(), tokens outside sequences and gaps between rows are not written."""
         rest = x._base.clone()
         rest[self.owned] = rest[self.owned].index_fill(-1, torch.arange(x.shape[-1]), torch.nan)
         assert rest.isnan().all(), f"{name} has a write outside its rows"
@@ -117,7 +116,8 @@ def assert_close_by_rows(got, want, dtype, kinks=False):
             continue
         error = got[name].double() - expected
         assert not error.isnan().any(), f"{name} has NaN"
-        whole = error.norm() / expected.norm().clamp_min(1e-2)
+        tensor_error = error.norm() / expected.norm().clamp_min(1e-2)
         size = expected.norm(dim=-1) + expected.norm(dim=-1).mean().clamp_min(1e-2)
-        row = (error.norm(dim=-1) / size).max()
-        assert whole < most and row < most_of_row, f"{name}: off by {whole:.3%}, a row by {row:.3%}"
+        row_error = (error.norm(dim=-1) / size).max()
+        assert tensor_error < most, f"{name}: off by {tensor_error:.3%}"
+        assert row_error < most_of_row, f"{name}: a row is off by {row_error:.3%}"

@@ -1,4 +1,4 @@
-// The twin of kernels/tile/cuts.h.
+// Replaces kernels/tile/cuts.h. The constants let short sequences reach every path.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 namespace girih::kernels {
 
 constexpr int kH100Multiprocessors = 132;
-inline int64_t kMultiprocessors = kH100Multiprocessors;  // a test sets this number
+inline int64_t kMultiprocessors = kH100Multiprocessors;  // set by tests
 
 constexpr int64_t kMinSegmentChunks = 2;
 
-// Two stages are soon full: a warp that does not wait for a stage, or releases one too early, is detected.
+// With two stages the ring is often full, so tests detect a missing wait for a stage and an early release.
 constexpr int ring_stages(int) { return 2; }
 
 }  // namespace girih::kernels

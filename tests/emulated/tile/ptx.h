@@ -1,15 +1,15 @@
-// The twin of kernels/tile/ptx.h: PTX instructions on the emulator.
+// Replaces kernels/tile/ptx.h: the PTX instructions as functions of the emulator.
 #pragma once
 
-#include "copy_engine.h"
-#include "products.h"
+#include "tma.h"
+#include "wgmma.h"
 
 #define GIRIH_DYNAMIC_SHARED(type, name, alignment) \
   type* const name = reinterpret_cast<type*>(emulated::current->block->shared)
 
 namespace girih::kernels::ptx {
 
-// The memory of a 32-bit address: shared memory is below 4 GiB.
+// Converts the 32-bit address of shared memory, which is below 4 GiB, to a pointer.
 template <class T = void>
 T* pointer_at(uint32_t address) {
   return reinterpret_cast<T*>(uint64_t{address});
@@ -58,18 +58,18 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&x)[4]) { emulated::st
 inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&x)[4]) {
   emulated::stmatrix(address, x, true);
 }
-inline uint32_t movmatrix_trans(uint32_t x) { return emulated::transpose_pairs(x); }
+inline uint32_t movmatrix_trans(uint32_t x) { return emulated::movmatrix_trans(x); }
 
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::multiply<__nv_bfloat16>(d, a, b0, b1);
+  emulated::mma_m16n8k16<__nv_bfloat16>(d, a, b0, b1);
 }
 inline void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::multiply<__half>(d, a, b0, b1);
+  emulated::mma_m16n8k16<__half>(d, a, b0, b1);
 }
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::multiply_tf32(d, a, b0, b1);
+  emulated::mma_m16n8k8_tf32(d, a, b0, b1);
 }
-inline void mma_m8n8k4_f64(double (&d)[2], double a, double b) { emulated::multiply_f64(d, a, b); }
+inline void mma_m8n8k4_f64(double (&d)[2], double a, double b) { emulated::mma_m8n8k4_f64(d, a, b); }
 
 // ---- global memory and asynchronous copies ----------------------------------------------------------------
 
@@ -84,17 +84,17 @@ inline void cp_async_16(uint32_t to, const void* from, int bytes) {
 }
 inline void cp_async_8(uint32_t to, const void* from, int bytes) { emulated::start_copy(to, from, 8, bytes); }
 inline void cp_async_4(uint32_t to, const void* from, int bytes) { emulated::start_copy(to, from, 4, bytes); }
-inline void cp_async_commit_group() { emulated::close_group(); }
+inline void cp_async_commit_group() { emulated::commit_copy_group(); }
 template <int Pending>
 void cp_async_wait_group() {
-  emulated::finish_groups(Pending);
+  emulated::wait_copy_groups(Pending);
 }
 
 // ---- barriers ---------------------------------------------------------------------------------------------
 
-inline void bar_sync(int id, int threads) { emulated::wait_at(id, threads); }
+inline void bar_sync(int id, int threads) { emulated::arrive_and_wait(id, threads); }
 inline void mbarrier_init(uint32_t barrier, int arrivals) {
-  emulated::phases(barrier_at(barrier)) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};
+  emulated::mbarrier(barrier_at(barrier)) = {uint16_t(arrivals), uint16_t(arrivals), 0, 0};
 }
 inline void mbarrier_arrive(uint32_t barrier) {
   emulated::arrive(barrier_at(barrier));
@@ -104,35 +104,36 @@ inline void mbarrier_arrive_elected(uint32_t barrier) {
   if (emulated::lane() == 0) emulated::arrive(barrier_at(barrier));
 }
 inline void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
-  emulated::close_group();
-  emulated::finish_groups(0);
+  emulated::commit_copy_group();
+  emulated::wait_copy_groups(0);
   emulated::arrive(barrier_at(barrier));
 }
 inline unsigned mbarrier_try_wait_parity(uint32_t barrier, unsigned parity) {
-  emulated::wait_for(barrier_at(barrier), parity);
+  emulated::wait_phase(barrier_at(barrier), parity);
   return 1;
 }
-inline void fence_proxy_async() { emulated::fence(); }
+inline void fence_proxy_async() { emulated::fence_async_proxy(); }
 
 // ---- clusters ---------------------------------------------------------------------------------------------
 
 inline uint32_t cluster_ctarank() { return emulated::current->block->number % emulated::cluster_size; }
 inline void barrier_cluster_sync() {
-  emulated::wait_at(emulated::cluster_barrier, emulated::cluster_size * emulated::threads);
+  emulated::arrive_and_wait(emulated::cluster_barrier, emulated::cluster_size * emulated::threads);
 }
 inline void fence_mbarrier_init_cluster() {}
 inline uint32_t mapa(uint32_t address, int rank) {
-  return static_cast<uint32_t>(reinterpret_cast<uint64_t>(emulated::far(pointer_at(address), rank)));
+  return static_cast<uint32_t>(
+      reinterpret_cast<uint64_t>(emulated::remote_address(pointer_at(address), rank)));
 }
 inline void mbarrier_arrive_remote_elected(uint32_t barrier) { mbarrier_arrive_elected(barrier); }
 inline void mbarrier_arrive_expect_tx_remote(uint32_t barrier, int bytes) {
-  emulated::expect(barrier_at(barrier), bytes, 1);
+  emulated::update_barrier(barrier_at(barrier), bytes, 1);
 }
 
 // ---- bulk copies ------------------------------------------------------------------------------------------
 
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
-  emulated::expect(barrier_at(barrier), bytes, 1);
+  emulated::update_barrier(barrier_at(barrier), bytes, 1);
 }
 inline void cp_async_bulk_tensor_4d(uint32_t to, const void* tensor_map, int col, int row, int head,
                                     int batch, uint32_t barrier) {
@@ -152,17 +153,17 @@ void cp_async_bulk_store(void* to, uint32_t from) {
 
 // ---- wgmma ------------------------------------------------------------------------------------------------
 
-constexpr bool kIsWgmmaCollective = false;  // a product is of one warp
+constexpr bool kIsWgmmaCollective = false;  // every warp computes its product separately
 
 template <int Registers>
 void setmaxnreg_inc() {}
 template <int Registers>
 void setmaxnreg_dec() {}
 inline void wgmma_fence() { emulated::fence_registers(); }
-inline void wgmma_commit_group() { emulated::commit_products(); }
+inline void wgmma_commit_group() { emulated::wgmma_commit(); }
 template <int Pending>
 void wgmma_wait_group() {
-  emulated::wait_products(Pending);
+  emulated::wgmma_wait(Pending);
 }
 template <typename T, bool IsMnMajor, int N, bool Add, int Sign, class A>
 void wgmma_mma_async(float (*d)[4], const A& a, uint64_t b) {
