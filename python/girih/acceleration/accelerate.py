@@ -53,7 +53,7 @@ class Row(NamedTuple):
     why: str
 
 
-class Place(NamedTuple):
+class Attribute(NamedTuple):
     """An attribute that holds a function: a global of a module, or `forward` of a class."""
 
     owner: Any
@@ -61,10 +61,10 @@ class Place(NamedTuple):
 
 
 # The replaced functions: number of users, and the original.
-_replaced: dict[Place, tuple[int, Callable]] = {}
+_replaced: dict[Attribute, tuple[int, Callable]] = {}
 
 # Replaced to accelerate every new model.
-POST_INIT = Place(PreTrainedModel, "post_init")
+POST_INIT = Attribute(PreTrainedModel, "post_init")
 _global_accelerations: list["Acceleration"] = []
 
 
@@ -78,37 +78,39 @@ def _wrap_post_init(original: Callable) -> Callable:
     return post_init
 
 
-def _replace(place: Place, serve: Callable) -> None:
-    users, original = _replaced.get(place, (0, None))
+def _replace(attribute: Attribute, serve: Callable) -> None:
+    users, original = _replaced.get(attribute, (0, None))
     if users == 0:
-        original = vars(place.owner)[place.name]
-        setattr(place.owner, place.name, serve(original))
-    _replaced[place] = users + 1, original
+        original = vars(attribute.owner)[attribute.name]
+        setattr(attribute.owner, attribute.name, serve(original))
+    _replaced[attribute] = users + 1, original
 
 
-def _restore(place: Place) -> None:
-    users, original = _replaced.pop(place)
+def _restore(attribute: Attribute) -> None:
+    users, original = _replaced.pop(attribute)
     if users > 1:
-        _replaced[place] = users - 1, original
+        _replaced[attribute] = users - 1, original
     else:
-        setattr(place.owner, place.name, original)
+        setattr(attribute.owner, attribute.name, original)
 
 
-def _places(module: ModuleType) -> Iterator[tuple[Place, Callable]]:
+def _attributes(module: ModuleType) -> Iterator[tuple[Attribute, Callable]]:
     """The attributes of a modelling module to replace, with their wrappers: functions, and if there are any,
     `forward` of the module's gated norms and models."""
     members = list(vars(module).items())
-    places = [
-        (Place(module, name), SERVED[name]) for name, value in members if name in SERVED and callable(value)
+    attributes = [
+        (Attribute(module, name), SERVED[name])
+        for name, value in members
+        if name in SERVED and callable(value)
     ]
-    yield from places
-    for name, value in members if places else ():
+    yield from attributes
+    for name, value in members if attributes else ():
         if not isinstance(value, type) or value.__module__ != module.__name__:
             continue
         if GATED_NORM.fullmatch(name):
-            yield Place(value, "forward"), functions.rms_norm_gated
+            yield Attribute(value, "forward"), functions.rms_norm_gated
         elif (serve := packed.find_wrapper(value)) is not None:
-            yield Place(value, "forward"), serve
+            yield Attribute(value, "forward"), serve
 
 
 def _find_definition(layer: nn.Module) -> tuple[type, ModuleType] | None:
@@ -124,7 +126,7 @@ class Acceleration:
 
     def __init__(self, model: nn.Module | None):
         self._model = model
-        self._places: set[Place] = set()
+        self._attributes: set[Attribute] = set()
         if model is None:
             self._accelerate_every_model()
         else:
@@ -135,10 +137,10 @@ class Acceleration:
             self._serve(module)
 
     def _serve(self, module: ModuleType) -> None:
-        for place, serve in _places(module):
-            if place not in self._places:
-                _replace(place, serve)
-                self._places.add(place)
+        for attribute, serve in _attributes(module):
+            if attribute not in self._attributes:
+                _replace(attribute, serve)
+                self._attributes.add(attribute)
 
     def _accelerate_every_model(self) -> None:
         """Accelerates existing models through their modules, and new models in their constructor."""
@@ -155,8 +157,8 @@ class Acceleration:
             _global_accelerations.remove(self)
             if not _global_accelerations:
                 _restore(POST_INIT)
-        while self._places:
-            _restore(self._places.pop())
+        while self._attributes:
+            _restore(self._attributes.pop())
 
     def __enter__(self) -> "Acceleration":
         return self
@@ -174,8 +176,8 @@ class Acceleration:
             )
         kinds: Counter[tuple[str, str, str, str]] = Counter()
         for layer in model.modules():
-            for function, place in _called_functions(layer):
-                if place in self._places:
+            for function, attribute in _called_functions(layer):
+                if attribute in self._attributes:
                     path, why = _explain_path(layer, function)
                 else:
                     path, why = "transformers", NOT_SERVED.get(function, "undone")
@@ -193,21 +195,21 @@ class Acceleration:
         )
 
     def __repr__(self) -> str:
-        return f"Acceleration of {len(self._places)} functions"
+        return f"Acceleration of {len(self._attributes)} functions"
 
 
-def _called_functions(layer: nn.Module) -> Iterator[tuple[str, Place]]:
+def _called_functions(layer: nn.Module) -> Iterator[tuple[str, Attribute]]:
     """The functions of `SERVED` and `NOT_SERVED` that a layer's `forward` calls."""
     definition = _find_definition(layer)
     if definition is None:
         return
     kind, module = definition
     if GATED_NORM.fullmatch(kind.__name__):
-        yield kind.__name__, Place(kind, "forward")
+        yield kind.__name__, Attribute(kind, "forward")
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     for name in code.co_names if code else ():
         if name in SERVED or name in NOT_SERVED:
-            yield name, Place(module, name)
+            yield name, Attribute(module, name)
 
 
 def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
@@ -280,7 +282,7 @@ def accelerate(model: nn.Module | None = None) -> Acceleration:
     girih.short_conv, aten
     """
     acceleration = Acceleration(model)
-    if model is not None and not acceleration._places:
+    if model is not None and not acceleration._attributes:
         raise ValueError(
             f"model is a {type(model).__name__} without a layer that girih serves: no gated delta rule, no "
             "Mamba-2, no short convolution"
