@@ -128,6 +128,23 @@ def test_products_cover_every_projection():
         assert products == {id(m.weight) for m in linears}, mixer
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments):
+        return self.module(*arguments)
+
+
+@torch.no_grad()
+def test_a_wrapped_decay_gate_is_called():
+    layer, x = block_of("gated_deltanet").mixer, torch.randn(2, 6, 64, dtype=torch.float64)
+    y, _ = layer(x)
+    layer.decay = Wrapper(layer.decay)
+    assert layer(x)[0].equal(y)
+
+
 def test_limits_of_the_kernel_are_those_of_its_header():
     header = (Path(__file__).parents[2] / "kernels" / "skinny_gemm" / "limits.h").read_text()
     limits = dict(re.findall(r"kSkinnyGemmMax(\w+) = ([\d *]+);", header))

@@ -35,7 +35,7 @@ def project(layer: nn.Module, specs: Sequence[Projection], x: Tensor) -> list[Te
     use_linears = has_linears_kernel(x, weights)
     outputs = list(torch.ops.girih.linears(x, weights)) if use_linears else [None] * len(modules)
     for i, (spec, module) in enumerate(zip(specs, modules, strict=True)):
-        if isinstance(module, DecayGate):
+        if spec.gate == "decay":
             if use_linears:
                 check_features(module, "proj", outputs[i])
                 outputs[i] = apply_gate(outputs[i], *module.product()[1:])
@@ -60,7 +60,7 @@ def products_of(layer: nn.Module, specs: Sequence[Projection]) -> tuple[Product,
     modules = [getattr(layer, spec.name) for spec in specs]
     return tuple(
         module.product()
-        if isinstance(module, DecayGate)
+        if spec.gate == "decay"
         else Product(module.weight, spec.gate, module.bias, scale=spec.scale)
         for spec, module in zip(specs, modules, strict=True)
     )
