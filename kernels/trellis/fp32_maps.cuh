@@ -1,5 +1,5 @@
-// The maps of a row of slots in fp32, by one warp (maps.cuh, map_gradients.cuh). A lane has every 32nd slot,
-// in pairs: half of the four elements of Accumulator<1>. It reloads the slots for every sum, because the
+// The maps of a row of slots in fp32, by one warp (maps.cuh, map_gradients.cuh). Lane l has slots l, l + 32,
+// ..., in pairs: half of the four elements of Accumulator<1>. It reloads the slots for every sum, because the
 // matrix of the block leaves few registers.
 #pragma once
 

@@ -11,7 +11,7 @@
 namespace girih::kernels {
 namespace {
 
-constexpr int kChunkHeads = 32, kWarps = 8;  // a warp has every eighth token
+constexpr int kChunkHeads = 32, kWarps = 8;  // warp w loads tokens w, w + 8, ...
 
 // The column of the thread.
 struct ChunkHead {

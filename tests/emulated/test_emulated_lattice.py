@@ -223,7 +223,7 @@ def test_every_chunk(kernels, chunk, T, objective):
 
 @pytest.mark.parametrize("objective, rows", [("decode", 1), ("decode", 3), ("encode", 1), ("similarity", 3)])
 def test_more_chunks_than_stages(kernels, objective, rows):
-    # Of four multiprocessors, one row uses two blocks per head, and three rows use one block each.
+    # With four multiprocessors, one row uses two blocks per head, and three rows use one block each.
     check(kernels, objective, 4, [70] * rows, D=24, M=40, gates=0.1)
 
 

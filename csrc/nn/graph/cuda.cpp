@@ -19,7 +19,7 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 struct CapturePool {
   c10::cuda::CUDAStream stream;  // graphs are captured on this stream; nothing else runs on it
   at::MempoolId_t pool;          // memory of all graphs
-  std::shared_ptr<at::cuda::CUDAGraph> keeper{};  // a graph that keeps the pool alive
+  std::shared_ptr<at::cuda::CUDAGraph> first_graph{};  // a graph that keeps the pool alive
 };
 
 // Begins a capture. A generator under capture serves no other stream, and no stream at all if the capture
@@ -76,7 +76,7 @@ CapturePool make_shared(c10::DeviceIndex device) {
   cudaStream_t own{};
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
   CapturePool new_pool{c10::cuda::getStreamFromExternal(own, device), at::cuda::graph_pool_handle()};
-  new_pool.keeper = capture_graph([] { at::zeros({1}, at::kCUDA); }, new_pool);
+  new_pool.first_graph = capture_graph([] { at::zeros({1}, at::kCUDA); }, new_pool);
   return new_pool;
 }
 

@@ -28,12 +28,13 @@ class CapturePool:
     """The capture stream and the memory pool of graphs that replay one after the other on one stream.
 
     stream: graphs are captured on this stream. pool: memory that all graphs share, because a graph's own pool
-    would hold its memory until PyTorch releases all free memory. keeper: a graph that keeps the pool alive.
+    would hold its memory until PyTorch releases all free memory. first_graph: a graph that keeps the pool
+    alive.
     """
 
     def __init__(self, device: torch.device):
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self.keeper = self.record(lambda: torch.zeros(1, device=device))
+        self.first_graph = self.record(lambda: torch.zeros(1, device=device))
 
     def record(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph, device = torch.cuda.CUDAGraph(), self.stream.device_index
