@@ -1,7 +1,7 @@
 """Sequence mixers that compress their past.
 
 ``girih.ops`` holds the functions, ``girih.nn`` the layers, ``girih.models`` the language models,
-``girih.distributed`` applies FSDP2 to them.
+``girih.distributed`` applies FSDP2 to them, ``girih.context_parallel`` cuts their sequences over processes.
 ``girih.accelerate`` serves those of transformers, ``girih.replace_attention`` and ``girih.inject`` convert
 them, ``girih.from_pretrained`` loads what was converted, ``girih.MixSchedule`` trains what was injected. All
 but the first are imported when they are first used.
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 cmake_prefix_path = str(Path(__file__).parent)
 _IN = {
     "accelerate": "acceleration",
+    "context_parallel": "distributed",
     "inject": "conversion",
     "replace_attention": "conversion",
     "from_pretrained": "conversion",
@@ -42,6 +43,7 @@ _IN = {
 __all__ = [
     "MixSchedule",
     "accelerate",
+    "context_parallel",
     "distributed",
     "from_pretrained",
     "inject",

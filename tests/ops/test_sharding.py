@@ -31,7 +31,7 @@ def test_dtensor_support_does_not_depend_on_import_order(first):
 
 def test_the_example_of_shard_runs():
     """Runs in a separate process, because it starts a process group."""
-    program = "import doctest, torch; from girih import distributed as d\n"
+    program = "import doctest, torch; from girih.distributed import fsdp as d\n"
     program += "result = doctest.testmod(d, extraglobs={'torch': torch})\n"
     program += "assert result.attempted > 3 and result.failed == 0"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -74,6 +74,8 @@ class BothWays(RecurrentLayer):
     """A recurrent layer whose operator scans in both directions. It has no state, because every token reads
     later tokens."""
 
+    reads_pieces = False
+
     def forward(
         self,
         x: Tensor,

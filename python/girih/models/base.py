@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from girih._torch_internals import is_called_plainly, is_compiled_in_place
+from girih.distributed.context import bind_pieces, check_layers, cut_tokens, entered_group, piece_of, reading
 from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
@@ -20,6 +21,7 @@ from girih.nn import Block
 from girih.nn.functional.fields import complete_fields, fields_to_json
 from girih.nn.functional.masking import select_current_mask
 from girih.nn.functional.packing import resolve_cu_seqlens
+from girih.nn.functional.state import current_pieces
 from girih.nn.functional.step import MAX_ROWS, use_weights_only
 
 
@@ -181,6 +183,21 @@ class Backbone(GirihPreTrainedModel):
             seq_idx=seq_idx,
             position_ids=position_ids,
         )
+        if (group := entered_group()) is not None:
+            return self.forward_piece(
+                group,
+                input_ids,
+                inputs_embeds,
+                attention_mask,
+                cu_seqlens,
+                cache,
+                use_cache,
+                output_hidden_states=output_hidden_states,
+                return_dict=return_dict,
+                chunk=chunk,
+            )
+        if current_pieces.get() is not None:
+            use_cache = False
         if cache is not None and not isinstance(cache, GirihCache):
             raise ValueError(f"cache has type {type(cache).__name__}; expected GirihCache")
         if cu_seqlens is not None and cache is not None and cache.layers[0].record_past:
@@ -204,6 +221,33 @@ class Backbone(GirihPreTrainedModel):
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def forward_piece(
+        self,
+        group: Any,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: GirihCache | None,
+        use_cache: bool | None,
+        **options: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """`forward` of this rank's piece, within `girih.context_parallel`."""
+        if cache is not None or use_cache:
+            raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
+        check_layers(self)
+        x = input_ids if inputs_embeds is None else inputs_embeds
+        pieces = cut_tokens(group, x.shape[1], cu_seqlens)
+        with reading(pieces):
+            return self(
+                piece_of(input_ids, pieces),
+                piece_of(select_current_mask(attention_mask, x.shape[1]), pieces),
+                inputs_embeds=piece_of(inputs_embeds, pieces),
+                use_cache=False,
+                cu_seqlens=pieces.cu_seqlens,
+                **options,
+            )
 
     @abstractmethod
     def compute_hidden_states(
@@ -251,7 +295,7 @@ class Backbone(GirihPreTrainedModel):
 
     def run_block(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, Any]:
         if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(block.__call__, *arguments)
+            return self._gradient_checkpointing_func(bind_pieces(block.__call__), *arguments)
         return block.step(*arguments) if self.uses_weights_only() else block(*arguments)
 
     def uses_weights_only(self) -> bool:

@@ -8,6 +8,7 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from girih.distributed.context import cut_tokens, entered_group, next_labels, piece_of, sum_of_losses
 from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
@@ -178,6 +179,14 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             seq_idx=seq_idx,
             position_ids=position_ids,
         )
+        group = entered_group()
+        if labels is not None and cu_seqlens is not None:
+            labels = ignore_first(labels, cu_seqlens)
+        if group is not None and labels is not None:
+            x = input_ids if inputs_embeds is None else inputs_embeds
+            targets = piece_of(next_labels(labels), cut_tokens(group, x.shape[1], cu_seqlens)).contiguous()
+            if num_items_in_batch is None:
+                num_items_in_batch = (labels[:, 1:] != -100).sum()
         output = self.model(
             input_ids,
             attention_mask,
@@ -197,22 +206,24 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(x[:, keep])
         if labels is not None:
-            if cu_seqlens is not None:
-                labels = ignore_first(labels, cu_seqlens)
+            whole = group is None
             if has_loss_in_chunks:
                 loss = linear_cross_entropy(
-                    x[:, :-1].flatten(0, 1),
+                    (x[:, :-1] if whole else x).flatten(0, 1),
                     self.lm_head.weight,
-                    labels[:, 1:].flatten().to(x.device),
+                    (labels[:, 1:] if whole else targets).flatten().to(x.device),
                     num_items=num_items_in_batch,
                 )
             else:
                 loss = self.loss_function(
                     logits=logits,
-                    labels=labels,
+                    labels=labels if whole else None,
                     vocab_size=self.vocab_size,
                     num_items_in_batch=num_items_in_batch,
+                    **{} if whole else {"shift_labels": targets},
                 )
+            if group is not None:
+                loss = sum_of_losses(loss, group)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from girih.nn.functional.state import check_batch
+from girih.nn.functional.state import check_batch, current_pieces
 
 
 def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -87,6 +87,8 @@ def token_positions(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     token = torch.arange(T, device=x.device)
     is_packed = cu_seqlens is not None and cu_seqlens.dim() == 1
     count = count_sequences(x, cu_seqlens)
+    if before is None and (pieces := current_pieces.get()) is not None:
+        before = pieces.tokens_before(x, cu_seqlens)
     if before is None:
         before = torch.zeros(count, dtype=torch.long, device=x.device)
     else:

@@ -1,6 +1,7 @@
 """States of layers: checks, calls of an operator with a state, and functions of nested states."""
 
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor
 
 from girih import _torch_internals as internals
 from girih import ops
+
+#: A `girih.distributed.Pieces` while a model reads a sequence that is cut over processes
+#: (`girih.context_parallel`); None: sequences are whole.
+current_pieces: ContextVar[Any] = ContextVar("girih.pieces", default=None)
 
 
 class LayerState(NamedTuple):
@@ -76,6 +81,8 @@ def advance(
     initial memory, which is a parameter. If it is True and the call `is_step`, this function calls
     `girih.ops.<name>_step`, which writes `state` in place.
     """
+    if (pieces := current_pieces.get()) is not None:
+        return pieces.advance(name, *data, state=state, cu_seqlens=cu_seqlens, **options)
     if in_place and is_step(data[0], cu_seqlens):
         return getattr(ops, f"{name}_step")(*data, state=state, **options), state
     return getattr(ops, name)(*data, state=state, cu_seqlens=cu_seqlens, **options)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import TensorSpec, check_state, is_eager_inference
+from girih.nn.functional.state import TensorSpec, check_state, current_pieces, is_eager_inference
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -246,6 +246,8 @@ class Attention(SequenceLayer):
         if state is not None:
             self.check_state(state, x)
         past, T = 0 if state is None else state.tokens, x.shape[1]
+        if (pieces := current_pieces.get()) is not None:
+            return self.attend_pieces(qkv, pieces, attention_mask), None
         in_place = use_cache and not torch.is_grad_enabled()
         if in_place and past and T == 1 and qkv.numel() and state.k.dtype == qkv.dtype:
             return self.step(qkv, state, attention_mask)
@@ -276,6 +278,16 @@ class Attention(SequenceLayer):
         place = torch.full((x.shape[0],), past + T, device=x.device)
         slots = make_slots(cached[0], self.rope_theta, self.window) if in_place else None
         return o, AttentionState(*cached, valid, past + T, place, slots)
+
+    def attend_pieces(self, qkv: Tensor, pieces: Any, mask: Tensor | None) -> Tensor:
+        """`core` for a piece of a sequence that is cut over processes."""
+        from girih.distributed import attention
+
+        position = torch.arange(pieces.start, pieces.start + qkv.shape[1], device=qkv.device)
+        q, k, v = split_and_rotate(qkv, self.heads, position, self.rope_theta)
+        valid = None if mask is None else mask.bool()
+        o = attention(q, k, v, group=pieces, valid=valid, window=self.window, causal=self.causal)
+        return o.flatten(-2)
 
     def step(self, qkv: Tensor, state: AttentionState, mask: Tensor | None) -> tuple[Tensor, AttentionState]:
         """`core` for one token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: `[N, 1]`. Writes the

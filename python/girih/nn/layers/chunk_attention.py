@@ -71,6 +71,8 @@ class ChunkAttention(SequenceLayer):
     torch.Size([3, 12, 64])
     """
 
+    reads_pieces = False
+
     def __init__(
         self,
         hidden_size: int,

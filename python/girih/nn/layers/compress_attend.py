@@ -57,6 +57,8 @@ class CompressAttend(SequenceLayer):
 
     undecayed = ("header",)
 
+    reads_pieces = False
+
     def __init__(
         self,
         hidden_size: int,

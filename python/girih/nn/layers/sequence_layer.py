@@ -28,6 +28,7 @@ class SequenceLayer(Layer):
     """
 
     layer_idx: int | None = None
+    reads_pieces: ClassVar[bool] = True  # whether it can read a piece of a sequence (girih.context_parallel)
     attention_call: ClassVar[Callable[..., tuple[Tensor, None]]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

@@ -1,0 +1,118 @@
+"""Models that read sequences cut over the ranks of a process group."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from girih.distributed.pieces import Pieces, group_of
+from girih.nn.functional.state import current_pieces
+
+#: The process group of the `context_parallel` that is entered; None: none is.
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("girih.context_parallel", default=None)
+PIECE_MULTIPLE = 64  # pieces are whole chunks of the operators, where the sequence is long enough
+
+
+@contextlib.contextmanager
+def context_parallel(mesh: "DeviceMesh | dist.ProcessGroup | None" = None) -> Iterator[None]:
+    """Within this context, a girih model cuts every sequence over the ranks of a group.
+
+    mesh: a mesh of one dimension, such as ``mesh["cp"]``, a process group, or None for the default group.
+
+    Every rank calls the model with the same whole batch: input_ids, labels, attention_mask, cu_seqlens or
+    position_ids. Each rank reads its piece; the layers exchange states (`girih.distributed`). Logits and
+    hidden states are those of the piece, the loss is that of the whole batch on every rank. Gradients
+    averaged over the ranks, as DDP and `girih.distributed.shard` average them, are those of the whole batch.
+
+    There is no cache: use_cache must not be True. Raises ValueError for a model with a layer that cannot read
+    pieces: CAT's, and layers that read backwards.
+    """
+    token = _group.set(group_of(mesh))
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def entered_group() -> dist.ProcessGroup | None:
+    """The group over which a model cuts its sequences; None without `context_parallel`, and within a model
+    that has already cut them."""
+    return None if current_pieces.get() is not None else _group.get()
+
+
+def cut_tokens(group: dist.ProcessGroup, tokens: int, cu_seqlens: Tensor | None) -> Pieces:
+    """Pieces of equal length, the last ones shorter or empty."""
+    size = dist.get_world_size(group)
+    length = -(-tokens // size)
+    if length > PIECE_MULTIPLE:
+        length = -(-length // PIECE_MULTIPLE) * PIECE_MULTIPLE
+    lengths = tuple(min(max(tokens - r * length, 0), length) for r in range(size))
+    return Pieces.cut(group, lengths[dist.get_rank(group)], cu_seqlens, lengths=lengths)
+
+
+@contextlib.contextmanager
+def reading(pieces: Pieces) -> Iterator[None]:
+    """Within this context, layers are called with this rank's piece."""
+    token = current_pieces.set(pieces)
+    try:
+        yield
+    finally:
+        current_pieces.reset(token)
+
+
+def bind_pieces(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as it is now, also where gradient checkpointing runs it again in backward."""
+    pieces = current_pieces.get()
+    if pieces is None:
+        return call
+
+    def bound(*args: Any) -> Any:
+        with reading(pieces):
+            return call(*args)
+
+    return bound
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raises ValueError if a layer of the model cannot read pieces."""
+    for name, module in model.named_modules():
+        if not getattr(module, "reads_pieces", True):
+            raise ValueError(
+                f"context_parallel: {name or 'the model'} is a {type(module).__name__}, which reads whole "
+                "sequences"
+            )
+
+
+class SumOfLosses(torch.autograd.Function):
+    """The sum of the ranks' losses. The gradient is multiplied by the number of ranks, since the gradients of
+    parameters are averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size = dist.get_world_size(group)
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.size, None
+
+
+def sum_of_losses(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return SumOfLosses.apply(loss, group)
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """The label that each token predicts: that of the next token; -100 at the last."""
+    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), -100)], 1)
+
+
+def piece_of(x: Any, pieces: Pieces) -> Any:
+    """This rank's tokens of x ``[B, T, ...]``."""
+    return None if x is None else x[:, pieces.start : pieces.start + pieces.lengths[pieces.rank]]

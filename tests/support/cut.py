@@ -1,0 +1,491 @@
+"""Sequences cut over processes, against the whole sequences (started by test_context_parallel.py, which gives
+the names of the parts)."""
+
+import sys
+
+import girih
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from girih import distributed, ops
+from girih.models import GirihForCausalLM
+from small_models import config_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+LENGTHS = {2: [22, 13], 4: [5, 9, 0, 7]}
+H, D, V, M = 4, 4, 6, 5
+
+
+def rand(*shape):
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def gate(*shape):
+    return F.logsigmoid(randn(*shape))
+
+
+def gla(B, T, g):
+    gates = {"none": None, "head": gate(B, T, H), "channel": gate(B, T, H, D)}[g]
+    return {"q": randn(B, T, H, D), "k": randn(B, T, 2, D), "v": randn(B, T, H, V), "g": gates}
+
+
+def gsa(B, T, kind):
+    s = {"both": rand(B, T, 2, M), "gates": None, "abc": randn(B, T, 2, M)}[kind]
+    data = {"q": randn(B, T, H, D), "k": randn(B, T, 2, D), "v": randn(B, T, 2, V), "s": s}
+    if kind == "abc" and T > 8:
+        s[:, 3:8, :, 1] = -torch.inf
+    return data | {"g": None if kind == "abc" else gate(B, T, 2, M)}
+
+
+def delta(B, T, n=1, g=False, channels=False):
+    width = D if channels else V
+    beta = rand(B, T * n, H, *[D][:channels])
+    data = {"q": randn(B, T, H, D), "k": randn(B, T * n, 2, D), "v": randn(B, T * n, H, width), "beta": beta}
+    return data | {"g": gate(B, T, H) if g else None}
+
+
+def chunked(B, T, *names):
+    sizes = {"q": (H, D), "k": (H, D), "v": (H, V), "a": (H, M), "lattice q": (H, M), "lattice k": (H, M)}
+    data = {name.split()[-1]: randn(B, T, *sizes[name]) for name in names if name in sizes}
+    return data | {name: rand(B, T, H) / 4 for name in names if name == "gamma"}
+
+
+def conv_state(B):
+    return ops.ShortConvState(randn(B, 3, 6))
+
+
+def unit(*shape):
+    return F.normalize(randn(*shape), dim=-2)
+
+
+# name: (operator, options, data, state before the sequence); data and state by B and T or by B.
+SCANS = {
+    "gla": ("gla", {}, lambda B, T: gla(B, T, "none"), lambda B: ops.GLAState(randn(B, H, D, V))),
+    "gla, gates of heads": ("gla", {"scale": 0.7}, lambda B, T: gla(B, T, "head"), None),
+    "gla, gates of channels": (
+        "gla",
+        {},
+        lambda B, T: gla(B, T, "channel"),
+        lambda B: ops.GLAState(randn(B, H, D, V)),
+    ),
+    "gsa": (
+        "gsa",
+        {},
+        lambda B, T: gsa(B, T, "both"),
+        lambda B: ops.GSAState(randn(B, 2, D, M), randn(B, 2, M, V), None),
+    ),
+    "gsa, gates": ("gsa", {"feature": "silu"}, lambda B, T: gsa(B, T, "gates"), None),
+    "abc": (
+        "gsa",
+        {},
+        lambda B, T: gsa(B, T, "abc"),
+        lambda B: ops.GSAState(randn(B, 2, D, M), randn(B, 2, M, V), randn(B, 2, M)),
+    ),
+    "abc, no state": ("gsa", {}, lambda B, T: gsa(B, T, "abc"), None),
+    "delta_product": (
+        "delta_product",
+        {"n": 1, "l2norm_qk": True},
+        lambda B, T: delta(B, T),
+        lambda B: ops.DeltaProductState(randn(B, H, D, V)),
+    ),
+    "delta_product, two steps, gates": (
+        "delta_product",
+        {"n": 2, "l2norm_qk": True},
+        lambda B, T: delta(B, T, 2, True),
+        None,
+    ),
+    "delta_product, beta of channels": (
+        "delta_product",
+        {"n": 1, "l2norm_qk": True},
+        lambda B, T: delta(B, T, channels=True),
+        lambda B: ops.DeltaProductState(randn(B, H, D, D)),
+    ),
+}
+BY_HEADS = {
+    "trellis": (
+        "trellis",
+        {"chunk": 4},
+        lambda B, T: chunked(B, T, "q", "k", "v", "a", "gamma") | {"g": gate(B, T, H)},
+        lambda B: (randn(H, M, D), randn(B, H, M, V)),
+    ),
+    "ttt": (
+        "ttt",
+        {"chunk": 4},
+        lambda B, T: chunked(B, T, "q", "k", "a", "gamma"),
+        lambda B: randn(H, M, D),
+    ),
+    "lattice": (
+        "lattice",
+        {"chunk": 4},
+        lambda B, T: (
+            chunked(B, T, "lattice q", "lattice k") | {"v": randn(B, T, H, D), "gamma": rand(B, T, H) / 4}
+        ),
+        lambda B: unit(H, D, M),
+    ),
+    "between_chunks": (
+        "delta_product",
+        {"n": 2, "chunk": 4, "between_chunks": "tanh", "l2norm_qk": True},
+        lambda B, T: delta(B, T, 2, True),
+        None,
+    ),
+}
+
+
+def leaves_of(data, state):
+    leaves = {name: x for name, x in data.items() if x is not None}
+    parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
+    return leaves | {f"state {i}": x for i, x in enumerate(parts) if x is not None}
+
+
+def require_gradients(data, state):
+    for x in leaves_of(data, state).values():
+        if x.is_floating_point():
+            x.requires_grad_()
+
+
+def floats(state):
+    return [x for x in state or () if x is not None and x.is_floating_point()]
+
+
+def copied(state):
+    if state is None or isinstance(state, torch.Tensor):
+        return state if state is None else state.detach().clone()
+    parts = [None if x is None else x.detach().clone() for x in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def valid_part(x, name, bounds):
+    """x with the padding of its rows set to zero; what an operator computes there is unspecified."""
+    if bounds is None:
+        return x
+    token = torch.arange(x.shape[1] // rows_of(name))
+    keep = (token >= bounds[:, :1]) & (token < bounds[:, 1:])
+    keep = keep.repeat_interleave(rows_of(name), 1)
+    return x.where(keep.view(*keep.shape, *[1] * (x.dim() - 2)), 0)
+
+
+rows_per_token = 1
+
+
+def rows_of(name):
+    return rows_per_token if name in ("k", "v", "beta") else 1
+
+
+def check_operator(name, operator, options, make, make_state, kind):
+    """Outputs, final states and gradients of the pieces equal those of the whole sequence. kind: rows,
+    packed, or padded."""
+    global rows_per_token
+    torch.manual_seed(0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = LENGTHS[size]
+    T, B = sum(lengths), 1 if kind == "packed" else 4
+    rows_per_token = options.get("n", 1)
+    data = make(B, T)
+    sequences = 6 if kind == "packed" else B
+    without_state = make_state is None or (kind == "packed" and name in SCANS)
+    state = None if without_state else make_state(sequences)
+    require_gradients(data, state)
+    start, own = sum(lengths[:rank]), lengths[rank]
+    whole, local = {}, {}
+    if kind == "packed":
+        bounds = torch.tensor([0, 3, 3, lengths[0], T - 9, T - 2, T])
+        whole["cu_seqlens"], local["group"] = bounds, distributed.Pieces.cut(None, own, bounds)
+    own_bounds = None
+    if kind == "padded":  # valid tokens of each piece first
+        every = [torch.tensor([[0, max(n - b, 0)] for b in range(B)]) for n in lengths]
+        own_bounds, local["bounds"] = every[rank], every[rank]
+    indices = [
+        [
+            t + sum(lengths[:r])
+            for r, n in enumerate(lengths)
+            for t in range(max(n - b, 0) if own_bounds is not None else n)
+        ]
+        for b in range(B)
+    ]
+
+    # The whole: for padded rows, each row on its own, without its padding.
+    parts = [slice(None)] if kind != "padded" else [slice(b, b + 1) for b in range(B)]
+
+    def rows(x, part, name):
+        x = x[part]
+        if kind != "padded":
+            return x
+        m = rows_of(name)
+        return x[:, [t * m + j for t in indices[part.start] for j in range(m)]]
+
+    def state_of(part):
+        if state is None or isinstance(state, torch.Tensor):
+            return state if state is None or state.dim() == 3 else state[part]
+        if hasattr(state, "_fields"):
+            return type(state)(*(None if x is None else x[part] for x in state))
+        return tuple(x if x.dim() == 3 else x[part] for x in state)
+
+    outputs, finals = [], []
+    for part in parts:
+        inputs = [None if x is None else rows(x, part, n) for n, x in data.items()]
+        o, final = getattr(ops, operator)(*inputs, state=state_of(part), **options, **whole)
+        outputs.append(o)
+        finals.append(floats(final))
+    weight = [randn(*o.shape) for o in outputs]
+    loss = sum((o * w).sum() for o, w in zip(outputs, weight, strict=True))
+    ends = [torch.cat(x) for x in zip(*finals, strict=True)]
+    compares_ends = kind != "packed" or name in BY_HEADS
+    end_weight = [randn(*x.shape) for x in ends]
+    if compares_ends:
+        loss = loss + sum((x * w).sum() for x, w in zip(ends, end_weight, strict=True))
+    leaves = leaves_of(data, state)
+    want = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    piece = {
+        n: None if x is None else x.detach()[:, start * rows_of(n) : (start + own) * rows_of(n)].clone()
+        for n, x in data.items()
+    }
+    own_state = copied(state)
+    require_gradients(piece, own_state)
+    o, final = getattr(distributed, operator)(*piece.values(), state=own_state, **options, **local)
+    o_weight = torch.zeros(B, T, *o.shape[2:], dtype=torch.float64)
+    expected = torch.zeros_like(o_weight)
+    for b in range(len(parts)):
+        for source, to in ((weight[b], o_weight), (outputs[b].detach(), expected)):
+            if kind == "padded":
+                to[b, indices[b]] = source[0]
+            else:
+                to.copy_(source)
+    mine = slice(start, start + own)
+    loss = (valid_part(o, "o", own_bounds) * o_weight[:, mine]).sum()
+    if compares_ends:
+        # The loss of the final state is counted once, by the last rank.
+        last = float(rank == size - 1)
+        loss = loss + last * sum((x * w).sum() for x, w in zip(floats(final), end_weight, strict=True))
+    leaves = leaves_of(piece, own_state)
+    got = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    def assert_near(what, x, y):
+        torch.testing.assert_close(
+            x, y, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}, {kind}, {what}: {text}"
+        )
+
+    assert_near("o", valid_part(o.detach(), "o", own_bounds), expected[:, mine])
+    if compares_ends:
+        for i, (x, y) in enumerate(zip(floats(final), ends, strict=True)):
+            assert_near(f"final state {i}", x.detach(), y.detach())
+    for n, x in got.items():
+        if n in data:
+            m = rows_of(n)
+            assert_near(f"d{n}", valid_part(x, n, own_bounds), want[n][:, start * m : (start + own) * m])
+        else:
+            dist.all_reduce(x)
+            assert_near(f"d{n}", x, want[n])
+
+
+def check_short_conv(kind):
+    torch.manual_seed(0)
+    weight, bias = randn(6, 4).requires_grad_(), randn(6).requires_grad_()
+    original = ops.short_conv, distributed.short_conv
+
+    class Whole:
+        @staticmethod
+        def conv(x, state=None, **options):
+            return original[0](x, weight, bias, activation="silu", state=state, **options)
+
+    class Cut:
+        @staticmethod
+        def conv(x, state=None, **options):
+            return original[1](x, weight, bias, activation="silu", state=state, **options)
+
+    ops.conv, distributed.conv = Whole.conv, Cut.conv
+    try:
+        check_operator(
+            "short_conv",
+            "conv",
+            {},
+            lambda B, T: {"x": randn(B, T, 6)},
+            None if kind == "packed" else conv_state,
+            kind,
+        )
+    finally:
+        del ops.conv, distributed.conv
+
+
+def operators():
+    for kind in ("rows", "packed", "padded"):
+        for name, case in (SCANS | BY_HEADS).items():
+            check_operator(name, *case, kind)
+        check_short_conv(kind)
+
+
+def attentions():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for packed in (False, True):
+        for chunk, lengths in ((4, {2: [8, 14], 4: [8, 4, 0, 6]}[size]), (None, LENGTHS[size])):
+            torch.manual_seed(0)
+            T, start = sum(lengths), sum(lengths[:rank])
+            B = 1 if packed else 2
+            q, k, v = (randn(B, T, h, x).requires_grad_() for h, x in ((H, D), (2, D), (2, V)))
+            own = slice(start, start + lengths[rank])
+            if chunk is not None:
+                bounds = torch.tensor([0, 1, 3, -(-T // chunk)]) if packed else None
+                o = ops.cat_attention(q, k, v, chunk=chunk, cu_chunks=bounds)
+                piece = [x.detach()[:, own].requires_grad_() for x in (q, k, v)]
+                group = distributed.Pieces.cut(None, lengths[rank])
+                found = distributed.cat_attention(*piece, chunk=chunk, group=group, cu_chunks=bounds)
+            else:
+                bounds = torch.tensor([0, 3, lengths[0] + 2, T]) if packed else None
+                token = torch.arange(T)
+                sees = (token <= token[:, None]) & (token > token[:, None] - 6)
+                if packed:
+                    sequence = torch.searchsorted(bounds, token, right=True)
+                    sees &= sequence == sequence[:, None]
+                heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+                o = F.scaled_dot_product_attention(*heads_first, attn_mask=sees, enable_gqa=True).transpose(
+                    1, 2
+                )
+                piece = [x.detach()[:, own].requires_grad_() for x in (q, k, v)]
+                group = distributed.Pieces.cut(None, lengths[rank], bounds)
+                found = distributed.attention(*piece, group=group, window=6)
+            weight = randn(*o.shape)
+            want = torch.autograd.grad((o * weight).sum(), (q, k, v))
+            got = torch.autograd.grad((found * weight[:, own]).sum(), piece)
+            for x, y in zip((found, *got), (o, *want), strict=True):
+                torch.testing.assert_close(x, y[:, own], rtol=1e-9, atol=1e-9)
+
+
+MIXERS = [name for name in girih.nn.MIXERS if name != "cat"]
+HYBRID = ["gsa", "attention", "gated_deltanet", "trellis"]
+T = 37
+
+
+def batch_of(kind):
+    torch.manual_seed(1)
+    ids = torch.randint(32, (1 if kind == "packed" else 2, T))
+    labels = ids.clone()
+    labels[0, 5] = -100
+    more = {}
+    if kind == "masked":
+        mask = torch.ones(2, T, dtype=torch.long)
+        mask[0, :9], mask[1, 30:], mask[1, 3] = 0, 0, 0
+        more["attention_mask"], labels = mask, labels.masked_fill(mask == 0, -100)
+    if kind == "packed":
+        more["cu_seqlens"] = torch.tensor([0, 7, 15, 30, T], dtype=torch.int32)
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+def model_of(mixer, **options):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_hidden_layers": len(mixer) if isinstance(mixer, list) else 1,
+    }
+    return GirihForCausalLM(config_of(**sizes, mixer=mixer, **options)).double().train()
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def models():
+    """Losses and gradients of models whose sequences are cut, with every way to give a batch."""
+    for i, mixer in enumerate([*MIXERS, HYBRID]):
+        kinds = ("plain", "masked", "packed") if mixer == HYBRID else (("plain", "masked", "packed")[i % 3],)
+        for kind in kinds:
+            for chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
+                model, batch = model_of(mixer, loss_in_chunks=chunks), batch_of(kind)
+                loss = model(**batch, use_cache=False).loss
+                loss.backward()
+                want = gradients(model)
+                model.zero_grad()
+                if mixer == HYBRID and chunks:
+                    model.gradient_checkpointing_enable()
+                with girih.context_parallel():
+                    output = model(**batch)
+                    output.loss.backward()
+                torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
+                got = gradients(model)
+                assert set(got) == set(want), (mixer, kind, set(got) ^ set(want))
+                for name, grad in got.items():
+                    dist.all_reduce(grad)
+                    torch.testing.assert_close(
+                        grad / dist.get_world_size(),
+                        want[name],
+                        rtol=1e-8,
+                        atol=1e-9,
+                        msg=lambda text, name=name, kind=kind, mixer=mixer: (
+                            f"{mixer}, {kind}, {name}: {text}"
+                        ),
+                    )
+
+
+def training():
+    """Two steps of AdamW by FSDP2 on a mesh with context parallel, two rows of data beside each other with
+    four ranks, equal those of one process."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
+    batches = [batch_of("plain") for _ in range(2)]
+    for i, batch in enumerate(batches):
+        batch["input_ids"] = batch["labels"] = (batch["input_ids"] + i) % 32
+
+    def steps(model, share):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        losses = []
+        for batch in batches:
+            loss = model(**{name: x[share] for name, x in batch.items()}, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    whole = model_of(HYBRID)
+    want = steps(whole, slice(None))
+    cut = distributed.shard(model_of(HYBRID), mesh=mesh["dp", "cp"]._flatten("all"))
+    row = mesh.get_local_rank("dp") if size == 4 else slice(None)
+    with girih.context_parallel(mesh["cp"]):
+        got = steps(cut, slice(row, row + 1) if size == 4 else row)
+    for x, y in zip(got, want, strict=True):
+        x = x.clone()
+        dist.all_reduce(x)
+        torch.testing.assert_close(x / size, y, rtol=1e-6, atol=0)
+    for (name, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        torch.testing.assert_close(
+            p.full_tensor(), q, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def refusals():
+    def message(call):
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("nothing was refused")
+
+    model, batch = model_of("gsa"), batch_of("plain")
+    with girih.context_parallel():
+        assert "use_cache: context_parallel has no cache" in message(lambda: model(**batch, use_cache=True))
+        cat = model_of(["cat", "gsa"])
+        assert "is a CompressAttend, which reads whole sequences" in message(lambda: cat(**batch))
+    size, own = dist.get_world_size(), LENGTHS[dist.get_world_size()][dist.get_rank()]
+    x = randn(1, own, 3, 4)
+    pieces = distributed.Pieces.cut(None, own)
+    assert f"3 heads and 1 rows over {size} ranks" in message(
+        lambda: distributed.ttt(x, x, x, x[..., 0], chunk=4, state=randn(3, 4, 4), group=pieces)
+    )
+    longer = randn(1, own + 1, 3, 4)
+    assert "as the pieces say" in message(lambda: distributed.gla(longer, longer, longer, group=pieces))
+    assert "should rise from 0 to" in message(lambda: distributed.Pieces.cut(None, own, torch.tensor([0, 3])))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for part in sys.argv[1:]:
+        globals()[part]()
+    dist.destroy_process_group()
