@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from girih import distributed, ops
-from girih.models import GirihForCausalLM
+from girih.models import GirihForCausalLM, GirihForSequenceClassification
 from small_models import config_of
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -139,7 +140,7 @@ BY_HEADS = {
 def leaves_of(data, state):
     leaves = {name: x for name, x in data.items() if x is not None}
     parts = () if state is None else (state,) if isinstance(state, torch.Tensor) else state
-    return leaves | {f"state {i}": x for i, x in enumerate(parts) if x is not None}
+    return leaves | {f"state {i}": x for i, x in enumerate(floats(parts))}
 
 
 def require_gradients(data, state):
@@ -459,6 +460,44 @@ def training():
         )
 
 
+def rows_and_precision():
+    """Shares that are rows of the batch, with states after some tokens; autocast; one call of hooks."""
+    global H
+    H, heads = 3, H
+    for name in ("trellis", "lattice"):
+        operator, options, make, first = BY_HEADS[name]
+
+        def resumed(B, operator=operator, options=options, make=make, first=first):
+            with torch.no_grad():
+                return getattr(ops, operator)(*make(B, 5).values(), state=first(B), **options)[1]
+
+        for kind in ("rows", "padded"):
+            check_operator(name, operator, options, make, resumed, kind)
+    H = heads
+    own, dtype = LENGTHS[dist.get_world_size()][dist.get_rank()], torch.bfloat16
+    torch.manual_seed(dist.get_rank())
+    q, v, beta = (torch.randn(1, own, 2, 16) for _ in range(3))
+    state = ops.DeltaProductState(torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(0)))
+    found = []
+    for x, y in ((q, v), (q.to(dtype), v.to(dtype))):
+        with torch.autocast("cpu", dtype, enabled=x.dtype != dtype):
+            found.append(
+                distributed.delta_product(x, x, y, beta[..., 0].sigmoid(), l2norm_qk=True, state=state)
+            )
+    (o, after), (want, want_after) = found
+    assert o.dtype == dtype
+    torch.testing.assert_close(o, want, rtol=0, atol=0)
+    torch.testing.assert_close(after.s, want_after.s, rtol=0, atol=0)
+    # Gates may have a wider dtype than q.
+    o, after = distributed.gla(*[x.to(dtype) for x in (q, q, v)], -beta[..., 0].double().exp())
+    assert o.dtype == dtype and after.s.dtype == torch.float32
+    model, calls = model_of("gla"), []
+    model.model.register_forward_hook(lambda *call: calls.append(call))
+    with girih.context_parallel():
+        model(**batch_of("plain"))
+    assert len(calls) == 1
+
+
 def refusals():
     def message(call):
         try:
@@ -472,6 +511,11 @@ def refusals():
         assert "use_cache: context_parallel has no cache" in message(lambda: model(**batch, use_cache=True))
         cat = model_of(["cat", "gsa"])
         assert "is a CompressAttend, which reads whole sequences" in message(lambda: cat(**batch))
+        assert "logits_to_keep: context_parallel" in message(lambda: model(**batch, logits_to_keep=1))
+        scores = GirihForSequenceClassification(model.config)
+        assert "SequenceClassification reads whole" in message(lambda: scores(batch["input_ids"]))
+        model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+        assert "layers.0 is a CheckpointWrapper" in message(lambda: model(**batch))
     size, own = dist.get_world_size(), LENGTHS[dist.get_world_size()][dist.get_rank()]
     x = randn(1, own, 3, 4)
     pieces = distributed.Pieces.cut(None, own)

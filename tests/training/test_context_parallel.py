@@ -10,7 +10,7 @@ from conftest import SUPPORT
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("part", ["operators attentions refusals", "models", "training"])
+@pytest.mark.parametrize("part", ["operators attentions rows_and_precision refusals", "models", "training"])
 def test_cut_sequences_equal_whole_ones(part, processes):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from girih import ops
 from girih.distributed.pieces import Pieces, all_valid_tokens, gather, pieces_of
@@ -26,6 +27,7 @@ class ToShares(torch.autograd.Function):
         return tuple(exchange_to_shares(list(tensors), pieces, dim, rows))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         pieces, dim, rows = ctx.call
         return None, None, None, *exchange_to_tokens(list(grads), pieces, dim, rows)
@@ -42,6 +44,7 @@ class ToTokens(torch.autograd.Function):
         return o, *(torch.cat(x.unbind(0), 1 if dim == 2 else 0) for x in gather_all(pieces, state))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor, *grads: Tensor):
         pieces, dim = ctx.call
         (do,) = exchange_to_shares([grad], pieces, dim, (1,))
@@ -62,6 +65,7 @@ class AllGather(torch.autograd.Function):
         return tuple(gather_all(pieces, tensors))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor):
         found = []
         for x in grads:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from girih.distributed.pieces import Pieces, group_of
@@ -29,8 +31,9 @@ def context_parallel(mesh: "DeviceMesh | dist.ProcessGroup | None" = None) -> It
     hidden states are those of the piece, the loss is that of the whole batch on every rank. Gradients
     averaged over the ranks, as DDP and `girih.distributed.shard` average them, are those of the whole batch.
 
-    There is no cache: use_cache must not be True. Raises ValueError for a model with a layer that cannot read
-    pieces: CAT's, and layers that read backwards.
+    Every rank calls backward. There is no cache: use_cache must not be True. Raises ValueError for a model
+    with a layer that cannot read pieces (CAT's, and layers that read backwards), for `logits_to_keep` and for
+    `GirihForSequenceClassification`. Other models, also those that girih converts, read whole sequences.
     """
     token = _group.set(group_of(mesh))
     try:
@@ -86,6 +89,11 @@ def check_layers(model: nn.Module) -> None:
                 f"context_parallel: {name or 'the model'} is a {type(module).__name__}, which reads whole "
                 "sequences"
             )
+        if isinstance(module, CheckpointWrapper):  # it runs layers again without their pieces
+            raise ValueError(
+                f"context_parallel: {name} is a CheckpointWrapper; call "
+                "model.gradient_checkpointing_enable() instead"
+            )
 
 
 class SumOfLosses(torch.autograd.Function):
@@ -100,6 +108,7 @@ class SumOfLosses(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         return grad * ctx.size, None
 

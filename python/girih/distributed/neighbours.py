@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from girih import ops
 from girih.distributed.by_heads import AllGather, gather_all, take
@@ -38,6 +39,7 @@ class Halo(torch.autograd.Function):
         return start.clone(), before.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dstart: Tensor, dend: Tensor):
         pieces, (all_counts,) = ctx.pieces, ctx.saved_tensors
         dstarts, dends = gather(pieces, [dstart, dend])

@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from girih.distributed.by_heads import delta_product_between_chunks
 from girih.distributed.pieces import Pieces, gather, pieces_of
+from girih.nn.functional.fused import autocast_device, autocast_dtype
 from girih.ops import DeltaProductState, GLAState, GSAState
 from girih.ops._delta_product import _steps_per_token
 from girih.ops._state import unpack_state
 
+MAX_WIDTH = 256  # of values in the CUDA kernels of delta_product
 State = tuple[Tensor | None, ...]
 Inputs = tuple[Tensor | None, ...]
 
@@ -35,6 +38,8 @@ class Rule:
 
     name: str
     states: int  # tensors of a state
+    unread: int  # first tensors of a summary that join_backward does not read
+    reads_states = False  # whether join_backward reads the states before and after a piece
 
     def summarise(
         self, inputs: Inputs, cu_seqlens: Tensor | None, options: dict[str, Any]
@@ -80,24 +85,24 @@ def last(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x[-1:] if is_packed(cu_seqlens) else x
 
 
-def sum_of_gates(g: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``[B, T, H, ...] -> [B, H, ...]``, in fp32 or fp64. For packed rows it is right where the piece has one
-    sequence; otherwise its transition is not read."""
+def sum_of_gates(g: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``[B, T, H, ...] -> [B, H, ...]``, in the dtype of the state. For packed rows it is right where the
+    piece has one sequence; otherwise its transition is not read."""
     if cu_seqlens is not None and not is_packed(cu_seqlens):
         token = torch.arange(g.shape[1], device=g.device)
         inside = (token >= cu_seqlens[:, :1]) & (token < cu_seqlens[:, 1:])
         g = g.masked_fill(~inside.view(*inside.shape, *[1] * (g.dim() - 2)), 0.0)
-    return g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
+    return g.sum(1, dtype=dtype)
 
 
 class GLARule(Rule):
-    name, states = "gla", 1
+    name, states, unread = "gla", 1, 1
 
     def summarise(self, inputs, cu_seqlens, options):
         q, k, v, g = inputs
         _, s, *_ = self.forward((q[:, :, :1], k, v, g), (None,), cu_seqlens, options, False)
         s = last(s, cu_seqlens)
-        return (s,) if g is None else (s, sum_of_gates(g, cu_seqlens).exp())
+        return (s,) if g is None else (s, sum_of_gates(g, cu_seqlens, s.dtype).exp())
 
     def decay(self, s: Tensor, decay: tuple[Tensor, ...]) -> Tensor:
         for x in decay:  # one, or none without gates
@@ -115,13 +120,14 @@ class GLARule(Rule):
 class GSARule(Rule):
     """With g: the transition is the decay of the slots."""
 
-    name, states = "gsa", 3
+    name, states, unread = "gsa", 3, 2
 
     def summarise(self, inputs, cu_seqlens, options):
         q, k, v, s, g = inputs
         H = k.shape[2]
         _, mk, mv, *_ = self.forward((q[:, :, :H], k, v, s, g), (None,) * 3, cu_seqlens, options, False)
-        return last(mk, cu_seqlens), last(mv, cu_seqlens), sum_of_gates(g, cu_seqlens).exp()
+        decay = sum_of_gates(g, cu_seqlens, mk.dtype).exp()
+        return last(mk, cu_seqlens), last(mv, cu_seqlens), decay
 
     def decay(self, k: Tensor, v: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         return k * decay[..., None, :], v * decay[..., None]
@@ -138,6 +144,8 @@ class GSARule(Rule):
 class ABCRule(GSARule):
     """Without g: weights are normalised by z, the logarithm of the sum of e^logit. A piece's own memories and
     z are its summary."""
+
+    unread, reads_states = 0, True
 
     def summarise(self, inputs, cu_seqlens, options):
         q, k, v, s, g = inputs
@@ -167,7 +175,7 @@ class ABCRule(GSARule):
 
 
 class DeltaProductRule(Rule):
-    name, states = "delta_product", 2
+    name, states, unread = "delta_product", 2, 1
 
     def summarise(self, inputs, cu_seqlens, options):
         q, k, v, beta, g = inputs
@@ -182,7 +190,8 @@ class DeltaProductRule(Rule):
                 self.forward((q, k, v, beta, g), (state, None), cu_seqlens, options, False)[1], cu_seqlens
             )
 
-        if beta.dim() == 4:  # a beta per channel needs values of D channels
+        # A beta per channel needs values of D channels.
+        if beta.dim() == 4 or D + V > MAX_WIDTH:
             return final(v, None), final(torch.zeros_like(v), identity)
         both = final(
             torch.cat([v, v.new_zeros(*v.shape[:-1], D)], dim=-1),
@@ -258,18 +267,20 @@ class Scan(torch.autograd.Function):
             spread(x, cu_seqlens, 0, -torch.inf if isinstance(rule, ABCRule) and i == 2 else 0.0)
             for i, x in enumerate(before[pieces.rank])
         )
-        o, *rest = rule.forward(inputs, start, cu_seqlens, options, True)
+        o, *rest = rule.forward(inputs, start, cu_seqlens, options, any(ctx.needs_input_grad))
         saved = rest[rule.states :]
         ctx.rule, ctx.pieces, ctx.cu_seqlens = rule, pieces, cu_seqlens
         ctx.options, ctx.inputs_count = options, inputs_count
         ctx.has_given = given[0] is not None
-        flat_before = [x for one in before for x in one]
+        kept = [x for one in (*before, state) for x in one] if rule.reads_states else []
+        gathered = gathered[rule.unread :]
         ctx.counts = (len(start), len(saved), len(gathered))
-        ctx.save_for_backward(*inputs, *start, *saved, *gathered, *flat_before, *state)
+        ctx.save_for_backward(*inputs, *start, *saved, *gathered, *kept)
         ctx.set_materialize_grads(False)
         return o, *state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_o: Tensor | None, *grad_state: Tensor | None):
         rule, pieces, options = ctx.rule, ctx.pieces, ctx.options
         tensors = list(ctx.saved_tensors)
@@ -282,11 +293,9 @@ class Scan(torch.autograd.Function):
         inputs = take(ctx.inputs_count)
         starts, saves, summaries = ctx.counts
         start, saved, gathered = take(starts), take(saves), take(summaries)
-        before = [take(rule.states) for _ in range(pieces.size)]
-        before.append(take(rule.states))
-        cu_seqlens = ctx.cu_seqlens
-        zero = tuple(None if x is None else torch.zeros_like(x) for x in before[0])
-        none = (None,) * rule.states
+        cu_seqlens, none = ctx.cu_seqlens, (None,) * rule.states
+        before = [take(rule.states) if rule.reads_states else none for _ in range(pieces.size + 1)]
+        zero = tuple(None if x is None else torch.zeros_like(last(x, cu_seqlens)) for x in start)
 
         def backward(gradient: State):
             found = rule.backward(grad_o, gradient, inputs, start, cu_seqlens, saved, options)
@@ -319,7 +328,7 @@ class Scan(torch.autograd.Function):
         for r in reversed(range(pieces.size)):
             if r == pieces.rank:
                 after = gradient
-            summary = tuple(x[r] for x in gathered)
+            summary = (None,) * rule.unread + tuple(x[r] for x in gathered)
             gradient = rule.join_backward(before[r], before[r + 1], summary, gradient)
             if pieces.cuts is not None:
                 gradient = choose(pieces.cuts[r], zero, gradient)
@@ -344,6 +353,22 @@ def own_state(rule: Rule, summary: tuple[Tensor, ...]) -> State:
     return tuple(state)
 
 
+def cast_for_autocast(inputs: Inputs, state: State) -> tuple[Inputs, State]:
+    """The dtypes in which the operators compute under autocast: q, k and v in that of autocast, the others in
+    fp32."""
+    dtype = autocast_dtype(inputs[0])
+    if dtype is None:
+        return inputs, state
+
+    def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if x is None else x.to(dtype)
+
+    return (
+        tuple(cast(x, dtype if i < 3 else torch.float32) for i, x in enumerate(inputs)),
+        tuple(cast(x, torch.float32) for x in state),
+    )
+
+
 def run(
     rule: Rule, group, bounds: Tensor | None, inputs: Inputs, state: State, options: dict[str, Any]
 ) -> tuple[Tensor, State]:
@@ -353,7 +378,9 @@ def run(
     if packed and any(x is not None for x in state):
         raise ValueError(f"girih.distributed.{rule.name}: state should be None for packed rows that are cut")
     cu_seqlens = pieces.cu_seqlens if packed else bounds
-    o, *after = Scan.apply(rule, pieces, cu_seqlens, options, len(inputs), *inputs, *state)
+    inputs, state = cast_for_autocast(inputs, state)
+    with torch.autocast(autocast_device(inputs[0]), enabled=False):
+        o, *after = Scan.apply(rule, pieces, cu_seqlens, options, len(inputs), *inputs, *state)
     return o, (None,) * rule.states if packed else tuple(after)
 
 

@@ -240,7 +240,8 @@ class Backbone(GirihPreTrainedModel):
         x = input_ids if inputs_embeds is None else inputs_embeds
         pieces = cut_tokens(group, x.shape[1], cu_seqlens)
         with reading(pieces):
-            return self(
+            return Backbone.forward(
+                self,
                 piece_of(input_ids, pieces),
                 piece_of(select_current_mask(attention_mask, x.shape[1]), pieces),
                 inputs_embeds=piece_of(inputs_embeds, pieces),

@@ -1,5 +1,6 @@
 """The language model around the layers, as Hugging Face models."""
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -180,6 +181,8 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
         )
         group = entered_group()
+        if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("logits_to_keep: context_parallel has the logits of pieces; expected 0")
         if labels is not None and cu_seqlens is not None:
             labels = ignore_first(labels, cu_seqlens)
         if group is not None and labels is not None:
@@ -246,6 +249,12 @@ class GirihForSequenceClassification(GenericForSequenceClassification, GirihPreT
     >>> GirihForSequenceClassification(config)(torch.randint(1, 256, (2, 12))).logits.shape
     torch.Size([2, 3])
     """
+
+    @functools.wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if entered_group() is not None:
+            raise ValueError("context_parallel: GirihForSequenceClassification reads whole sequences")
+        return super().forward(*args, **kwargs)
 
 
 def ignore_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
