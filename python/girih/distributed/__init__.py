@@ -6,6 +6,7 @@ group has a piece (:class:`Pieces`).
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _IN = {
@@ -16,12 +17,11 @@ _IN = {
     "delta_product": "scans",
     "gla": "scans",
     "gsa": "scans",
-    "lattice": "by_heads",
     "shard": "fsdp",
     "short_conv": "neighbours",
-    "trellis": "by_heads",
-    "ttt": "by_heads",
 }
+# Other operators have a file of their own, _<operator>.py.
+_IN |= {file.stem[1:]: file.stem for file in Path(__file__).parent.glob("_[a-z]*.py")}
 __all__ = sorted(_IN)
 
 

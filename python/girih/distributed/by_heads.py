@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from girih import ops
 from girih.distributed.pieces import Pieces, all_valid_tokens, gather, pieces_of
 from girih.nn.functional.masking import sort_valid_first
-from girih.ops import DeltaProductState, LatticeState, TrellisState, TTTState
+from girih.ops import DeltaProductState
 
 
 class ToShares(torch.autograd.Function):
@@ -201,87 +201,6 @@ def by_shares(
             x if x is None or x.dim() > 1 else torch.cat(gather(pieces, [x])[0].unbind(0)) for x in parts
         ]
     return o, type(after)(*parts)
-
-
-def trellis(
-    q, k, v, a, gamma, g=None, *, group=None, bounds=None, chunk, phi="ln_silu", f="ln_silu", state
-) -> tuple[Tensor, TrellisState]:
-    """:func:`girih.ops.trellis` of a sequence that is cut over the ranks of a group.
-
-    q, k, v, a, gamma, g: this rank's piece. group, bounds, state: as in :func:`gla`. The ranks must divide
-        the heads or the rows.
-    """
-    options = {"chunk": chunk, "phi": phi, "f": f}
-    return by_shares(
-        "trellis",
-        ops.trellis,
-        group,
-        (q, k, v, a, gamma, g),
-        heads=k.shape[2],
-        bounds=bounds,
-        state=state,
-        options=options,
-    )
-
-
-def ttt(
-    q,
-    k,
-    a,
-    gamma,
-    g=None,
-    phi_weight=None,
-    *,
-    group=None,
-    bounds=None,
-    chunk,
-    phi="layer_norm",
-    f="identity",
-    state,
-) -> tuple[Tensor, TTTState]:
-    """:func:`girih.ops.ttt` of a sequence that is cut over the ranks of a group, as :func:`trellis`."""
-    pieces = pieces_of(group, q, bounds)
-    heads = k.shape[2]
-
-    def operator(q, k, a, gamma, g, *, state, cu_seqlens, **options):
-        weight = phi_weight
-        if weight is not None and k.shape[2] != heads:
-            weight = weight.chunk(pieces.size)[pieces.rank]
-        return ops.ttt(q, k, a, gamma, g, weight, state=state, cu_seqlens=cu_seqlens, **options)
-
-    options = {"chunk": chunk, "phi": phi, "f": f}
-    return by_shares(
-        "ttt", operator, pieces, (q, k, a, gamma, g), heads=heads, bounds=bounds, state=state, options=options
-    )
-
-
-def lattice(
-    q,
-    k,
-    v,
-    gamma,
-    g=None,
-    *,
-    group=None,
-    bounds=None,
-    chunk,
-    objective="decode",
-    normalize=True,
-    shrinkage=0.0,
-    state,
-) -> tuple[Tensor, LatticeState]:
-    """:func:`girih.ops.lattice` of a sequence that is cut over the ranks of a group, as :func:`trellis`."""
-    options = {"chunk": chunk, "objective": objective, "normalize": normalize, "shrinkage": shrinkage}
-    return by_shares(
-        "lattice",
-        ops.lattice,
-        group,
-        (q, k, v, gamma, g),
-        heads=k.shape[2],
-        bounds=bounds,
-        state=state,
-        options=options,
-    )
 
 
 def delta_product_between_chunks(
