@@ -7,6 +7,8 @@ namespace girih::kernels {
 
 enum class DType : int { f32, f16, bf16, f64 };
 
+constexpr int element_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
 // Strides count elements, in the order of the shape in the comment of each field. Null data: an absent
 // tensor.
 template <int Rank>
@@ -22,5 +24,13 @@ struct OutputTensor {
   DType dtype = DType::f32;
   int64_t stride[Rank] = {};
 };
+
+// The output of a kernel as the input of a later kernel.
+template <int Rank>
+InputTensor<Rank> as_input(const OutputTensor<Rank>& output) {
+  InputTensor<Rank> result{output.data, output.dtype, {}};
+  for (int d = 0; d < Rank; ++d) result.stride[d] = output.stride[d];
+  return result;
+}
 
 }  // namespace girih::kernels

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "emulator.h"
-#include "tile/array.h"
+#include "tile/workspace.h"
 
 struct Array {
   void* data;
@@ -22,6 +22,8 @@ Tensor<Rank> to_tensor(const Array& array) {
   std::copy(array.stride, array.stride + Rank, result.stride);
   return result;
 }
+using girih::kernels::as_input;
+
 template <int Rank>
 girih::kernels::InputTensor<Rank> as_input(const Array& array) {
   return to_tensor<girih::kernels::InputTensor, Rank>(array);
@@ -35,9 +37,9 @@ inline void check_launch(cudaError_t error) {
   if (error != cudaSuccess) emulated::fail("a launch returns an error");
 }
 
-// Buffers that one kernel writes and another reads, initialized with NaN. A gap follows every row. The
-// destructor checks that the gaps are still NaN. A protected page follows the last gap.
-class Buffers {
+// The workspace of a plan, initialized with NaN. A gap follows every row. The destructor checks that the gaps
+// are still NaN. A protected page follows the last gap.
+class Buffers : public girih::kernels::Workspace {
   struct Buffer {
     unsigned char *pages, *begin;
     int64_t size, row_bytes, pitch;  // in bytes
@@ -45,41 +47,12 @@ class Buffers {
   static constexpr int64_t kPage = 4096;
   std::vector<Buffer> buffers_;
 
-  void* allocate(int64_t rows, int64_t row_bytes, int64_t gap) {
-    const int64_t size = rows * (row_bytes + gap) + kGap, used = (size + 15) / 16 * 16,
-                  all = (used + kPage - 1) / kPage * kPage;
-    auto* const pages = static_cast<unsigned char*>(
-        mmap(nullptr, all + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (pages == MAP_FAILED || mprotect(pages + all, kPage, PROT_NONE) != 0) emulated::fail("no memory");
-    std::memset(pages, 0xff, all);
-    buffers_.push_back({pages, pages + all - used, size, row_bytes, row_bytes + gap});
-    return buffers_.back().begin;
-  }
-
  public:
   static constexpr int64_t kGap = 32;  // in bytes
 
-  // A tensor whose rows are along the last dimension.
-  template <class... Size>
-  girih::kernels::OutputTensor<sizeof...(Size)> tensor(girih::kernels::DType dtype, Size... sizes) {
-    constexpr int kRank = sizeof...(Size);
-    const int64_t size[kRank] = {static_cast<int64_t>(sizes)...};
-    const int64_t element = dtype == girih::kernels::DType::f32 ? 4 : 2;
-    girih::kernels::OutputTensor<kRank> result{nullptr, dtype, {}};
-    result.stride[kRank - 1] = 1;
-    int64_t rows = 1;
-    for (int d = kRank - 2; d >= 0; --d) {
-      result.stride[d] = rows * (size[kRank - 1] + kGap / element);
-      rows *= size[d];
-    }
-    result.data = allocate(rows, size[kRank - 1] * element, kGap);
-    return result;
-  }
-  void* bytes(int64_t count) { return allocate(1, count, 0); }
-
   Buffers() = default;
   Buffers(const Buffers&) = delete;
-  ~Buffers() {
+  ~Buffers() override {
     for (const Buffer& buffer : buffers_) {
       const int64_t rows = (buffer.size - kGap) / std::max<int64_t>(buffer.pitch, 1);
       for (int64_t offset = 0; offset < buffer.size; ++offset) {
@@ -90,12 +63,18 @@ class Buffers {
       munmap(buffer.pages, (buffer.begin + buffer.size - buffer.pages + kPage - 1) / kPage * kPage + kPage);
     }
   }
-};
 
-// The output of a kernel as the input of another kernel.
-template <int Rank>
-girih::kernels::InputTensor<Rank> as_input(const girih::kernels::OutputTensor<Rank>& output) {
-  girih::kernels::InputTensor<Rank> result{output.data, output.dtype, {}};
-  std::copy(output.stride, output.stride + Rank, result.stride);
-  return result;
-}
+ protected:
+  // An array of one row has no gap before the last one.
+  void* allocate(int64_t rows, int64_t row_bytes, int64_t& pitch) override {
+    if (rows > 1) pitch += kGap;
+    const int64_t size = rows * pitch + kGap, used = (size + 15) / 16 * 16,
+                  all = (used + kPage - 1) / kPage * kPage;
+    auto* const pages = static_cast<unsigned char*>(
+        mmap(nullptr, all + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (pages == MAP_FAILED || mprotect(pages + all, kPage, PROT_NONE) != 0) emulated::fail("no memory");
+    std::memset(pages, 0xff, all);
+    buffers_.push_back({pages, pages + all - used, size, row_bytes, pitch});
+    return buffers_.back().begin;
+  }
+};

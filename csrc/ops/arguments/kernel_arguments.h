@@ -12,6 +12,7 @@
 #include "tile/array.h"
 #include "tile/last_error.h"
 #include "tile/sequence.h"
+#include "tile/workspace.h"
 
 namespace girih {
 
@@ -127,6 +128,32 @@ inline void check_launch(std::string_view function, cudaError_t error) {
               " could not be launched: ", cudaGetErrorString(error));
 }
 
+// The intermediate tensors of a plan, in memory of the caching allocator. The destructor returns the memory
+// to the allocator, which reuses it in the order of the current stream.
+class TensorWorkspace : public kernels::Workspace {
+ public:
+  explicit TensorWorkspace(const Tensor& device_of)
+      : options_(at::TensorOptions(device_of.device()).dtype(at::kByte)) {}
+
+ protected:
+  void* allocate(int64_t rows, int64_t row_bytes, int64_t&) override {
+    tensors_.push_back(at::empty({rows * row_bytes}, options_));
+    return tensors_.back().mutable_data_ptr();
+  }
+
+ private:
+  at::TensorOptions options_;
+  std::vector<Tensor> tensors_;
+};
+
+// Runs the plan kernels::function(problem, workspace, stream) on the current stream and on the device of
+// `tensor`.
+#define GIRIH_RUN(function, problem, tensor)                                                         \
+  do {                                                                                               \
+    ::girih::TensorWorkspace workspace(tensor);                                                      \
+    ::girih::check_launch(#function,                                                                 \
+                          kernels::function(problem, workspace, c10::cuda::getCurrentCUDAStream())); \
+  } while (false)
 // Launches kernels::function(arguments, stream) on the current stream.
 #define GIRIH_LAUNCH(function, ...) \
   ::girih::check_launch(#function, kernels::function(__VA_ARGS__, c10::cuda::getCurrentCUDAStream()))
