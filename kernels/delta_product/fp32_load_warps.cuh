@@ -74,7 +74,7 @@ __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& wo
     for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
       const bool steps = member == (Reverse ? work.group - 1 : 0);
-      wait(&barriers.empty[stage], pipe.phase ^ 1);
+      barriers.empty.wait(pipe);
       k.start(storage.k(stage), tile_iterator.row(), rows);
       if (steps) b.start(storage.b(stage), tile_iterator.row(), rows);
       if (n == 1) {
@@ -98,7 +98,7 @@ __device__ inline void run_load_warps(const DeltaFp32Scan& p, const HeadWork& wo
                      gates + (tile_iterator.token + tile_iterator.token_of_segment(thread)) * p.g.stride[1],
                      thread < rows && tile_iterator.begins_token(thread));
       }
-      arrive_after_copies(&barriers.full[stage]);
+      barriers.full.arrive_after_copies(stage);
     }
   }
   commit_copies();

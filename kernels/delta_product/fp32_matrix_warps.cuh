@@ -180,7 +180,7 @@ __device__ inline void run_matrix_warps(const DeltaFp32Scan& p, const HeadWork& 
       if (visits_before_own-- > 0) continue;
       visits_before_own = warps - 1;
       const int stage = pipe.stage;
-      wait(&barriers.full[stage], pipe.phase);
+      barriers.full.wait(pipe);
       TileMatrices& matrices = storage.matrices(stage);
       if (gated) store_decays(matrices, matrix_storage, storage.gates(stage));
       store_token_indices(matrices, tile_iterator);
@@ -195,7 +195,7 @@ __device__ inline void run_matrix_warps(const DeltaFp32Scan& p, const HeadWork& 
         apply_decay<Reverse>(steps, gates, false, 1.f);
         store_inverse<Reverse>(matrices, matrix_storage, steps);
       }
-      arrive_warp(&barriers.matrices_full[stage]);
+      barriers.matrices_full.arrive_warp(stage);
     }
   }
 }

@@ -25,14 +25,10 @@ __global__ void __launch_bounds__(kThreads) scan(const __grid_constant__ DeltaFp
   const HeadWork work(shape, blockIdx.x / slabs);
   const TileStorage<Width> storage{shared, stages};
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    TileBarriers& barriers = storage.barriers();
-    for (int i = 0; i < stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoadWarps);
-      init_barrier(&barriers.matrices_full[i], arrival_count(1));
-      init_barrier(&barriers.empty[i], arrival_count(kStateWarps));
-    }
-  }
+  TileBarriers& barriers = storage.barriers();
+  barriers.full.init(32 * kLoadWarps, stages);
+  barriers.matrices_full.init(arrival_count(1), stages);
+  barriers.empty.init(arrival_count(kStateWarps), stages);
   if (p.g.data == nullptr && thread < kRows) {
     for (int i = 0; i < stages; ++i)
       storage.matrices(i).decay_from_block_start[thread] = storage.matrices(i).decay_to_block_end[thread] =

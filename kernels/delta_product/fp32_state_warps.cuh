@@ -63,7 +63,7 @@ __device__ inline void run_forward_state_warps(WarpState<Width>& state, const Ti
     for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
       const TileMatrices& matrices = storage.matrices(stage);
-      wait(&barriers.matrices_full[stage], pipe.phase);
+      barriers.matrices_full.wait(pipe);
       TileFragment sums[2], &read = sums[0], &out = sums[1];  // S^T b, S^T q
       if (member == 0) {
         state.template read<2>(sums, {storage.b(stage), storage.q(stage)});
@@ -96,7 +96,7 @@ __device__ inline void run_forward_state_warps(WarpState<Width>& state, const Ti
         state.decay(matrices);
         state.add_update(solved, storage.k(stage));
       }
-      arrive_warp(&barriers.empty[stage]);
+      barriers.empty.arrive_warp(stage);
       exchange.buffer ^= 1;
     }
   }
@@ -133,7 +133,7 @@ __device__ inline void run_reverse_state_warps(WarpState<Width>& state, const Ti
     for (int member = 0; member < work.group; ++member, pipe.next(storage.stages)) {
       const int stage = pipe.stage;
       const TileMatrices& matrices = storage.matrices(stage);
-      wait(&barriers.matrices_full[stage], pipe.phase);
+      barriers.matrices_full.wait(pipe);
       if (member == 0) {
         state.template read<1>(rows, {storage.k(stage)});
         scale_tile(r, matrices.decay_to_block_end);
@@ -158,7 +158,7 @@ __device__ inline void run_reverse_state_warps(WarpState<Width>& state, const Ti
         state.add_update(du, storage.b(stage));
         exchange.buffer ^= 1;
       }
-      arrive_warp(&barriers.empty[stage]);
+      barriers.empty.arrive_warp(stage);
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "delta_product/fp32_segments.h"
+#include "pipe/ring.h"
 #include "tile/pack.h"
 #include "tile/shared.h"
 
@@ -146,7 +147,8 @@ struct PartialSums {
 };
 
 struct TileBarriers {
-  uint64_t full[kMaxStages], matrices_full[kMaxStages], empty[kMaxStages];
+  FullBarriers<kMaxStages> full, matrices_full;
+  EmptyBarriers<kMaxStages> empty;
 };
 
 template <int Width>

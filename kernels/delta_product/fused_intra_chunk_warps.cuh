@@ -52,8 +52,8 @@ __device__ inline void run_fused_intra_chunk_warps(const ScanParams& params, con
     const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
     const auto query = storage.query(query_pipe.stage);
     float2* const token_factors = storage.token_factors(key_pipe.stage);
-    wait(&barriers.full[key_pipe.stage], key_pipe.phase);
-    wait(&barriers.query_full[query_pipe.stage], query_pipe.phase);
+    barriers.full.wait(key_pipe);
+    barriers.query_full.wait(query_pipe);
     fence_async_proxy();
     sync_group();
 
@@ -98,7 +98,7 @@ __device__ inline void run_fused_intra_chunk_warps(const ScanParams& params, con
     round_to_a_fragment<T>(masked_scores, scores);
     store_blocks(storage.masked_scores(query_pipe.stage), kTileRows * warp, 0, masked_scores);
     fence_async_proxy();
-    arrive_warp(&barriers.scores_full[query_pipe.stage]);
+    barriers.scores_full.arrive_warp(query_pipe.stage);
     key_pipe.skip(kIntraChunkGroups, params.stages), query_pipe.skip(kIntraChunkGroups, params.query_stages);
   }
 }

@@ -94,7 +94,7 @@ __device__ inline void run_fused_load_warp(const ScanParams& params, const Block
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
+    barriers.empty.wait(key_pipe);
     const auto stage = storage.stage(key_pipe.stage);
     const int rows = chunk_length(work, tokens, c) * n, lane = recomputed_lane<StateGroups>();
     start_copy_rows<kRows>(stage.k(), at<T>(p.k, batch, row, work.head / p.shape.key_share, 0), p.k.stride[1],
@@ -102,7 +102,7 @@ __device__ inline void run_fused_load_warp(const ScanParams& params, const Block
     start_copy_rows<kRows>(storage.values(key_pipe.stage), at<T>(p.v, batch, row, work.head, work.col),
                            p.v.stride[1], rows, p.shape.V - work.col, first_row, lane);
     stage.start_prepared(prepared, 32 * which + lane);
-    arrive_after_copies(&barriers.full[key_pipe.stage]);
+    barriers.full.arrive_after_copies(key_pipe.stage);
     key_pipe.next(params.stages);
     row += tokens * n;
     prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes;
@@ -139,7 +139,7 @@ __device__ inline void run_fused_token_warps(const ScanParams& params, const Blo
         at<T>(p.q, batch, work.range.start + c * tokens, work.head / p.shape.query_share, 0);
     start_copy_rows<kRows>(storage.query(stage), from, p.q.stride[1], chunk_length(work, tokens, c),
                            p.shape.D, first_row, recomputed_lane<StateGroups>());
-    arrive_after_copies(&barriers.query_full[stage]);
+    barriers.query_full.arrive_after_copies(stage);
   };
 #pragma unroll 1
   for (int c = 0; c < params.query_stages; ++c) load_query(c, c);
@@ -147,7 +147,7 @@ __device__ inline void run_fused_token_warps(const ScanParams& params, const Blo
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     T* const to = at<T>(p.o, batch, work.range.start + c * tokens, work.head, work.col);
-    wait(&barriers.output_full[query_pipe.stage], query_pipe.phase);
+    barriers.output_full.wait(query_pipe);
     store_tile_rows<kRows, kBatch>(storage.output(query_pipe.stage), to, p.o.stride[1],
                                    chunk_length(work, tokens, c), p.shape.V - work.col, first_row,
                                    recomputed_lane<StateGroups>());

@@ -62,16 +62,16 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
   // read them.
   const auto store_output = [&] {
     if constexpr (StateGroups == 2) {
-      wait(&barriers.query_empty[previous_query_pipe.stage], previous_query_pipe.phase);
+      barriers.query_empty.wait_for_release(previous_query_pipe);
     } else if constexpr (!ptx::kIsWgmmaCollective) {
       named_barrier_sync(1 + FusedRoles<1>::kIntraChunkGroups,
                          32 * FusedRoles<1>::kStateWarps);  // mma.sync is per warp
     }
     store_transposed(storage.output(previous_query_pipe.stage), output, warp);
-    arrive_warp(&barriers.output_full[previous_query_pipe.stage]);
+    barriers.output_full.arrive_warp(previous_query_pipe.stage);
   };
   const auto load_next_values = [&] {
-    wait(&barriers.scores_full[query_pipe.stage], query_pipe.phase);
+    barriers.scores_full.wait(query_pipe);
     load_values(values, storage.values(key_pipe.stage), warp);
   };
   if (work.chunks > 0) load_next_values();
@@ -104,9 +104,9 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
     if constexpr (StateGroups == 1) start_read<false, 1>(o, rounded, storage.query(query_pipe.stage));
     if (c > 0) store_output();
     if (has_states) {
-      wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      barriers.state_empty.wait(state_pipe);
       rounded.store(s, storage.state(state_pipe.stage), warp);
-      arrive_warp(&barriers.state_full[state_pipe.stage]);
+      barriers.state_full.arrive_warp(state_pipe.stage);
       state_pipe.next(params.state_stages);
     }
     // Z_i = v_i - a_i Y_i (the intra-chunk warps have replaced read_i by a_i). If `has_inverse_lo`, X does
@@ -151,14 +151,14 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
     start_update<T>(s, solution, stage.k());
 
     // Loads the next values during the update; then o^T += U^T P^T.
-    uint64_t* const empty_barrier = &barriers.empty[key_pipe.stage];
+    const int key_stage = key_pipe.stage;
     previous_query_pipe = query_pipe;
     key_pipe.next(params.stages), query_pipe.next(params.query_stages);
     if (c + 1 < work.chunks) load_next_values();
     if constexpr (StateGroups == 2) {
       wgmma_wait<1>(o);
       rounded.keep();
-      arrive_warp(&barriers.query_empty[previous_query_pipe.stage]);
+      barriers.query_empty.arrive_warp(previous_query_pipe.stage);
     } else {
       pin_registers(o);
     }
@@ -175,7 +175,7 @@ __device__ inline void run_fused_state_warps(const ScanParams& params, const Blo
     rounded.set(s);
     wgmma_wait<0>(o);
     keep_registers(solution);
-    arrive_warp(empty_barrier);
+    barriers.empty.arrive_warp(key_stage);
     round_to_a_fragment<T>(output, o);
   }
   if (work.chunks > 0) store_output();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "delta_product/scan_storage.cuh"
+#include "pipe/ring.h"
 
 namespace girih::kernels::delta_product {
 
@@ -29,10 +30,16 @@ __device__ inline int recomputed_lane() {
 }
 
 struct FusedBarriers {
-  uint64_t full[kMaxStages], empty[kMaxStages];  // ring of keys and values
-  uint64_t query_full[kMaxQueryStages], scores_full[kMaxQueryStages], query_empty[kMaxQueryStages],
-      output_full[kMaxQueryStages];                                    // queries, outputs
-  uint64_t state_full[kMaxStateStages], state_empty[kMaxStateStages];  // ring of S
+  // Ring of keys and values.
+  FullBarriers<kMaxStages> full;
+  EmptyBarriers<kMaxStages> empty;
+  // Ring of queries; the outputs replace the queries in a stage.
+  FullBarriers<kMaxQueryStages> query_full, scores_full;
+  EmptyBarriers<kMaxQueryStages> query_empty;
+  FullBarriers<kMaxQueryStages> output_full;
+  // Ring of S.
+  FullBarriers<kMaxStateStages> state_full;
+  EmptyBarriers<kMaxStateStages> state_empty;
 };
 
 // Rows: rows of a tile of tokens.

@@ -31,17 +31,17 @@ __device__ inline void run_reverse_store_warps(const ReverseParams& params, cons
 #pragma unroll 1
   for (int c = work.chunks - 1; c >= 0; --c) {
     T* const ds = state_at(static_cast<T*>(p.gradients), p.shape, work.first_chunk + c, work.head, work.col);
-    wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+    barriers.state_full.wait(state_pipe);
     // A row of dS^T is a column of V.
     store_rows<kReverseStoreWarps>(storage.state(state_pipe.stage), ds, p.shape.D, cols, p.shape.D,
                                    warp_of_role);
-    arrive_warp(&barriers.state_empty[state_pipe.stage]);
+    barriers.state_empty.arrive_warp(state_pipe.stage);
     T* const dz =
         at<T>(p.dz, work.range.sequence.batch, (work.range.start + c * tokens) * n, work.head, work.col);
-    wait(&barriers.dz_full[state_pipe.stage], state_pipe.phase);
+    barriers.dz_full.wait(state_pipe);
     store_rows<kReverseStoreWarps>(storage.dz(state_pipe.stage), dz, p.dz.stride[1],
                                    chunk_length(work, tokens, c) * n, cols, warp_of_role);
-    arrive_warp(&barriers.dz_empty[state_pipe.stage]);
+    barriers.dz_empty.arrive_warp(state_pipe.stage);
     state_pipe.next(params.state_stages);
   }
 }
@@ -60,28 +60,20 @@ __global__ void __launch_bounds__(kReverseThreads, 1) reverse(const __grid_const
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work)) return;
   const ReverseStorage<T, D, Rows, HasB> storage{shared, params.stages, params.state_stages};
-  if (threadIdx.x == 0) {
-    ReverseBarriers& barriers = storage.barriers();
-    for (int i = 0; i < params.stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoadWarps);
-      // The intra-chunk warps do not arrive: the state warps wait for their du_local_full before they arrive,
-      // and du_local_full follows the last use of K and the factors.
-      init_barrier(&barriers.empty[i], arrival_count(kReverseStateWarps));
-      init_barrier(&barriers.query_full[i], 32 * kLoadWarps);
-      init_barrier(&barriers.query_factors_full[i], arrival_count(kReverseIntraChunkWarps));
-      init_barrier(&barriers.query_empty[i], arrival_count(kReverseStateWarps + kReverseIntraChunkWarps));
-    }
-    for (int i = 0; i < kReverseDuLocalStages; ++i) {
-      init_barrier(&barriers.du_local_full[i], arrival_count(kReverseIntraChunkWarps));
-      init_barrier(&barriers.du_local_empty[i], arrival_count(kReverseStateWarps));
-    }
-    for (int i = 0; i < params.state_stages; ++i) {
-      init_barrier(&barriers.state_full[i], arrival_count(kReverseStateWarps));
-      init_barrier(&barriers.state_empty[i], arrival_count(kReverseStoreWarps));
-      init_barrier(&barriers.dz_full[i], arrival_count(kReverseStateWarps));
-      init_barrier(&barriers.dz_empty[i], arrival_count(kReverseStoreWarps));
-    }
-  }
+  ReverseBarriers& barriers = storage.barriers();
+  barriers.full.init(32 * kLoadWarps, params.stages);
+  // The intra-chunk warps do not arrive: the state warps wait for their du_local_full before they arrive, and
+  // du_local_full follows the last use of K and the factors.
+  barriers.empty.init(arrival_count(kReverseStateWarps), params.stages);
+  barriers.query_full.init(32 * kLoadWarps, params.stages);
+  barriers.query_factors_full.init(arrival_count(kReverseIntraChunkWarps), params.stages);
+  barriers.query_empty.init(arrival_count(kReverseStateWarps + kReverseIntraChunkWarps), params.stages);
+  barriers.du_local_full.init(arrival_count(kReverseIntraChunkWarps));
+  barriers.du_local_empty.init(arrival_count(kReverseStateWarps));
+  barriers.state_full.init(arrival_count(kReverseStateWarps), params.state_stages);
+  barriers.state_empty.init(arrival_count(kReverseStoreWarps), params.state_stages);
+  barriers.dz_full.init(arrival_count(kReverseStateWarps), params.state_stages);
+  barriers.dz_empty.init(arrival_count(kReverseStoreWarps), params.state_stages);
   __syncthreads();
   // The order of the roles: state warps, intra-chunk warps, store warps, load warps.
   const int warp = warp_index(), intra_chunk_warp = warp - kReverseStateWarps,

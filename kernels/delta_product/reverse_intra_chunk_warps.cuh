@@ -25,7 +25,7 @@ __device__ inline void run_reverse_intra_chunk_warps(const ReverseParams& params
   for (int c = work.chunks - 1; c >= 0; --c) {
     Accumulator<8> du_local;
     fill(du_local, 0.f);
-    wait(&barriers.full[key_pipe.stage], key_pipe.phase);
+    barriers.full.wait(key_pipe);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       // The addresses are recomputed for every query head, so that they need no registers across iterations.
@@ -34,7 +34,7 @@ __device__ inline void run_reverse_intra_chunk_warps(const ReverseParams& params
       const auto stage = member_storage.stage(key_pipe.stage);
       const ChunkFactors chunk_factors = stage.prepared().chunk_factors();
       const auto query = member_storage.query(query_pipe.stage);
-      wait(&barriers.query_full[query_pipe.stage], query_pipe.phase);
+      barriers.query_full.wait(query_pipe);
       fence_async_proxy();
 
       // K Q^T
@@ -54,7 +54,7 @@ __device__ inline void run_reverse_intra_chunk_warps(const ReverseParams& params
         if (Rows < kDeltaChunkRows) saved_factors[Rows + token] = p.shape.scale;
       });
       named_barrier_sync(kIntraChunkBarrier, 32 * kReverseIntraChunkWarps);
-      arrive_warp(&barriers.query_factors_full[query_pipe.stage]);
+      barriers.query_factors_full.arrive_warp(query_pipe.stage);
       wgmma_wait<0>(scores);
 
       // du_local += P^T dO
@@ -66,14 +66,14 @@ __device__ inline void run_reverse_intra_chunk_warps(const ReverseParams& params
       wgmma_commit();
       wgmma_wait<0>(du_local);
       keep_registers(masked_scores);
-      arrive_warp(&barriers.query_empty[query_pipe.stage]);
+      barriers.query_empty.arrive_warp(query_pipe.stage);
       query_pipe.next(params.stages);
     }
     AFragment<kChunkTiles> rounded;
     round_to_a_fragment<T>(rounded, du_local);
-    wait(&barriers.du_local_empty[du_local_pipe.stage], du_local_pipe.phase ^ 1);
+    barriers.du_local_empty.wait(du_local_pipe);
     store_blocks(storage.du_local(du_local_pipe.stage), kTileRows * warp, 0, rounded);
-    arrive_warp(&barriers.du_local_full[du_local_pipe.stage]);
+    barriers.du_local_full.arrive_warp(du_local_pipe.stage);
     du_local_pipe.next(kReverseDuLocalStages);
     key_pipe.next(params.stages);
   }

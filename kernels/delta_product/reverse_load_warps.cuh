@@ -28,21 +28,21 @@ __device__ inline void run_reverse_load_warps(const ReverseParams& params, const
 #pragma unroll 1
   for (int i = 0; i < work.chunks; ++i) {
     const int c = work.chunks - 1 - i, length = chunk_length(work, tokens, c);
-    wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
+    barriers.empty.wait(key_pipe);
     const unsigned char* const prepared = prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head);
     const auto stage = storage.stage(key_pipe.stage);
     keys.start(stage.k(), c * tokens * n, length * n);
     stage.start_prepared(prepared, thread);
     if (HasB) b.start(storage.b_or_k(key_pipe.stage), c * tokens * n, length * n);
-    arrive_after_copies(&barriers.full[key_pipe.stage]);
+    barriers.full.arrive_after_copies(key_pipe.stage);
     key_pipe.next(params.stages);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
-      wait(&barriers.query_empty[query_pipe.stage], query_pipe.phase ^ 1);
+      barriers.query_empty.wait(query_pipe);
       const Query query = storage.query(query_pipe.stage);
       q.start(query.q(), c * tokens, length, member * p.q.stride[2]);
       dout.start(query.dout(), c * tokens, length, member * p.dout.stride[2]);
-      arrive_after_copies(&barriers.query_full[query_pipe.stage]);
+      barriers.query_full.arrive_after_copies(query_pipe.stage);
       query_pipe.next(params.stages);
     }
   }

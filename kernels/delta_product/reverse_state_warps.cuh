@@ -112,7 +112,7 @@ __device__ inline void store_dz(const Tile& tile, bool stores_dv, const AFragmen
 }
 
 __device__ inline void wait_for_query_stage(ReverseBarriers& barriers, const PipelineState& query_pipe) {
-  wait(&barriers.query_factors_full[query_pipe.stage], query_pipe.phase);
+  barriers.query_factors_full.wait(query_pipe);
   fence_async_proxy();
 }
 
@@ -135,7 +135,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     load_block_transposed(du_local[j], storage.du_local(du_local_pipe.stage), 16 * warp, 16 * j);
   };
   const auto wait_for_stage = [&] {
-    wait(&barriers.full[key_pipe.stage], key_pipe.phase);
+    barriers.full.wait(key_pipe);
     wait_for_query_stage(barriers, query_pipe);
   };
   if (work.chunks > 0) wait_for_stage();
@@ -150,9 +150,9 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     rounded.start_read(y, s, stage.k());
     const RowFactorFragment write_factors(chunk_factors, kDeltaWriteFactor);
     if (has_output) {
-      wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      barriers.state_empty.wait(state_pipe);
       rounded.store(s, storage.state(state_pipe.stage), warp);
-      arrive_warp(&barriers.state_full[state_pipe.stage]);
+      barriers.state_full.arrive_warp(state_pipe.stage);
     }
     // At most Y is in flight: the products of dS are complete since the previous chunk. Without this wait the
     // compiler would wait for Y before it uses dS.
@@ -172,7 +172,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     const auto release_query_stage = [&] {
       wait_state<0>(s);
       keep_registers(weighted_dout);
-      arrive_warp(&barriers.query_empty[query_pipe.stage]);
+      barriers.query_empty.arrive_warp(query_pipe.stage);
       query_pipe.next(params.stages);
     };
 #pragma unroll 1
@@ -182,7 +182,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
       wait_for_query_stage(barriers, query_pipe);
     }
     add_query_update();
-    wait(&barriers.du_local_full[du_local_pipe.stage], du_local_pipe.phase);
+    barriers.du_local_full.wait(du_local_pipe);
 #pragma unroll
     for (int j = 0; j < kChunkTiles; ++j) {
       if (kHasAllSlabs) load_du_local(j);
@@ -192,7 +192,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
 
     // dU_j = du_local_j + w_j Y_j
     add_du_local<T, !kHasAllSlabs>(y, write_factors, du_local, load_du_local);
-    arrive_warp(&barriers.du_local_empty[du_local_pipe.stage]);
+    barriers.du_local_empty.arrive_warp(du_local_pipe.stage);
     du_local_pipe.next(kReverseDuLocalStages);
     AFragment<kChunkTiles> du;
     round_to_a_fragment<T>(du, y);
@@ -218,12 +218,12 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     round_to_a_fragment<T>(update, g);
     start_update<T, -1>(s, update, storage.b_or_k(key_pipe.stage));
     if (has_output) {
-      wait(&barriers.dz_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      barriers.dz_empty.wait(state_pipe);
       store_dz(storage.dz(state_pipe.stage), stores_dv, update, rounded_g, warp);
-      arrive_warp(&barriers.dz_full[state_pipe.stage]);
+      barriers.dz_full.arrive_warp(state_pipe.stage);
       state_pipe.next(params.state_stages);
     }
-    uint64_t* const empty_barrier = &barriers.empty[key_pipe.stage];
+    const int key_stage = key_pipe.stage;
     key_pipe.next(params.stages);
     // Waiting for the next stage overlaps with the update, if the ring has another stage.
     const bool has_next = c > 0, is_early = has_next && params.stages > 1;
@@ -231,7 +231,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     wait_state<0>(s);
     keep_registers(update);
     rounded.set(s);
-    arrive_warp(empty_barrier);
+    barriers.empty.arrive_warp(key_stage);
     if (has_next && !is_early) wait_for_stage();
   }
   store_final_state(s, p.shape, params.grid, work, first_col, p.final);

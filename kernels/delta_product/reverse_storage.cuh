@@ -2,6 +2,7 @@
 #pragma once
 
 #include "delta_product/state.cuh"
+#include "pipe/ring.h"
 
 namespace girih::kernels::delta_product {
 
@@ -29,13 +30,20 @@ struct QueryStage {
 constexpr int kReverseStages = 4, kReverseStateStages = 2, kReverseDuLocalStages = 2;
 
 struct ReverseBarriers {
-  uint64_t full[kReverseStages], empty[kReverseStages];  // ring of keys
+  // Ring of keys.
+  FullBarriers<kReverseStages> full;
+  EmptyBarriers<kReverseStages> empty;
   // Ring of du_local, the term P^T dO of dU.
-  uint64_t du_local_full[kReverseDuLocalStages], du_local_empty[kReverseDuLocalStages];
+  FullBarriers<kReverseDuLocalStages> du_local_full;
+  EmptyBarriers<kReverseDuLocalStages> du_local_empty;
   // Ring of query heads. query_full: q and do are loaded. query_factors_full: the factors are stored too.
-  uint64_t query_full[kReverseStages], query_factors_full[kReverseStages], query_empty[kReverseStages];
-  uint64_t state_full[kReverseStateStages], state_empty[kReverseStateStages];  // dS
-  uint64_t dz_full[kReverseStateStages], dz_empty[kReverseStateStages];        // G, or dv
+  FullBarriers<kReverseStages> query_full, query_factors_full;
+  EmptyBarriers<kReverseStages> query_empty;
+  // dS, and G or dv.
+  FullBarriers<kReverseStateStages> state_full;
+  EmptyBarriers<kReverseStateStages> state_empty;
+  FullBarriers<kReverseStateStages> dz_full;
+  EmptyBarriers<kReverseStateStages> dz_empty;
 };
 constexpr int kReverseBarrierBytes = 384;  // a multiple of 128
 static_assert(sizeof(ReverseBarriers) <= kReverseBarrierBytes, "");

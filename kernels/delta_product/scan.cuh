@@ -39,22 +39,17 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
         params.state_groups == 2 && find_work(params.problem.shape, params.grid, blockIdx.x, second, 1, 2);
   }
   const Storage storage{shared, params.stages, params.state_stages, params.output_groups};
-  if (threadIdx.x == 0) {
-    ScanBarriers& barriers = storage.barriers();
-    for (int i = 0; i < params.stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoadWarps);
-      init_barrier(&barriers.proxy_full[i], arrival_count(1));
-      init_barrier(&barriers.empty[i],
-                   arrival_count((has_second ? 2 : 1) * Roles::kStateGroupWarps + Roles::kOutputGroupWarps));
-    }
-    for (int i = 0; i < params.state_stages; ++i) {
-      init_barrier(&barriers.state_full[i], arrival_count(Roles::kStateGroupWarps));
-      init_barrier(&barriers.update_full[i], arrival_count(Roles::kStateGroupWarps));
-      init_barrier(&barriers.state_empty[i],
-                   arrival_count(Roles::kOutputGroupWarps +
-                                 (params.problem.states == nullptr ? 0 : Roles::kStoreWarps)));
-    }
-  }
+  ScanBarriers& barriers = storage.barriers();
+  barriers.full.init(32 * kLoadWarps, params.stages);
+  barriers.proxy_full.init(arrival_count(1), params.stages);
+  barriers.empty.init(
+      arrival_count((has_second ? 2 : 1) * Roles::kStateGroupWarps + Roles::kOutputGroupWarps),
+      params.stages);
+  barriers.state_full.init(arrival_count(Roles::kStateGroupWarps), params.state_stages);
+  barriers.update_full.init(arrival_count(Roles::kStateGroupWarps), params.state_stages);
+  barriers.state_empty.init(
+      arrival_count(Roles::kOutputGroupWarps + (params.problem.states == nullptr ? 0 : Roles::kStoreWarps)),
+      params.state_stages);
   __syncthreads();
   const int warp = warp_index();
   if (warp < Roles::kStateGroups * Roles::kStateGroupWarps) {

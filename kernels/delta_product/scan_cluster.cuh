@@ -26,16 +26,16 @@ __device__ inline void send_states(const BlockWork& work, int state_stages,
   PipelineState state_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+    barriers.state_full.wait(state_pipe);
     if (lane() == 0)
       copy_to_remote(storage.state(state_pipe.stage).data, Storage::State::kBytes,
-                     &barriers.state_full[state_pipe.stage], 1);
+                     barriers.state_full.at(state_pipe.stage), 1);
     __syncwarp();
-    wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
+    barriers.update_full.wait(state_pipe);
     __syncwarp();  // the stage may be refilled after the copy, so all lanes must have seen this phase
     if (lane() == 0)
       copy_to_remote(storage.update(state_pipe.stage).data, Storage::Update::kBytes,
-                     &barriers.update_full[state_pipe.stage], 1);
+                     barriers.update_full.at(state_pipe.stage), 1);
     __syncwarp();
     state_pipe.next(state_stages);
   }
@@ -89,23 +89,18 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   if (!find_work(params.problem.shape, params.grid, blockIdx.x / 2, work)) return;
   const bool has_output = cluster_rank() == 1;
   const ScanStorage<T, D, Rows> storage{shared, params.stages, params.state_stages, params.output_groups};
-  if (threadIdx.x == 0) {
-    ScanBarriers& barriers = storage.barriers();
-    for (int i = 0; i < params.stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoadWarps);
-      init_barrier(&barriers.proxy_full[i], arrival_count(1));
-      init_barrier(&barriers.empty[i],
-                   arrival_count(has_output ? Roles::kOutputGroupWarps : Roles::kStateGroupWarps));
-    }
-    for (int i = 0; i < params.state_stages; ++i) {
-      init_barrier(&barriers.state_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
-      init_barrier(&barriers.update_full[i], has_output ? 1 : arrival_count(Roles::kStateGroupWarps));
-      init_barrier(&barriers.state_empty[i],
-                   Roles::kOutputGroupWarps +
-                       (params.problem.states == nullptr ? 0 : arrival_count(Roles::kStoreWarps)));
-    }
-    fence_barrier_init();
-  }
+  ScanBarriers& barriers = storage.barriers();
+  barriers.full.init(32 * kLoadWarps, params.stages);
+  barriers.proxy_full.init(arrival_count(1), params.stages);
+  barriers.empty.init(arrival_count(has_output ? Roles::kOutputGroupWarps : Roles::kStateGroupWarps),
+                      params.stages);
+  const int state_arrivals = has_output ? 1 : arrival_count(Roles::kStateGroupWarps);
+  barriers.state_full.init(state_arrivals, params.state_stages);
+  barriers.update_full.init(state_arrivals, params.state_stages);
+  barriers.state_empty.init(
+      Roles::kOutputGroupWarps + (params.problem.states == nullptr ? 0 : arrival_count(Roles::kStoreWarps)),
+      params.state_stages);
+  fence_barrier_init();
   cluster_sync();
   run_cluster_block(params, work, storage, has_output);
   // A block must not exit while the other block accesses its shared memory.

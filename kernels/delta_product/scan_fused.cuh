@@ -36,22 +36,14 @@ __global__ void __launch_bounds__(FusedRoles<StateGroups>::kThreads, 1)
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, StateGroups)) return;
   const Storage storage{shared, params.stages, params.query_stages, params.state_stages};
   FusedBarriers& barriers = storage.barriers();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < params.stages; ++i) {
-      init_barrier(&barriers.full[i], 32 * kLoadWarps);
-      init_barrier(&barriers.empty[i], arrival_count(Roles::kStateWarps));
-    }
-    for (int i = 0; i < params.query_stages; ++i) {
-      init_barrier(&barriers.query_full[i], params.problem.states == nullptr ? 64 : 32);
-      init_barrier(&barriers.scores_full[i], arrival_count(Roles::kIntraChunkGroupWarps));
-      init_barrier(&barriers.query_empty[i], arrival_count(Roles::kStateWarps));
-      init_barrier(&barriers.output_full[i], arrival_count(Roles::kStateWarps));
-    }
-    for (int i = 0; i < params.state_stages; ++i) {
-      init_barrier(&barriers.state_full[i], arrival_count(Roles::kStateWarps));
-      init_barrier(&barriers.state_empty[i], arrival_count(1));
-    }
-  }
+  barriers.full.init(32 * kLoadWarps, params.stages);
+  barriers.empty.init(arrival_count(Roles::kStateWarps), params.stages);
+  barriers.query_full.init(params.problem.states == nullptr ? 64 : 32, params.query_stages);
+  barriers.scores_full.init(arrival_count(Roles::kIntraChunkGroupWarps), params.query_stages);
+  barriers.query_empty.init(arrival_count(Roles::kStateWarps), params.query_stages);
+  barriers.output_full.init(arrival_count(Roles::kStateWarps), params.query_stages);
+  barriers.state_full.init(arrival_count(Roles::kStateWarps), params.state_stages);
+  barriers.state_empty.init(arrival_count(1), params.state_stages);
   __syncthreads();
   const int warp = warp_index(), intra_chunk_warp = warp - Roles::kStateWarps,
             other = intra_chunk_warp - Roles::kIntraChunkGroups * Roles::kIntraChunkGroupWarps;

@@ -100,7 +100,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
   Accumulator<8> scores;
   // Scores of one query head and the keys of a chunk. After the last chunk the result is not used.
   const auto start_scores = [&](int chunk, int member) {
-    if (chunk < work.chunks && member == 0) wait(&barriers.proxy_full[key_pipe.stage], key_pipe.phase);
+    if (chunk < work.chunks && member == 0) barriers.proxy_full.wait(key_pipe);
     wait_copies<0>();
     __syncwarp();
     load_blocks(q, query_tile);
@@ -120,7 +120,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
       const bool last = member + 1 == group;
       const ChunkFactors chunk_factors = storage.stage(key_pipe.stage).prepared().chunk_factors();
       if (member == 0) {
-        wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+        barriers.state_full.wait(state_pipe);
         fence_async_proxy();
       }
       Accumulator<8> o;
@@ -136,7 +136,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
       const float2 log = {chunk_factors.element(kDeltaLogDecay, min(row * n, kDeltaChunkRows - 1)),
                           chunk_factors.element(kDeltaLogDecay, min((row + 8) * n, kDeltaChunkRows - 1))};
       apply_score_factors(scores, chunk_factors, n, first, has_factors, factor, log);
-      if (last) arrive_warp(&barriers.empty[key_pipe.stage]);
+      if (last) barriers.empty.arrive_warp(key_pipe.stage);
       AFragment<kChunkTiles> masked_scores;
       round_to_a_fragment<T>(masked_scores, scores);
       wgmma_wait<0>(o);
@@ -144,7 +144,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
       scale_rows(o, {factor.x * exp2_fast(log.x), factor.y * exp2_fast(log.y)});
 
       if (member == 0) {
-        wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
+        barriers.update_full.wait(state_pipe);
         fence_async_proxy();
       }
       wgmma_fence(o);
@@ -155,7 +155,7 @@ __device__ inline void run_output_warps(const ScanParams& params, const BlockWor
       if (kPrefetchScores) start_scores(next_chunk, next_member);
       wgmma_wait<kPrefetchScores ? 1 : 0>(o);
       keep_registers(masked_scores);
-      if (last) arrive_state_empty<Cluster>(barriers.state_empty[state_pipe.stage]);
+      if (last) arrive_state_empty<Cluster>(barriers, state_pipe.stage);
       T* const to = at<T>(p.o, work.range.sequence.batch, work.range.start + c * tokens,
                           static_cast<int64_t>(work.head) * group + member, work.col);
       store_rows<T>(o, to, p.o.stride[1], first, chunk_length(work, tokens, c), cols);

@@ -45,7 +45,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
   load_query(output_group, 0);
 #pragma unroll 1
   for (int c = output_group; c < work.chunks; c += params.output_groups) {
-    wait(&barriers.proxy_full[key_pipe.stage], key_pipe.phase);
+    barriers.proxy_full.wait(key_pipe);
 #pragma unroll 1
     for (int member = 0; member < group; ++member) {
       const bool last = member + 1 == group;
@@ -66,7 +66,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       wgmma_start_transposed<false>(scores, stage.k(), group_storage.q);
       wgmma_commit();
       if (member == 0) {
-        wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+        barriers.state_full.wait(state_pipe);
         fence_async_proxy();
       }
       wgmma_fence();
@@ -87,7 +87,7 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
       } else {
         scale_scores_transposed(scores, opaque_value(n), warp, p.shape.scale);
       }
-      if (last) arrive_warp(&barriers.empty[key_pipe.stage]);
+      if (last) barriers.empty.arrive_warp(key_pipe.stage);
       AFragment<kTokenGroups / 2> masked_scores;
       round_to_a_fragment<T>(masked_scores, scores);
       store_blocks(group_storage.masked_scores, kTileRows * warp, 0, masked_scores);
@@ -107,14 +107,14 @@ __device__ inline void run_transposed_output_warps(const ScanParams& params, con
 
       // o^T += U^T P^T
       if (member == 0) {
-        wait(&barriers.update_full[state_pipe.stage], state_pipe.phase);
+        barriers.update_full.wait(state_pipe);
         fence_async_proxy();
       }
       wgmma_fence(o);
       wgmma_start<T>(o, member_storage.update(state_pipe.stage), 0, group_storage.masked_scores);
       wgmma_commit();
       wgmma_wait<0>(o);
-      if (last) arrive_state_empty<Cluster>(barriers.state_empty[state_pipe.stage]);
+      if (last) arrive_state_empty<Cluster>(barriers, state_pipe.stage);
       AFragment<kTokenGroups / 2> rounded;
       round_to_a_fragment<T>(rounded, o);
       store_transposed(group_storage.out, rounded, warp);

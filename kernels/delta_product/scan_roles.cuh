@@ -25,7 +25,7 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c, prepared += int64_t{p.shape.heads} * kDeltaPreparedBytes) {
-    wait(&barriers.empty[key_pipe.stage], key_pipe.phase ^ 1);
+    barriers.empty.wait(key_pipe);
     const Stage<T, D> stage = storage.stage(key_pipe.stage);
     const int first = c * tokens * n, rows = chunk_length(work, tokens, c) * n;
     keys.start(stage.k(), first, rows);
@@ -37,7 +37,7 @@ __device__ inline void load_stages(const ScanParams& params, const BlockWork& wo
                                         p.v.stride[1], p.shape.V - work.col - kScanColumns, thread);
       next.start(storage.values(key_pipe.stage, 1), first, work.is_transition ? 0 : rows);
     }
-    arrive_after_copies(&barriers.full[key_pipe.stage]);
+    barriers.full.arrive_after_copies(key_pipe.stage);
     key_pipe.next(params.stages);
   }
   // A thread does not exit before its copies are complete.
@@ -57,9 +57,9 @@ __device__ inline void store_states(const ScanParams& params, const BlockWork& w
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
     T* const to = state_at(static_cast<T*>(p.states), p.shape, work.first_chunk + c, work.head, work.col);
-    wait(&barriers.state_full[state_pipe.stage], state_pipe.phase);
+    barriers.state_full.wait(state_pipe);
     store(storage.state(state_pipe.stage), to, p.shape.V - work.col, p.shape.D);
-    arrive_warp(&barriers.state_empty[state_pipe.stage]);
+    barriers.state_empty.arrive_warp(state_pipe.stage);
     state_pipe.next(params.state_stages);
   }
 }
@@ -79,9 +79,9 @@ __device__ inline void fence_stages(const ScanParams& params, const BlockWork& w
   PipelineState key_pipe;
 #pragma unroll 1
   for (int c = 0; c < work.chunks; ++c) {
-    wait(&barriers.full[key_pipe.stage], key_pipe.phase);
+    barriers.full.wait(key_pipe);
     fence_async_proxy();
-    arrive_warp(&barriers.proxy_full[key_pipe.stage]);
+    barriers.proxy_full.arrive_warp(key_pipe.stage);
     key_pipe.next(params.stages);
   }
 }

@@ -81,9 +81,9 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
   PipelineState key_pipe, state_pipe;
   const auto wait_for_stage = [&] {
     if (kHasOutput) {
-      wait(&barriers.proxy_full[key_pipe.stage], key_pipe.phase);
+      barriers.proxy_full.wait(key_pipe);
     } else {
-      wait(&barriers.full[key_pipe.stage], key_pipe.phase);
+      barriers.full.wait(key_pipe);
       fence_async_proxy();
     }
   };
@@ -98,11 +98,11 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
     Accumulator<8> y;
     rounded.start_read(y, s, storage.b_or_k(key_pipe.stage), [&](int i, const AFragment<4>& slab) {
       if constexpr (kHasOutput) {
-        if (i == 0) wait(&barriers.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
+        if (i == 0) barriers.state_empty.wait(state_pipe);
         store_blocks(storage.state(state_pipe.stage), 16 * warp, 64 * i, slab);
       }
     });
-    if constexpr (kHasOutput) arrive_warp(&barriers.state_full[state_pipe.stage]);
+    if constexpr (kHasOutput) barriers.state_full.arrive_warp(state_pipe.stage);
     // beta_i v_i and read_i, during the product
     Accumulator<8> beta_v;
     const RowFactorFragment read_factors(chunk_factors, kDeltaReadFactor);
@@ -158,10 +158,10 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
     start_update<T>(s, update, stage.k());
     if constexpr (kHasOutput) {
       store_blocks(storage.update(state_pipe.stage), 16 * warp, 0, unweighted);
-      arrive_warp(&barriers.update_full[state_pipe.stage]);
+      barriers.update_full.arrive_warp(state_pipe.stage);
       state_pipe.next(params.state_stages);
     }
-    uint64_t* const empty_barrier = &barriers.empty[key_pipe.stage];
+    const int key_stage = key_pipe.stage;
     key_pipe.next(params.stages);
     // Waiting for the next stage overlaps with the update, if the ring has another stage.
     const bool has_next = c + 1 < work.chunks, is_early = has_next && params.stages > 1;
@@ -169,7 +169,7 @@ __device__ inline void run_state_warps(const ScanParams& params, const BlockWork
     wait_state<0>(s);
     keep_registers(update);
     rounded.set(s);
-    arrive_warp(empty_barrier);
+    barriers.empty.arrive_warp(key_stage);
     if (has_next && !is_early) wait_for_stage();
   }
   store_final_state(s, p.shape, params.grid, work, first_col, p.final);

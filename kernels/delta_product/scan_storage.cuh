@@ -3,7 +3,7 @@
 
 #include "delta_product/state.cuh"
 #include "delta_product/tokens.cuh"
-#include "tile/cluster.h"
+#include "pipe/ring.h"
 
 namespace girih::kernels::delta_product {
 
@@ -29,17 +29,20 @@ struct ScanRoles {  // numbers of warps
 constexpr int kMaxStages = 4, kMaxStateStages = 3;
 
 struct ScanBarriers {
-  uint64_t full[kMaxStages], proxy_full[kMaxStages], empty[kMaxStages];  // ring of keys and values
-  uint64_t state_full[kMaxStateStages], update_full[kMaxStateStages],
-      state_empty[kMaxStateStages];  // ring of S and U
+  // Ring of keys and values.
+  FullBarriers<kMaxStages> full, proxy_full;
+  EmptyBarriers<kMaxStages> empty;
+  // Ring of S and U.
+  FullBarriers<kMaxStateStages> state_full, update_full;
+  EmptyBarriers<kMaxStateStages> state_empty;
 };
 constexpr int kScanBarrierBytes = 256;
 static_assert(sizeof(ScanBarriers) <= kScanBarrierBytes, "");
 
 // Signals that an output warp has read S and U of a stage. Cluster: arrives at the barrier of block 0.
 template <bool Cluster>
-__device__ inline void arrive_state_empty(uint64_t& barrier) {
-  Cluster ? arrive_remote(&barrier, 0) : arrive_warp(&barrier);
+__device__ inline void arrive_state_empty(ScanBarriers& barriers, int stage) {
+  Cluster ? barriers.state_empty.arrive_remote(stage, 0) : barriers.state_empty.arrive_warp(stage);
 }
 
 // HasB: b replaces beta k (delta_product.h); a stage has a tile of b beside the keys.

@@ -5,6 +5,7 @@
 #include "gla/launch.h"
 #include "gsa/gate_gradients.cuh"
 #include "gsa/range.cuh"
+#include "pipe/ring.h"
 
 namespace girih::kernels {
 
@@ -51,13 +52,13 @@ constexpr int kOutputBufferBytes =
 // The start of the shared memory. Behind it: stages of q and k, stages of v, states, buffers for the stores
 // of o.
 struct HeadReadRings {
-  float sums[kMaxValueStages][kChunk];     // L, the running sums of the gates of a chunk
-  float weights[kMaxValueStages][kChunk];  // weights w of the values
-  uint64_t full[kMaxValueStages];          // q, k, v, L and w are loaded
-  uint64_t values_empty[kMaxValueStages];  // v, L and w are free
-  uint64_t stage_empty[kMaxStages];        // q and k are free
-  uint64_t state_full[kMaxStateStages];    // the rounded S is written
-  uint64_t state_empty[kMaxStateStages];
+  float sums[kMaxValueStages][kChunk];          // L, the running sums of the gates of a chunk
+  float weights[kMaxValueStages][kChunk];       // weights w of the values
+  FullBarriers<kMaxValueStages> full;           // q, k, v, L and w are loaded
+  EmptyBarriers<kMaxValueStages> values_empty;  // v, L and w are free
+  EmptyBarriers<kMaxStages> stage_empty;        // q and k are free
+  FullBarriers<kMaxStateStages> state_full;     // the rounded S is written
+  EmptyBarriers<kMaxStateStages> state_empty;
 };
 constexpr int kHeadReadRingsBytes = (sizeof(HeadReadRings) + 1023) / 1024 * 1024;
 
@@ -149,17 +150,12 @@ template <typename T, int D, bool Reverse>
 __device__ inline void HeadBlock<T, D, Reverse>::init_barriers() const {
   const int consumer_threads =
       32 * (kStateWarps<D> + (is_local_scan ? 0 : 4));  // threads that consume q, k and v of a chunk
-  if (threadIdx.x < static_cast<unsigned>(params.value_stages)) {
-    // Arrivals: every loader for its copies, and one warp for the sums of gates.
-    init_barrier(&ring.full[threadIdx.x], 32 * (kLoaders + 1));
-    init_barrier(&ring.values_empty[threadIdx.x], consumer_threads);
-  }
-  if (threadIdx.x < static_cast<unsigned>(params.stages))
-    init_barrier(&ring.stage_empty[threadIdx.x], consumer_threads);
-  if (threadIdx.x < static_cast<unsigned>(params.state_stages)) {
-    init_barrier(&ring.state_full[threadIdx.x], 32 * kStateWarps<D>);
-    init_barrier(&ring.state_empty[threadIdx.x], 32 * (4 + (has_stores ? kStoreWarps : 0)));
-  }
+  // Arrivals: every loader for its copies, and one warp for the sums of gates.
+  ring.full.init(32 * (kLoaders + 1), params.value_stages);
+  ring.values_empty.init(consumer_threads, params.value_stages);
+  ring.stage_empty.init(consumer_threads, params.stages);
+  ring.state_full.init(32 * kStateWarps<D>, params.state_stages);
+  ring.state_empty.init(32 * (4 + (has_stores ? kStoreWarps : 0)), params.state_stages);
 }
 
 }  // namespace girih::kernels

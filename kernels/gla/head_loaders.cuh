@@ -34,14 +34,14 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_loaders() const {
   PipelineState stage_pipe, value_pipe;
 #pragma unroll 1
   for (int step = 0; step < range.chunks; ++step) {
-    wait(&ring.stage_empty[stage_pipe.stage], stage_pipe.phase ^ 1);
-    wait(&ring.values_empty[value_pipe.stage], value_pipe.phase ^ 1);
+    ring.stage_empty.wait(stage_pipe);
+    ring.values_empty.wait(value_pipe);
     const Stage stage = stage_at(stage_pipe.stage);
     const int token = range.first_token(step), rows = range.count_rows(token);
     k.start(stage.k, token, rows);
     v.start(values_at(value_pipe.stage), token, rows);
     if (!is_local_scan) q.start(stage.q, token, rows);
-    arrive_after_copies(&ring.full[value_pipe.stage]);
+    ring.full.arrive_after_copies(value_pipe.stage);
     if (warp == 0) {
       float* sums = ring.sums[value_pipe.stage];
       gates.store_prefix_sums(sums);
@@ -51,7 +51,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_loaders() const {
       *reinterpret_cast<float2*>(ring.weights[value_pipe.stage] + 2 * lane()) =
           Reverse ? float2{shape.scale * exp2_fast(sum.x), shape.scale * exp2_fast(sum.y)}
                   : float2{exp2_fast(chunk_sum - sum.x), exp2_fast(chunk_sum - sum.y)};
-      arrive(&ring.full[value_pipe.stage]);
+      ring.full.arrive(value_pipe.stage);
       gates = gates_of(step + 1);
       prefetch_gates(step + kGatePrefetchDistance);
     }

@@ -27,7 +27,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
     Accumulator<8> scores, o;
     fill(scores, 0.f);
     fill(o, 0.f);
-    wait(&ring.full[value_pipe.stage], value_pipe.phase);
+    ring.full.wait(value_pipe);
     AFragment<kHoldsQueries ? D / 16 : 1> q;
     if constexpr (kHoldsQueries) {
       load_blocks(q, stage.q, kWarpRows * row_block);
@@ -40,7 +40,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
       wgmma_start_transposed(scores, stage.q, stage.k);
     }
     wgmma_commit();
-    wait(&ring.state_full[state_pipe.stage], state_pipe.phase);
+    ring.state_full.wait(state_pipe);
     wgmma_fence(o);
     if constexpr (kHoldsQueries) {
       wgmma_start_transposed<T>(o, q, state_tile);
@@ -49,13 +49,13 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
     }
     wgmma_commit();
     wgmma_wait<1>(scores);
-    if (kHoldsQueries) arrive(&ring.stage_empty[stage_pipe.stage]);
+    if (kHoldsQueries) ring.stage_empty.arrive(stage_pipe.stage);
     decay_scores(scores, sums, shape.scale, row_block, Reverse);
     AFragment<4> near;
     round_to_a_fragment<T>(near, scores);
     wgmma_wait<0>(o);
     if constexpr (kHoldsQueries) keep_registers(q);
-    arrive(&ring.state_empty[state_pipe.stage]);
+    ring.state_empty.arrive(state_pipe.stage);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = sums[kWarpRows * row_block + lane_row() + 8 * i];
@@ -69,7 +69,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
     wgmma_wait<0>(o);
     keep_registers(near);
 
-    arrive(&ring.values_empty[value_pipe.stage]);
+    ring.values_empty.arrive(value_pipe.stage);
 
     // Without a buffer of their own, the stores use the tile of q, which all four warps have read.
     if (!kHoldsQueries) named_barrier_sync(1, 128);
@@ -77,7 +77,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_output_warps() const {
         kHoldsQueries ? output_buffer_at(output_warpgroup).block(0) : stage.q.block(0);
     const TokenRange chunk_range{range.sequence, 0, range.start + token, range.count_rows(token)};
     store_rows_as<T>(o, out, row_block, p.o, chunk_range, query_head, col, shape.V);
-    if (!kHoldsQueries) arrive(&ring.stage_empty[stage_pipe.stage]);
+    if (!kHoldsQueries) ring.stage_empty.arrive(stage_pipe.stage);
     stage_pipe.skip(params.output_warpgroups, params.stages),
         value_pipe.skip(params.output_warpgroups, params.value_stages);
     state_pipe.skip(params.output_warpgroups, params.state_stages);

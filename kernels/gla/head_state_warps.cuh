@@ -33,7 +33,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
   // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
   AFragment<4> weighted;
   const auto load_weighted_values = [&](AFragment<4>& to, const PipelineState& pipe) {
-    wait(&ring.full[pipe.stage], pipe.phase);
+    ring.full.wait(pipe);
     const Values v = values_at(pipe.stage);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -45,7 +45,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
 #pragma unroll 1
   for (int step = 0; step < range.chunks; ++step) {
     if (!is_local_scan) {
-      wait(&ring.state_empty[state_pipe.stage], state_pipe.phase ^ 1);
+      ring.state_empty.wait(state_pipe);
       const State state_tile = state_at(state_pipe.stage);
       AFragment<kN / 2> rounded;
       round_to_a_fragment<T>(rounded, state);
@@ -55,12 +55,12 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
         store_block(state_tile, first_value, first_key + 16 * k, rounded.at[k]);
       }
       fence_async_proxy();
-      arrive(&ring.state_full[state_pipe.stage]);
+      ring.state_full.arrive(state_pipe.stage);
       state_pipe.next(params.state_stages);
     }
 
     const float chunk_sum = ring.sums[value_pipe.stage][kChunk - 1], decay = exp2_fast(chunk_sum);
-    arrive(&ring.values_empty[value_pipe.stage]);
+    ring.values_empty.arrive(value_pipe.stage);
     total += chunk_sum;
     scale_rows(state, {decay, decay});
     fence_async_proxy();
@@ -73,7 +73,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
     if (has_next && has_stages) load_weighted_values(next, value_pipe);
     wgmma_wait<0>(state);
     keep_registers(weighted);
-    arrive(&ring.stage_empty[stage_pipe.stage]);
+    ring.stage_empty.arrive(stage_pipe.stage);
     stage_pipe.next(params.stages);
     if (has_next && !has_stages) load_weighted_values(next, value_pipe);
     if (has_next) weighted = next;

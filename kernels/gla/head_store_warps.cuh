@@ -21,7 +21,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_store_warps() const {
     // S is stored before the first chunk of a pair, in reverse before the last. The warps wait for the other
     // states too, as a wait must not miss a phase of the barrier.
     const bool is_stored = Reverse ? chunk % 2 == 1 || chunk == last_chunk : chunk % 2 == 0;
-    wait(&ring.state_full[state_pipe.stage], state_pipe.phase);
+    ring.state_full.wait(state_pipe);
     if (is_stored) {
       T* to = static_cast<T*>(p.states) +
               ((first_pair + chunk / 2) * count_state_heads(p) + state_head) * shape.V * shape.D +
@@ -35,7 +35,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_store_warps() const {
         to += kRowsPerStore * shape.D;
       }
     }
-    arrive(&ring.state_empty[state_pipe.stage]);
+    ring.state_empty.arrive(state_pipe.stage);
   }
 }
 

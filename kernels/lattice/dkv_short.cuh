@@ -39,14 +39,14 @@ class ShortDkvWarp {
                   ddecay_at_floor = exists && p.dg.data != nullptr
                                         ? load_element(p.ddecay_at_floor, coord.batch(), token, coord.head)
                                         : 0.f;
-      wait(ring.full() + pipe.stage, pipe.phase);
+      ring.barriers().full.wait(pipe);
       // Overlaps with the state warps, which do not use the tile that this changes.
       if (!is(LatticeObjective::similarity)) compute_h_or_c(pipe.stage);
-      wait(ring.dx_full() + pipe.stage, pipe.phase);
+      ring.barriers().dx_full.wait(pipe);
       float sums[2], end = 0.f;
       store_dk_dv(coord, pipe.stage, dkv_warp, sums, end);
       store_gate_gradients(coord, pipe.stage, sums, end, dgamma, ddecay_at_floor);
-      arrive_warp(ring.empty() + pipe.stage);
+      ring.barriers().empty.arrive_warp(pipe.stage);
     }
   }
 

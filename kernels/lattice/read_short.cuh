@@ -48,18 +48,18 @@ class ShortOutputWarp {
   __device__ void pass(int n, const PipelineState& pipe) const {
     const int stage = opaque(pipe.stage);
     const ChunkCoord coord = chunk_coord(p.shape, ring.block().of, n, ring.block().head);
-    wait(ring.full() + stage, pipe.phase);
-    wait(ring.state_full() + stage, pipe.phase);
+    ring.barriers().full.wait(pipe);
+    ring.barriers().state_full.wait(pipe);
     if constexpr (Ring::kHasCluster) {
       // S and H have arrived here: the state warps' block may reuse its stage
-      arrive_remote(ring.empty() + stage, 0);
+      ring.barriers().empty.arrive_remote(stage, 0);
     } else if (scan.memories != nullptr) {
       ring.store_saved(scan, coord.number, stage);
     }
     if constexpr (Resumed) load_step(coord);
     read_all<Resumed>(coord, stage);
-    if constexpr (Ring::kHasCluster) arrive_remote(ring.state_empty() + stage, 0);
-    arrive_warp(ring.empty() + stage);
+    if constexpr (Ring::kHasCluster) ring.barriers().state_empty.arrive_remote(stage, 0);
+    ring.barriers().empty.arrive_warp(stage);
   }
 
   __device__ static void next(PipelineState& pipe) {

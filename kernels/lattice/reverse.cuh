@@ -50,19 +50,21 @@ struct ReverseRing {
     return reinterpret_cast<float*>(base + kStages * kStageBytes) + stage * kFloats;
   }
   __device__ float* weights(int stage) const { return ends(stage) + 2 * S::M; }
-  __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kStages * (kStageBytes + 4 * kFloats));
+  __device__ LoadBarriers<kStages>& barriers() const {
+    return *reinterpret_cast<LoadBarriers<kStages>*>(base + kStages * (kStageBytes + 4 * kFloats));
   }
-  __device__ uint64_t* empty() const { return full() + kStages; }
 
   __device__ void load(const LatticeReverse& p, const ChunkedSequence& of, int head, int producer) const {
     const LatticeShape& shape = p.shape;
+    PipelineState pipe;
+    pipe.skip(producer, kStages);
 #pragma unroll 1
-    for (int64_t chunk_index = producer; chunk_index < of.chunks; chunk_index += kProducerWarps) {
+    for (int64_t chunk_index = producer; chunk_index < of.chunks;
+         chunk_index += kProducerWarps, pipe.skip(kProducerWarps, kStages)) {
       const ChunkCoord coord = chunk_coord(shape, of, of.chunks - 1 - chunk_index, head);
       const auto raw = load_tokens<S::R>(p.gamma, p.g, coord);
-      const int stage = static_cast<int>(chunk_index % kStages);
-      wait(empty() + stage, (chunk_index / kStages & 1) ^ 1);
+      const int stage = pipe.stage;
+      barriers().empty.wait(pipe);
       const int64_t place = memory_offset(shape, coord.number, head);
       load_by_warp(memory(stage), static_cast<const T*>(p.memories) + place, shape.D, shape.M, shape.D);
       load_by_warp(gradient(stage), static_cast<const T*>(p.gradients) + place, shape.D, shape.M, shape.D);
@@ -80,8 +82,8 @@ struct ReverseRing {
         copy_async(shared_address(ends(stage) + 4 * pack), from + of_rho * shape.M + m, m < shape.M);
       }
       store_weights(weights(stage), raw, p, coord);
-      arrive_after_copies(full() + stage);
-      arrive_warp(full() + stage);
+      barriers().full.arrive_after_copies(stage);
+      barriers().full.arrive_warp(stage);
     }
   }
 };
@@ -217,9 +219,9 @@ class ReverseStateWarp {
 #pragma unroll 1
     for (int64_t i = of.chunks - 1; i >= 0; --i, pipe.next(Ring::kStages)) {
       const ChunkCoord coord = chunk_coord(p.shape, of, i, head);
-      wait(ring.full() + pipe.stage, pipe.phase);
+      ring.barriers().full.wait(pipe);
       step(coord, pipe.stage);
-      arrive_warp(ring.empty() + pipe.stage);
+      ring.barriers().empty.arrive_warp(pipe.stage);
     }
     store_sum(sums + warp, delta_dot);
     store_sum(sums + S::kWarps + warp, resumed_decay);
@@ -352,7 +354,7 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
   const Ring ring{shared + S::Values::kBytes + ReverseStorage<S>::kNextMemoryBytes};
   const SequenceCoord block = sequence_coord(p.shape);
   const int warp = warp_index();
-  init_ring_barriers<S::kWarps, Ring::kStages>(ring.full());
+  ring.barriers().init(S::kWarps);
   if (warp >= S::kWarps) {
     ring.load(p, block.of, block.head, warp - S::kWarps);
     wait_copies<0>();

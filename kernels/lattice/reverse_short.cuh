@@ -66,7 +66,7 @@ class ShortReverseStateWarp {
     const int chunks = static_cast<int>(of.chunks);
     PipelineState pipe;
     if (chunks > 0) {
-      wait(ring.full(), 0);
+      ring.barriers().full.wait({});
       load_s(0);
     }
     const auto process = [&](auto special, int left, bool complete, bool resumed) {
@@ -168,8 +168,8 @@ class ShortReverseStateWarp {
         scalars.steps[row + 8 * j] = steps ? 1.f : 0.f;
       }
     }
-    arrive_warp(ring.dx_full() + stage);
-    if (more) wait(ring.full() + next.stage, next.phase);
+    ring.barriers().dx_full.arrive_warp(stage);
+    if (more) ring.barriers().full.wait(next);
     next_memory = s;
     if (more) load_s(next.stage);
     if (decode) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lattice/scan_common.cuh"
+#include "pipe/ring.h"
 
 namespace girih::kernels::lattice {
 
@@ -64,13 +65,16 @@ struct ShortReverseRing {
   __device__ StageScalars& scalars(int stage) const {
     return reinterpret_cast<StageScalars*>(after_tiles())[stage];
   }
-  __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(after_tiles() + kStages * kScalarBytes);
+  struct Barriers {
+    FullBarriers<kStages> full;
+    EmptyBarriers<kStages> empty;
+    FullBarriers<kStages> dx_full;  // the state warps have stored dX
+  };
+  __device__ Barriers& barriers() const {
+    return *reinterpret_cast<Barriers*>(after_tiles() + kStages * kScalarBytes);
   }
-  __device__ uint64_t* empty() const { return full() + kStages; }
-  __device__ uint64_t* dx_full() const { return full() + 2 * kStages; }  // the state warps have stored dX
   // For each state warp Delta'.dDelta', and m_C c of a resumed chunk.
-  __device__ float* sums() const { return reinterpret_cast<float*>(full() + 3 * kStages); }
+  __device__ float* sums() const { return reinterpret_cast<float*>(&barriers() + 1); }
 
   // Sequence and head of the block, in shared memory to save registers.
   __device__ SequenceCoord& block() const {
@@ -83,11 +87,9 @@ struct ShortReverseRing {
       block() = sequence_coord(p.reverse.shape, static_cast<unsigned>(p.shares));
       list_sources(p);
     }
-    if (threadIdx.x < kStages) {
-      init_barrier(full() + threadIdx.x, 32 + arrival_count(1));
-      init_barrier(empty() + threadIdx.x, arrival_count(1));
-      init_barrier(dx_full() + threadIdx.x, arrival_count(S::kWarps));
-    }
+    barriers().full.init(32 + arrival_count(1));
+    barriers().empty.init(arrival_count(1));
+    barriers().dx_full.init(arrival_count(S::kWarps));
     __syncthreads();
   }
 
@@ -113,7 +115,8 @@ struct ShortReverseRing {
       const auto gates = sum_tokens(raw, from.gamma.dtype, from.g.dtype);
       const float before = earlier_log_decay(from.start, coord);
       const bool own = belongs_to_share(n, block().share, p.shares);
-      wait((own ? empty() : dx_full()) + stage, pipe.phase ^ 1);
+      // Only the state warps read a chunk of another share: their dX of the previous pass releases the stage.
+      own ? barriers().empty.wait(pipe) : barriers().dx_full.wait_for_previous(pipe);
       load_tiles(stage, own ? kSources : kSources - 2, shape, coord);
       StageScalars& to = scalars(stage);
       const float* const ends = from.ends + (coord.number * shape.heads + head) * 2 * shape.M;
@@ -121,8 +124,8 @@ struct ShortReverseRing {
       copy_async(shared_address(lane() < 16 ? &to.alpha[m] : &to.rho[m]),
                  ends + (lane() < 16 ? 0 : shape.M) + m, m < shape.M);
       store_scalars(to, gates, sign_of(shape.objective), before);
-      arrive_after_copies(full() + stage);
-      arrive_warp(full() + stage);
+      barriers().full.arrive_after_copies(stage);
+      barriers().full.arrive_warp(stage);
     }
   }
 

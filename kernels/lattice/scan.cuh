@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   const SequenceCoord block = sequence_coord(shape);
   const ChunkedSequence& of = block.of;
   const int warp = warp_index(), head = block.head, first = 16 * warp;
-  init_ring_barriers<S::kWarps, Ring<S>::kStages>(ring.full());
+  ring.barriers().init(S::kWarps);
   if (warp >= S::kWarps) {
     ring.load(p, of, head, warp - S::kWarps);
     wait_copies<0>();
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
     round_to_a_fragment<T>(rounded, X);
     store_blocks(intra_chunk.memory, first, 0, rounded);
     __syncwarp();
-    wait(ring.full() + pipe.stage, pipe.phase);
+    ring.barriers().full.wait(pipe);
     intra_chunk.k = ring.k(pipe.stage), intra_chunk.h = ring.v(pipe.stage);
     compute_u(U, intra_chunk, ring.weights(pipe.stage), [&] {
       store_tile_rows(static_cast<T*>(p.memories) + memory_offset(shape, coord.number, head),
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
     const float memory_decay = complete ? ring.memory_decay(pipe.stage) : 0.f,
                 call_decay = ring.call_decay(pipe.stage);
     decay = ring.sum(pipe.stage);
-    arrive_warp(ring.empty() + pipe.stage);
+    ring.barriers().empty.arrive_warp(pipe.stage);
     const float2 alpha = {memory_decay - sigma.x, memory_decay - sigma.y};
     if (coord.resumed) {
       for_each_element(U, p.start.step, sequence, head, shape, first,

@@ -5,6 +5,7 @@
 #include "lattice/intra_chunk.cuh"
 #include "lattice/launch.h"
 #include "pipe/device.h"
+#include "pipe/ring.h"
 #include "pipe/row_source.h"
 #include "tile/shared.h"
 
@@ -38,15 +39,18 @@ __device__ inline void store_weights(float* to, const RawTokens<R>& raw, const P
                 earlier_log_decay(p.start, coord));
 }
 
-// A stage is full when its producer warp's copies have arrived, and empty when all `Warps` have released it.
-template <int Warps, int Stages>
-__device__ inline void init_ring_barriers(uint64_t* full) {
-  if (threadIdx.x < Stages) {
-    init_barrier(full + threadIdx.x, 32 + arrival_count(1));
-    init_barrier(full + Stages + threadIdx.x, arrival_count(Warps));
+// A stage is full when its producer warp's copies have arrived, and empty when all `warps` have released it.
+template <int Stages>
+struct LoadBarriers {
+  FullBarriers<Stages> full;
+  EmptyBarriers<Stages> empty;
+
+  __device__ void init(int warps) {
+    full.init(32 + arrival_count(1));
+    empty.init(arrival_count(warps));
+    __syncthreads();
   }
-  __syncthreads();
-}
+};
 
 template <class S>
 struct Ring {
@@ -73,26 +77,28 @@ struct Ring {
   __device__ float memory_decay(int stage) const { return weights(stage)[S::R]; }
   __device__ float call_decay(int stage) const { return weights(stage)[S::R + 1]; }
   __device__ float sum(int stage) const { return weights(stage)[S::R + 2]; }
-  __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kStages * (kStageBytes + 4 * kFloats));
+  __device__ LoadBarriers<kStages>& barriers() const {
+    return *reinterpret_cast<LoadBarriers<kStages>*>(base + kStages * (kStageBytes + 4 * kFloats));
   }
-  __device__ uint64_t* empty() const { return full() + kStages; }
 
   // Loads the chunks of a sequence in order; called by a producer warp.
   __device__ void load(const LatticeScan& p, const ChunkedSequence& of, int head, int producer) const {
+    PipelineState pipe;
+    pipe.skip(producer, kStages);
 #pragma unroll 1
-    for (int64_t chunk_index = producer; chunk_index < of.chunks; chunk_index += kProducerWarps) {
+    for (int64_t chunk_index = producer; chunk_index < of.chunks;
+         chunk_index += kProducerWarps, pipe.skip(kProducerWarps, kStages)) {
       const ChunkCoord coord = chunk_coord(p.shape, of, chunk_index, head);
       const auto raw = load_tokens<S::R>(p.gamma, p.g, coord);
-      const int stage = static_cast<int>(chunk_index % kStages);
-      wait(empty() + stage, (chunk_index / kStages & 1) ^ 1);
+      const int stage = pipe.stage;
+      barriers().empty.wait(pipe);
       load_by_warp(k(stage), row_of<T>(p.k, coord.batch(), coord.chunk.start, head), p.k.stride[1],
                    coord.chunk.length, p.shape.M);
       load_by_warp(v(stage), row_of<T>(p.v, coord.batch(), coord.chunk.start, head), p.v.stride[1],
                    coord.chunk.length, p.shape.D);
       store_weights(weights(stage), raw, p, coord);
-      arrive_after_copies(full() + stage);
-      arrive_warp(full() + stage);
+      barriers().full.arrive_after_copies(stage);
+      barriers().full.arrive_warp(stage);
     }
   }
 };

@@ -27,10 +27,11 @@ __device__ inline void send_stages(const Ring& ring) {
 #pragma unroll 1
   for (int64_t n = 0; n < chunks; ++n, pipe.next(Ring::kStages)) {
     const int stage = pipe.stage;
-    wait(ring.state_full() + stage, pipe.phase);
-    wait(ring.state_empty() + stage, pipe.phase ^ 1);
+    ring.barriers().state_full.wait(pipe);
+    ring.barriers().state_empty.wait(pipe);
     __syncwarp();  // all lanes must see this phase before the send lets the stage be filled again
-    if (lane() == 0) copy_to_remote(ring.memory(stage).data, Ring::kSentBytes, ring.state_full() + stage, 1);
+    if (lane() == 0)
+      copy_to_remote(ring.memory(stage).data, Ring::kSentBytes, ring.barriers().state_full.at(stage), 1);
     __syncwarp();
   }
 }
@@ -40,9 +41,9 @@ __device__ inline void store_stages(const LatticeScan& p, const Ring& ring) {
   PipelineState pipe;
 #pragma unroll 1
   for (int64_t n = 0; n < of.chunks; ++n, pipe.next(Ring::kStages)) {
-    wait(ring.state_full() + pipe.stage, pipe.phase);
+    ring.barriers().state_full.wait(pipe);
     ring.store_saved(p, of.first + n, pipe.stage);
-    arrive_warp(ring.empty() + pipe.stage);
+    ring.barriers().empty.arrive_warp(pipe.stage);
   }
 }
 

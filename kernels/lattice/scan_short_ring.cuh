@@ -3,6 +3,7 @@
 #pragma once
 
 #include "lattice/scan_common.cuh"
+#include "pipe/ring.h"
 #include "tile/cluster.h"
 
 namespace girih::kernels::lattice {
@@ -42,9 +43,15 @@ struct ShortScanRing {
   static constexpr int kTokenBytes = S::Keys::kBytes;
   static constexpr int kStageBytes = S::Memory::kBytes + 3 * kTokenBytes;
   static constexpr int kSentBytes = S::Memory::kBytes + kTokenBytes;  // memory and H
-  static constexpr int kScalarBytes = sizeof(StageScalars), kBarriers = HasCluster ? 4 : 3;
-  static constexpr int kBytes = kStages * (kStageBytes + kScalarBytes + kBarriers * 8) + S::Memory::kBytes +
-                                4 * S::M + static_cast<int>(sizeof(SequenceCoord)) +
+  static constexpr int kScalarBytes = sizeof(StageScalars);
+  struct Barriers {
+    FullBarriers<kStages> full;
+    FullBarriers<kStages> state_full;  // the state warps have stored S and H
+    EmptyBarriers<kStages> empty;
+    EmptyBarriers<kStages> state_empty;  // HasCluster: the output warps have finished with S and H
+  };
+  static constexpr int kBytes = kStages * (kStageBytes + kScalarBytes) + S::Memory::kBytes + 4 * S::M +
+                                static_cast<int>(sizeof(Barriers) + sizeof(SequenceCoord)) +
                                 kSources * static_cast<int>(sizeof(RowSource<T>));
 
   unsigned char* base;
@@ -68,16 +75,10 @@ struct ShortScanRing {
   __device__ StageScalars& scalars(int stage) const {
     return reinterpret_cast<StageScalars*>(step_square() + S::M)[stage];
   }
-  __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(&scalars(kStages)); }
-  __device__ uint64_t* state_full() const { return full() + kStages; }  // the state warps have stored S and H
-  __device__ uint64_t* empty() const { return full() + 2 * kStages; }
-  // HasCluster: the output warps have finished with S and H
-  __device__ uint64_t* state_empty() const { return full() + 3 * kStages; }
+  __device__ Barriers& barriers() const { return *reinterpret_cast<Barriers*>(&scalars(kStages)); }
 
   // Sequence and head of the block, in shared memory to save registers.
-  __device__ SequenceCoord& block() const {
-    return *reinterpret_cast<SequenceCoord*>(full() + kBarriers * kStages);
-  }
+  __device__ SequenceCoord& block() const { return *reinterpret_cast<SequenceCoord*>(&barriers() + 1); }
   __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&block() + 1); }
 
   // `reads`: this block has the output warps.
@@ -86,17 +87,14 @@ struct ShortScanRing {
       block() = sequence_coord(p.scan.shape, HasCluster ? 2 : 1);
       list_sources(p, reads);
     }
-    if (threadIdx.x < kStages) {
-      const bool sends = HasCluster && !reads, stores = p.scan.memories != nullptr;
-      init_barrier(full() + threadIdx.x, 32 + arrival_count(1));
-      init_barrier(state_full() + threadIdx.x, HasCluster && reads ? 1 : arrival_count(S::kWarps));
-      init_barrier(empty() + threadIdx.x, sends ? 1 + (stores ? arrival_count(1) : 0) : arrival_count(1));
-      if constexpr (HasCluster) {
-        init_barrier(state_empty() + threadIdx.x, 1);
-        fence_barrier_init();
-      }
-    }
+    const bool sends = HasCluster && !reads, stores = p.scan.memories != nullptr;
+    Barriers& all = barriers();
+    all.full.init(32 + arrival_count(1));
+    all.state_full.init(HasCluster && reads ? 1 : arrival_count(S::kWarps));
+    all.empty.init(sends ? 1 + (stores ? arrival_count(1) : 0) : arrival_count(1));
     if constexpr (HasCluster) {
+      all.state_empty.init(1);
+      fence_barrier_init();
       cluster_sync();
     } else {
       __syncthreads();
@@ -121,7 +119,7 @@ struct ShortScanRing {
         next = load_tokens<16>(p.gamma, p.g, chunk_coord(shape, of, n + producers, head));
       }
       const int stage = pipe.stage;
-      wait(empty() + stage, pipe.phase ^ 1);
+      barriers().empty.wait(pipe);
 #pragma unroll 1
       for (int i = 0; i < kSources; ++i) {
         const RowSource<T>& source = sources()[i];
@@ -133,8 +131,8 @@ struct ShortScanRing {
       const float sign = sign_of(kObjective), before = earlier_log_decay(p.start, coord);
       if (reads) store_tokens<T>(to.tokens, gates, sign, before);
       if (!HasCluster || !reads) store_weights(to.weights, gates, sign, before);
-      arrive_after_copies(full() + stage);
-      arrive_warp(full() + stage);
+      barriers().full.arrive_after_copies(stage);
+      barriers().full.arrive_warp(stage);
     }
   }
 

@@ -62,7 +62,7 @@ class ShortScanStateWarp {
     bool resumed = of.prior_tokens > 0;
     PipelineState pipe;
     if (chunks > 0) {
-      wait(ring.full(), 0);
+      ring.barriers().full.wait({});
       stage_addresses = addresses.for_stage(0);
       store_s(stage_addresses);
       load_inputs(stage_addresses);
@@ -154,7 +154,7 @@ class ShortScanStateWarp {
     // Overlaps with the computation of H or a: loads of the next chunk, x.x, and the stores of the previous
     // chunk. In this order, so that the next chunk's inputs are not used before this chunk's memory is
     // complete.
-    wait(ring.full() + next.stage, next.phase);
+    ring.barriers().full.wait(next);
     const TileAddresses next_addresses = addresses.for_stage(next.stage);
     if constexpr (!kEncode) load_inputs(next_addresses);
     float square[2][2];
@@ -213,7 +213,7 @@ class ShortScanStateWarp {
         scalars.rho[first + lane_row() + 8 * j] = previous.rho[j];
       }
     }
-    arrive_warp(ring.state_full() + previous.stage);
+    ring.barriers().state_full.arrive_warp(previous.stage);
   }
 
   // Smallest ratio of the length to the sum of its terms for which the length is used: its rounding error is

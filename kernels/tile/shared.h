@@ -206,18 +206,4 @@ __device__ inline void wait(uint64_t* barrier, unsigned parity) {
   }
 }
 
-// The position in a ring of mbarriers: the index of the stage and the parity of its phase.
-struct PipelineState {
-  int stage = 0;
-  unsigned phase = 0;
-
-  __device__ void next(int size) {
-    if (++stage == size) stage = 0, phase ^= 1;
-  }
-  __device__ void skip(int stages, int size) {  // stages <= size
-    stage += stages;
-    if (stage >= size) stage -= size, phase ^= 1;
-  }
-};
-
 }  // namespace girih::kernels

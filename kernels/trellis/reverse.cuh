@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(TrellisReverseStorage<T, Width>::kThreads, 1)
   const Storage storage{Width == 64 ? pin_address(shared) : shared};
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const int warp = warp_index();
-  if (threadIdx.x == 0) storage.init(p, coord, HasOneTile ? 1 : Storage::kOutputWarps);
+  storage.init_barriers(HasOneTile ? 1 : Storage::kOutputWarps);
+  if (threadIdx.x == 0) storage.init_sources(p, coord);
   __syncthreads();
   // With a width of 128 the state warps and the output warps need the registers that producer warps and the
   // load warp do not use: 256 * 160 + 128 * 136 + 128 * 56 = 65536.

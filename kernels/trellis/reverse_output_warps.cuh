@@ -264,15 +264,15 @@ struct TrellisReverseOutputWarp {
       return wait_memory();
     }
     __device__ void release_memory() const {
-      wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
-      arrive_warp(storage.memory_empty() + memory_pipe.stage);
+      storage.barriers().memory_full.wait(memory_pipe);
+      storage.barriers().memory_empty.arrive_warp(memory_pipe.stage);
       memory_pipe.next(Storage::kMemoryStages);
       --unreleased;
     }
 
    private:
     __device__ typename Storage::Memory wait_memory() const {
-      wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
+      storage.barriers().memory_full.wait(memory_pipe);
       return storage.memory(memory_pipe.stage);
     }
   };
@@ -299,7 +299,7 @@ struct TrellisReverseOutputWarp {
     for (int64_t i = coord.chunked.chunks - 1 - output_warp; i >= 0; i -= Storage::kOutputWarps) {
       const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
       int unreleased = has_separate_first ? 2 : 1;
-      wait(storage.dz_full() + token_pipe.stage, token_pipe.phase);  // implies that G is stored
+      storage.barriers().dz_full.wait(token_pipe);  // implies that G is stored
       PipelineState memory_pipe = gradient_pipe;
       // Hides the constants from the compiler, which otherwise unrolls into more registers than there are.
       int tile = 0, tiles = 1;
@@ -308,8 +308,8 @@ struct TrellisReverseOutputWarp {
       compute_gradients(WarpTile(chunk_of(p.shape.grid, coord.chunked, i), token_pipe, tile, tiles),
                         storage.gradient(gradient_pipe.stage), memories);
       while (unreleased > 0) memories.release_memory();
-      arrive_warp(storage.empty() + token_pipe.stage);
-      arrive_warp(storage.gradient_empty() + gradient_pipe.stage);
+      storage.barriers().empty.arrive_warp(token_pipe.stage);
+      storage.barriers().gradient_empty.arrive_warp(gradient_pipe.stage);
       skip(Storage::kOutputWarps);
     }
   }
@@ -323,20 +323,20 @@ struct TrellisReverseOutputWarp {
                 own_index = static_cast<int>((output_warp - earlier_tiles) % Storage::kOutputWarps);
       const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
       int unreleased = has_separate_first ? 2 : 1;
-      wait(storage.gradient_full() + gradient_pipe.stage, gradient_pipe.phase);
+      storage.barriers().gradient_full.wait(gradient_pipe);
       const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
       if (own_index < tiles) {
         const WarpTile warp_tile(chunk, token_pipe, tiles - 1 - own_index, tiles);
         // The state warps store the tiles in order: the later wait implies the earlier ones.
-        wait(storage.dz_full() + warp_tile.pipe.stage, warp_tile.pipe.phase);
+        storage.barriers().dz_full.wait(warp_tile.pipe);
         compute_gradients(warp_tile, storage.gradient(gradient_pipe.stage), memories);
       }
       while (unreleased > 0) memories.release_memory();
       for (int j = 0; j < tiles; ++j, token_pipe.next(Storage::kStages)) {
-        wait(storage.dz_full() + token_pipe.stage, token_pipe.phase);
-        arrive_warp(storage.empty() + token_pipe.stage);
+        storage.barriers().dz_full.wait(token_pipe);
+        storage.barriers().empty.arrive_warp(token_pipe.stage);
       }
-      arrive_warp(storage.gradient_empty() + gradient_pipe.stage);
+      storage.barriers().gradient_empty.arrive_warp(gradient_pipe.stage);
       gradient_pipe.next(Storage::kMemoryStages);
       earlier_tiles += tiles;
     }

@@ -78,7 +78,7 @@ struct TrellisReverseProducerWarp {
       if (j > tile.later_tiles) break;
       // Other producer warps load the later tiles of the chunk.
       const int other = earlier_stage(stage, j);
-      if (j > 0) wait(storage.full() + other, tile.pipe.phase ^ (other > stage ? 1 : 0));
+      if (j > 0) storage.barriers().full.wait({other, tile.pipe.phase ^ (other > stage ? 1u : 0u)});
       Accumulator<2> s;
       fill(s, 0.f);
       add_tile_product_transposed<K>(s, x, 0, storage.stage_tile(other, Storage::kW), 0);
@@ -101,7 +101,7 @@ struct TrellisReverseProducerWarp {
       round_to_a_fragment<T>(rounded, sums);
       store_blocks(intra_du, 0, 8 * n, rounded);
     }
-    arrive_warp(storage.full() + stage);
+    storage.barriers().full.arrive_warp(stage);
   }
 
   // The stage of the tile that was loaded `tiles` tiles earlier.
@@ -140,7 +140,7 @@ struct TrellisReverseProducerWarp {
   __device__ void process_tile(PendingTile& pending, const PipelineState& token_pipe, const Chunk& chunk,
                                int64_t chunk_index, int tile, int tiles) const {
     finish_pending(pending);
-    wait(storage.empty() + token_pipe.stage, token_pipe.phase ^ 1);
+    storage.barriers().empty.wait(token_pipe);
     load_tile(chunk, tile, token_pipe.stage);
     pending = {token_pipe, tiles - 1 - tile, rows_in(chunk, tiles - 1), tile_flags(chunk_index, tile, tiles),
                true};
@@ -169,13 +169,13 @@ __device__ inline void load_memories(const TrellisReverse& p, const TrellisBlock
   const T* stored = static_cast<const T*>(p.memories[memory]);
   PipelineState memory_pipe;
   const auto publish_memory = [&] {
-    arrive_after_copies(storage.memory_full() + memory_pipe.stage);
-    arrive_warp(storage.memory_full() + memory_pipe.stage);
+    storage.barriers().memory_full.arrive_after_copies(memory_pipe.stage);
+    storage.barriers().memory_full.arrive_warp(memory_pipe.stage);
     memory_pipe.next(Storage::kMemoryStages);
   };
   for (int64_t i = coord.chunked.chunks - 1; i >= 0; --i) {
     if (is_resumed(p.chunk_start[memory], i)) {
-      wait(storage.memory_empty() + memory_pipe.stage, memory_pipe.phase ^ 1);
+      storage.barriers().memory_empty.wait(memory_pipe);
       const auto to = storage.memory(memory_pipe.stage);
       for (int j = lane(); j < Width * Width; j += 32) to.at(j / Width, j % Width) = from_float<T>(0.f);
       __syncwarp();
@@ -189,7 +189,7 @@ __device__ inline void load_memories(const TrellisReverse& p, const TrellisBlock
       }
       publish_memory();
     }
-    wait(storage.memory_empty() + memory_pipe.stage, memory_pipe.phase ^ 1);
+    storage.barriers().memory_empty.wait(memory_pipe);
     T* to = storage.memory(memory_pipe.stage).data;
     const T* from = stored + stored_memory_offset<Width>(p.shape, coord.chunked.first + i, coord.head);
 #pragma unroll

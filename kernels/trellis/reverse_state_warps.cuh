@@ -112,7 +112,7 @@ __device__ inline void run_reverse_state_warp(const TrellisReverse& p, const Tre
   PipelineState token_pipe, gradient_pipe;
   TileInputs<S> next_tile;
   const auto load_next_tile = [&](const PipelineState& pipe) {
-    wait(storage.full() + pipe.stage, pipe.phase);
+    storage.barriers().full.wait(pipe);
     next_tile.template load<T>(phi, storage, pipe.stage, slot, weights);
   };
   if (kPrefetch && last >= 0) load_next_tile(token_pipe);
@@ -134,9 +134,9 @@ __device__ inline void run_reverse_state_warp(const TrellisReverse& p, const Tre
     multiply_transposed<T>(du, storage.stage_tile(s, Storage::kX), gradient_operand);
     if (enters_chunk) {
       // Overlaps with the product.
-      wait(storage.gradient_empty() + gradient_pipe.stage, gradient_pipe.phase ^ 1);
+      storage.barriers().gradient_empty.wait(gradient_pipe);
       store_gradient(storage.gradient(gradient_pipe.stage), slot, gradient_operand);
-      if (!HasOneTile) arrive_warp(storage.gradient_full() + gradient_pipe.stage);
+      if (!HasOneTile) storage.barriers().gradient_full.arrive_warp(gradient_pipe.stage);
       gradient_pipe.next(Storage::kMemoryStages);
       const float decay = storage.scalars(s).decay;
       if (decay != 1.f) scale(G, decay);
@@ -219,7 +219,7 @@ __device__ inline void run_reverse_state_warp(const TrellisReverse& p, const Tre
 #pragma unroll
     for (int i = 0; i < 2 * S; ++i) da.at[i] ^= 0x80008000u;  // da = -J dU: both signs of a pair
     store_slots(storage.stage_tile(s, Storage::kTargets), slot, da);
-    arrive_warp(storage.dz_full() + s);
+    storage.barriers().dz_full.arrive_warp(s);
     if (is_incomplete && tile_flags & Storage::kFirstTileOfChunk) {
       if (!(tile_flags & Storage::kResumedChunk))
         add_state(G, p.dlast_chunk_start[memory], coord, shape, slot);

@@ -12,6 +12,7 @@
 // the state warps to the output warps.
 #pragma once
 
+#include "pipe/ring.h"
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {
@@ -84,22 +85,32 @@ struct TrellisReverseStorage {
     return reinterpret_cast<float4*>(base + kTileBytes + kMemoryBytes + kScalarBytes) +
            (tile_index & 1) * kTokenTile * kStateWarps;
   }
-  __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kSumBytes);
+  struct Barriers {
+    FullBarriers<kStages> full, dz_full;
+    EmptyBarriers<kStages> empty;
+    FullBarriers<kMemoryStages> memory_full;
+    EmptyBarriers<kMemoryStages> memory_empty;
+    FullBarriers<kMemoryStages> gradient_full;
+    EmptyBarriers<kMemoryStages> gradient_empty;
+  };
+  __device__ Barriers& barriers() const {
+    return *reinterpret_cast<Barriers*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kSumBytes);
   }
-  __device__ uint64_t* dz_full() const { return full() + kStages; }
-  __device__ uint64_t* empty() const { return dz_full() + kStages; }
-  __device__ uint64_t* memory_full() const { return empty() + kStages; }
-  __device__ uint64_t* memory_empty() const { return memory_full() + kMemoryStages; }
-  __device__ uint64_t* gradient_full() const { return memory_empty() + kMemoryStages; }
-  __device__ uint64_t* gradient_empty() const { return gradient_full() + kMemoryStages; }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&barriers() + 1); }
 
-  __device__ RowSource<T>* sources() const {
-    return reinterpret_cast<RowSource<T>*>(gradient_empty() + kMemoryStages);
+  // `output_warps` warps release a stage, a memory and a gradient.
+  __device__ void init_barriers(int output_warps) const {
+    Barriers& all = barriers();
+    all.full.init(arrival_count(1));
+    all.dz_full.init(arrival_count(kStateWarps));
+    all.empty.init(arrival_count(output_warps));
+    all.memory_full.init(32 + arrival_count(1));
+    all.memory_empty.init(arrival_count(output_warps));
+    all.gradient_full.init(arrival_count(kStateWarps));
+    all.gradient_empty.init(arrival_count(output_warps));
   }
-
-  // Called by one thread. `output_warps` warps release a stage, a memory and a gradient.
-  __device__ void init(const TrellisReverse& p, const TrellisBlockCoord& coord, int output_warps) const {
+  // Called by one thread.
+  __device__ void init_sources(const TrellisReverse& p, const TrellisBlockCoord& coord) const {
     const int memory = coord.memory, width = p.shape.width(memory), M = p.shape.M;
     RowSource<T>* const source = sources();
     const auto source_of = [&](const InputTensor<4>& x, int cols, StageTensor tensor) {
@@ -108,17 +119,6 @@ struct TrellisReverseStorage {
     source[0] = source_of(p.x[memory], width, kX), source[1] = source_of(p.w[memory], width, kW);
     source[2] = source_of(p.l[memory], M, kL), source[3] = source_of(p.u[memory], M, kU);
     source[4] = source_of(p.z[memory], M, kZ), source[5] = source_of(p.a, M, kTargets);
-    for (int s = 0; s < kStages; ++s) {
-      init_barrier(full() + s, arrival_count(1));
-      init_barrier(dz_full() + s, arrival_count(kStateWarps));
-      init_barrier(empty() + s, arrival_count(output_warps));
-    }
-    for (int stage = 0; stage < kMemoryStages; ++stage) {
-      init_barrier(memory_full() + stage, 32 + arrival_count(1));
-      init_barrier(memory_empty() + stage, arrival_count(output_warps));
-      init_barrier(gradient_full() + stage, arrival_count(kStateWarps));
-      init_barrier(gradient_empty() + stage, arrival_count(output_warps));
-    }
   }
 };
 

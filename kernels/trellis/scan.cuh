@@ -22,9 +22,10 @@ __global__ void __launch_bounds__(TrellisScanStorage<T, Width>::kThreads, 1)
   const TrellisBlockCoord coord(p.shape, blockIdx.x);
   const bool paired = has_cluster_pair(p);
   const int warp = warp_index();
+  storage.init_barriers(p, coord.memory, HasLookahead ? 1 : Storage::kOutputWarps);
+  if (paired) fence_barrier_init();
   if (threadIdx.x == 0) {
-    storage.init(p, coord, HasLookahead ? 1 : Storage::kOutputWarps);
-    if (paired) fence_barrier_init();
+    storage.init_sources(p, coord);
     if (coord.head == 0 && coord.memory == kKeyMemory) {
       const auto& sequence = coord.chunked.sequence;
       p.last_position[coord.sequence] =

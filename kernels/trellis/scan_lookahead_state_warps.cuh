@@ -76,7 +76,7 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
     Accumulator<N> caller_state = A;
     if (resumed) load_state(caller_state, p.chunk_start[coord.memory], coord, p.shape, slot);
     round_to_b_fragment<T>(A_rounded, caller_state);
-    wait(storage.full(), 0);
+    storage.barriers().full.wait({});
     load_blocks(inputs.x, stage_tile(0, Storage::kX));
     Accumulator<2> z;
     compute_z(z);
@@ -114,7 +114,7 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
   __device__ void load_next_x(bool has_next) {
     PipelineState next = token_pipe;
     next.next(Storage::kStages);
-    if (has_next) wait(storage.full() + next.stage, next.phase);
+    if (has_next) storage.barriers().full.wait(next);
     load_blocks(inputs.x, stage_tile(next.stage, Storage::kX));
   }
 

@@ -70,7 +70,8 @@ struct TrellisScanOutputWarp {
     }
     // The stage of this block was empty only after the other block had loaded its previous r (init()), so the
     // tile of the other block is free.
-    if (lane() == 0) copy_to_remote(tile.data, StageTile::kBytes, storage.r_full() + s, kValueMemory);
+    if (lane() == 0)
+      copy_to_remote(tile.data, StageTile::kBytes, storage.barriers().r_full.at(s), kValueMemory);
   }
 
   // O = R A + .., with after_memory_product() as above.
@@ -78,10 +79,10 @@ struct TrellisScanOutputWarp {
   __device__ void compute_o(const WarpTile& warp_tile, const typename Storage::Memory& memory, int64_t token,
                             int rows, const Callback& after_memory_product) const {
     const int s = warp_tile.pipe.stage;
-    wait(storage.r_full() + s, warp_tile.pipe.phase);
+    storage.barriers().r_full.wait(warp_tile.pipe);
     AFragment<K> r;
     load_blocks(r, storage.stage_tile(s, Storage::kQR));
-    arrive_remote(storage.empty() + s, kKeyMemory);
+    storage.barriers().empty.arrive_remote(s, kKeyMemory);
     Accumulator<N> o;
     fill(o, 0.f);
     add_product<T>(o, r, memory);
@@ -149,13 +150,13 @@ struct TrellisScanOutputWarp {
       const Chunk chunk = chunk_of(p.shape.grid, coord.chunked, i);
       // The state warps wait for the producer warps before they pass the memory on, so the tokens are loaded
       // too.
-      wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
+      storage.barriers().memory_full.wait(memory_pipe);
       process_tile(WarpTile(token_pipe, 0), storage.memory(memory_pipe.stage), chunk.start, chunk.length,
                    [&] {
-                     arrive_warp(storage.memory_empty() + memory_pipe.stage);
-                     wait(storage.u_full() + token_pipe.stage, token_pipe.phase);
+                     storage.barriers().memory_empty.arrive_warp(memory_pipe.stage);
+                     storage.barriers().u_full.wait(token_pipe);
                    });
-      arrive_warp(storage.empty() + token_pipe.stage);
+      storage.barriers().empty.arrive_warp(token_pipe.stage);
       token_pipe.skip(Storage::kOutputWarps, Storage::kStages),
           memory_pipe.skip(Storage::kOutputWarps, Storage::kMemoryStages);
     }
@@ -169,19 +170,19 @@ struct TrellisScanOutputWarp {
       const int tiles = (chunk.length + kTokenTile - 1) / kTokenTile;
       // The unsigned difference may wrap: kOutputWarps divides 2^32.
       const int tile = static_cast<int>((output_warp - earlier_tiles) % Storage::kOutputWarps);
-      wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
+      storage.barriers().memory_full.wait(memory_pipe);
       if (tile < tiles) {
         const WarpTile warp_tile(token_pipe, tile);
         // The state warps store the tiles in order: the later wait implies the earlier ones.
-        wait(storage.u_full() + warp_tile.pipe.stage, warp_tile.pipe.phase);
+        storage.barriers().u_full.wait(warp_tile.pipe);
         process_tile(warp_tile, storage.memory(memory_pipe.stage), chunk.start + tile * kTokenTile,
                      min(chunk.length - tile * kTokenTile, kTokenTile), [] {});
       }
       for (int j = 0; j < tiles; ++j, token_pipe.next(Storage::kStages)) {
-        wait(storage.u_full() + token_pipe.stage, token_pipe.phase);
-        arrive_warp(storage.empty() + token_pipe.stage);
+        storage.barriers().u_full.wait(token_pipe);
+        storage.barriers().empty.arrive_warp(token_pipe.stage);
       }
-      arrive_warp(storage.memory_empty() + memory_pipe.stage);
+      storage.barriers().memory_empty.arrive_warp(memory_pipe.stage);
       memory_pipe.next(Storage::kMemoryStages);
       earlier_tiles += tiles;
     }

@@ -77,13 +77,13 @@ struct TrellisScanProducerWarp {
 
   // Computes X X~^T with X~ of the previous tile. Waits until the stage of that tile is full.
   __device__ void compute_scores(const PipelineState& token_pipe) const {
-    const int previous_stage = (token_pipe.stage == 0 ? Storage::kStages : token_pipe.stage) - 1;
+    const PipelineState previous = token_pipe.previous(Storage::kStages);
     AFragment<Width / 16> x;
     Accumulator<2> scores;
     load_blocks(x, storage.stage_tile(token_pipe.stage, Storage::kX));
     fill(scores, 0.f);
-    wait(storage.full() + previous_stage, token_pipe.stage == 0 ? token_pipe.phase ^ 1 : token_pipe.phase);
-    add_product_transposed<T>(scores, x, storage.stage_tile(previous_stage, Storage::kScaledX));
+    storage.barriers().full.wait(previous);
+    add_product_transposed<T>(scores, x, storage.stage_tile(previous.stage, Storage::kScaledX));
     AFragment<1> rounded;
     round_to_a_fragment<T>(rounded, scores);
     const auto& a = rounded.at[0];
@@ -123,7 +123,7 @@ struct TrellisScanProducerWarp {
       scalars.rows[lane()].decay = exp2_fast(scalars.gates[0].log_decay + scalars.gates[0].log_decay_to_end);
     if (lane() == 0) scalars.tile_flags = tile_flags;
     if (HasLookahead && has_previous_tile) compute_scores(token_pipe);
-    arrive_warp(storage.full() + stage);
+    storage.barriers().full.arrive_warp(stage);
   }
 
   // The copies of a tile are in flight while the warp transforms its previous tile, the pending one.
@@ -137,7 +137,7 @@ struct TrellisScanProducerWarp {
     tile.skip(producer), token_pipe.skip(producer, Storage::kStages);
     for (; !tile.is_done();
          tile.skip(Storage::kProducerWarps), token_pipe.skip(Storage::kProducerWarps, Storage::kStages)) {
-      wait(storage.empty() + token_pipe.stage, token_pipe.phase ^ 1);
+      storage.barriers().empty.wait(token_pipe);
       load_tile(tile, token_pipe.stage);
       if (has_pending) {
         wait_copies<1>();
@@ -162,11 +162,11 @@ __device__ inline void store_memories(const TrellisScan& p, const TrellisBlockCo
   T* to = static_cast<T*>(p.memories[coord.memory]);
   PipelineState memory_pipe;
   for (int64_t i = 0; i < coord.chunked.chunks; ++i) {
-    wait(storage.memory_full() + memory_pipe.stage, memory_pipe.phase);
+    storage.barriers().memory_full.wait(memory_pipe);
     store_bytes<Width * Width* static_cast<int>(sizeof(T))>(
         to + stored_memory_offset<Width>(p.shape, coord.chunked.first + i, coord.head),
         storage.memory(memory_pipe.stage).data);
-    arrive_warp(storage.memory_empty() + memory_pipe.stage);
+    storage.barriers().memory_empty.arrive_warp(memory_pipe.stage);
     memory_pipe.next(TrellisScanStorage<T, Width>::kMemoryStages);
   }
 }

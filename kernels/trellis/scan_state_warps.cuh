@@ -101,7 +101,7 @@ class TrellisScanStateWarp {
   // wait.
   __device__ void load_tile(bool has_tile = true) {
     const int s = token_pipe.stage;
-    if (has_tile) wait(storage.full() + s, token_pipe.phase);
+    if (has_tile) storage.barriers().full.wait(token_pipe);
     const auto& scalars = storage.scalars(s);
     inputs.tile_flags = scalars.tile_flags, inputs.rows = scalars.rows[row];
     if constexpr (kPrefetch) {
@@ -112,9 +112,9 @@ class TrellisScanStateWarp {
 
   // Passes the memory before a chunk to the output warps and to the warp that stores memories.
   __device__ void store_memory() {
-    wait(storage.memory_empty() + memory_pipe.stage, memory_pipe.phase ^ 1);
+    storage.barriers().memory_empty.wait(memory_pipe);
     store_b_fragment(storage.memory(memory_pipe.stage), slot, 0, A_rounded);
-    arrive_warp(storage.memory_full() + memory_pipe.stage);
+    storage.barriers().memory_full.arrive_warp(memory_pipe.stage);
     memory_pipe.next(Storage::kMemoryStages);
   }
   // A <- e^{L_C} A
@@ -255,7 +255,7 @@ class TrellisScanStateWarp {
         if constexpr (kHasWeight) storage.weighted_row_stats(s)[row + 8 * half] = weighted_stats[half];
       }
     }
-    arrive_warp(storage.u_full() + s);
+    storage.barriers().u_full.arrive_warp(s);
   }
 
   // Processes a tile. Returns whether there is another.

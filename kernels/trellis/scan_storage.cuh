@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "pipe/ring.h"
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {
@@ -108,24 +109,34 @@ struct TrellisScanStorage {
     return reinterpret_cast<Scores*>(base + kTileBytes + kMemoryBytes + kScalarBytes +
                                      kMomentBytes)[stage][lane()];
   }
-  __device__ uint64_t* full() const {
-    return reinterpret_cast<uint64_t*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kMomentBytes +
-                                       kScoreBytes);
+  struct Barriers {
+    FullBarriers<kStages> full, u_full;
+    EmptyBarriers<kStages> empty;
+    FullBarriers<kStages> r_full;             // r of the block of keys
+    FullBarriers<kMemoryStages> memory_full;  // memory before a chunk
+    EmptyBarriers<kMemoryStages> memory_empty;
+  };
+  __device__ Barriers& barriers() const {
+    return *reinterpret_cast<Barriers*>(base + kTileBytes + kMemoryBytes + kScalarBytes + kMomentBytes +
+                                        kScoreBytes);
   }
-  __device__ uint64_t* u_full() const { return full() + kStages; }
-  __device__ uint64_t* empty() const { return u_full() + kStages; }
-  __device__ uint64_t* r_full() const { return empty() + kStages; }        // r of the block of keys
-  __device__ uint64_t* memory_full() const { return r_full() + kStages; }  // memory before a chunk
-  __device__ uint64_t* memory_empty() const { return memory_full() + kMemoryStages; }
-  __device__ RowSource<T>* sources() const {
-    return reinterpret_cast<RowSource<T>*>(memory_empty() + kMemoryStages);
-  }
+  __device__ RowSource<T>* sources() const { return reinterpret_cast<RowSource<T>*>(&barriers() + 1); }
 
-  // Called by one thread. `output_warps` warps release a stage and a memory. In the block of keys a stage
-  // also waits until the block of values has loaded r.
-  __device__ void init(const TrellisScan& p, const TrellisBlockCoord& coord, int output_warps) const {
+  // `output_warps` warps release a stage and a memory. In the block of keys a stage also waits until the
+  // block of values has loaded r.
+  __device__ void init_barriers(const TrellisScan& p, int memory, int output_warps) const {
+    Barriers& all = barriers();
+    all.full.init(arrival_count(1));
+    all.u_full.init(arrival_count(kStateWarps));
+    all.empty.init(arrival_count(output_warps) + (has_cluster_pair(p) && memory == kKeyMemory ? 1 : 0));
+    all.r_full.init(1);
+    all.memory_full.init(arrival_count(kStateWarps));
+    all.memory_empty.init(arrival_count(output_warps + (p.memories[memory] != nullptr ? 1 : 0)));
+  }
+  // Called by one thread.
+  __device__ void init_sources(const TrellisScan& p, const TrellisBlockCoord& coord) const {
     const int memory = coord.memory;
-    const bool has_output = p.o.data != nullptr, stores = p.memories[memory] != nullptr;
+    const bool has_output = p.o.data != nullptr;
     RowSource<T>* const source = sources();
     const auto source_of = [&](const InputTensor<4>& x, int cols, StageTensor tensor) {
       return row_source<T>(x, coord.chunked.sequence.batch, coord.head, cols, tensor);
@@ -133,17 +144,6 @@ struct TrellisScanStorage {
     source[0] = source_of(p.x[memory], p.shape.width(memory), kX);
     source[1] = source_of(p.a, p.shape.M, kTargets);
     if (memory == kKeyMemory && has_output) source[2] = source_of(p.q, p.shape.D, kQR);
-    for (int s = 0; s < kStages; ++s) {
-      init_barrier(full() + s, arrival_count(1));
-      init_barrier(u_full() + s, arrival_count(kStateWarps));
-      init_barrier(empty() + s,
-                   arrival_count(output_warps) + (has_cluster_pair(p) && memory == kKeyMemory ? 1 : 0));
-      init_barrier(r_full() + s, 1);
-    }
-    for (int stage = 0; stage < kMemoryStages; ++stage) {
-      init_barrier(memory_full() + stage, arrival_count(kStateWarps));
-      init_barrier(memory_empty() + stage, arrival_count(output_warps + (stores ? 1 : 0)));
-    }
   }
 };
 

@@ -43,15 +43,15 @@ __device__ inline void run_forward_loader(const CatSm90Forward& p,
 #pragma unroll 1
   for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
     // After this wait, the previous plan in this place has been read.
-    wait(&rest.read[turn.stage], turn.phase ^ 1);
+    rest.empty.wait(turn);
     const CatSm90TilePlan plan = rest.tiles[tile.stage].compute_plan(shape, item);
     tile.next(Storage::kTiles);
     const int of = plan.head / shape.group();
 #pragma unroll 1
     for (int block_order = -3; block_order < plan.blocks; ++block_order) {
       if (lane() == 0) {
-        uint64_t* const barrier = &rest.stage[turn.stage];
-        wait(&rest.read[turn.stage], turn.phase ^ 1);
+        uint64_t* const barrier = rest.full.at(turn.stage);
+        rest.empty.wait(turn);
         arrive_expect_tx(barrier, Storage::kStage);
         if (block_order < 0) {
           const TensorMap& boxes = block_order == -3 ? p.q : block_order == -2 ? p.k : p.v;

@@ -23,7 +23,10 @@ struct CatSm90HeaderStorage {
   static constexpr int kStages = ring_stages(Tile == 64 ? 8 : 4);
   using Rows = BlockTile<T, Tile>;
   struct Barriers {
-    uint64_t keys, keys_empty, stage[kStages], read[kStages];
+    FullBarriers<1> keys_full;
+    EmptyBarriers<1> keys_empty;
+    FullBarriers<kStages> full;
+    EmptyBarriers<kStages> empty;
   };
   static constexpr int kRecordBytes = kCatSm90Queries * static_cast<int>(sizeof(CatQueryRecord));
   static constexpr int kStage = 2 * Rows::kBytes + kRecordBytes;
@@ -47,10 +50,10 @@ struct CatSm90HeaderStorage {
   }
   __device__ void init() const {
     Barriers& all = barriers();
-    init_barrier(&all.keys, 1), init_barrier(&all.keys_empty, arrival_count(kCatSm90MmaWarps));
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(&all.stage[i], 1), init_barrier(&all.read[i], arrival_count(kCatSm90MmaWarps));
-    }
+    all.keys_full.init(1);
+    all.keys_empty.init(arrival_count(kCatSm90MmaWarps));
+    all.full.init(1);
+    all.empty.init(arrival_count(kCatSm90MmaWarps));
   }
 };
 
@@ -73,27 +76,27 @@ __device__ inline void run_header_loader(const CatSm90HeaderGradients& p,
   if (lane() != 0) return;
   const CatShape& shape = p.call.shape;
   auto& barriers = space.barriers();
-  PipelineState turn;
-  unsigned items = 0;
+  PipelineState turn, item;
   for_each_item(p, [&](const CatHeaderRun& run) {
     int i = run.next(run.entry);
     if (i == run.entry_end) return;
-    wait(&barriers.keys_empty, (items++ & 1) ^ 1);
-    arrive_expect_tx(&barriers.keys, 4 * Storage::Rows::kBytes);
+    barriers.keys_empty.wait(item);
+    item.next(1);
+    arrive_expect_tx(barriers.keys_full.at(0), 4 * Storage::Rows::kBytes);
     for (int group = 0; group < 2; ++group) {
       const TmaCoords at{0, run.header + 64 * group, run.head, run.batch};
-      copy_rows(space.keys(group), p.k, at, &barriers.keys);
-      copy_rows(space.values(group), p.v, at, &barriers.keys);
+      copy_rows(space.keys(group), p.k, at, barriers.keys_full.at(0));
+      copy_rows(space.values(group), p.v, at, barriers.keys_full.at(0));
     }
     for (; i < run.entry_end; i = run.next(i + 1)) {
       const int row = run.row_at(i), head = run.head_at(shape, i), place = turn.stage;
       const int bytes = min(kCatSm90Queries, shape.rows - row) * static_cast<int>(sizeof(CatQueryRecord));
-      wait(&barriers.read[place], turn.phase ^ 1);
-      arrive_expect_tx(&barriers.stage[place], 2 * Storage::Rows::kBytes + bytes);
-      copy_rows(space.queries(place), p.q, {0, row, head, run.batch}, &barriers.stage[place]);
-      copy_rows(space.gradients(place), p.dout, {0, row, head, run.batch}, &barriers.stage[place]);
+      barriers.empty.wait(turn);
+      arrive_expect_tx(barriers.full.at(place), 2 * Storage::Rows::kBytes + bytes);
+      copy_rows(space.queries(place), p.q, {0, row, head, run.batch}, barriers.full.at(place));
+      copy_rows(space.gradients(place), p.dout, {0, row, head, run.batch}, barriers.full.at(place));
       const int64_t at = (int64_t{run.batch} * shape.query_heads + head) * shape.rows + row;
-      bulk_load(space.query_records(place), p.call.queries + at, bytes, &barriers.stage[place]);
+      bulk_load(space.query_records(place), p.call.queries + at, bytes, barriers.full.at(place));
       turn.next(Storage::kStages);
     }
   });
@@ -151,7 +154,7 @@ struct CatSm90HeaderMainloop {
 
   __device__ void process_queries(const CatHeaderRun& run, int row) {
     const int queries = min(kCatSm90Queries, p.call.shape.rows - row), header = run.header + 64 * group;
-    wait(&barriers.stage[turn.stage], turn.phase);
+    barriers.full.wait(turn);
     const CatQueryRecord* const query_records = space.query_records(turn.stage);
     const CatQueryRecord low = query_records[0], high = query_records[queries - 1];
     const int own = header + 16 * warpgroup_warp();
@@ -188,7 +191,7 @@ struct CatSm90HeaderMainloop {
       wgmma_wait<0>(dk, dv);
       keep_registers(left), keep_registers(other);
     }
-    arrive_warp(&barriers.read[turn.stage]);
+    barriers.empty.arrive_warp(turn.stage);
     turn.next(Storage::kStages);
   }
 
@@ -204,15 +207,16 @@ struct CatSm90HeaderMainloop {
   }
 
   __device__ void run() {
-    unsigned items = 0;
+    PipelineState item;
     for_each_item(p, [&](const CatHeaderRun& run) {
       fill(dk, 0.f), fill(dv, 0.f);
       int i = run.next(run.entry);
       if (i < run.entry_end) {
-        wait(&barriers.keys, items++ & 1);
+        barriers.keys_full.wait(item);
+        item.next(1);
 #pragma unroll 1
         for (; i < run.entry_end; i = run.next(i + 1)) process_queries(run, run.row_at(i));
-        arrive_warp(&barriers.keys_empty);
+        barriers.keys_empty.arrive_warp(0);
       }
       store(run);
     });

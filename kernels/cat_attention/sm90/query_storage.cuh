@@ -43,7 +43,7 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
 #pragma unroll 1
   for (unsigned item = blockIdx.x; item < tile_count; item += gridDim.x) {
     // After this wait, the previous plan in this place has been read.
-    wait(&rest.read[turn.stage], turn.phase ^ 1);
+    rest.empty.wait(turn);
     CatSm90QueryTile& tile_record = rest.tiles[tile.stage];
     const CatSm90TilePlan plan = tile_record.tile.compute_plan(shape, item);
     tile.next(Storage::kTiles);
@@ -52,7 +52,7 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
     for (int block_order = -5; block_order < plan.blocks; ++block_order) {
       if (block_order == -3) {
         // cp.async needs no registers for the values; the loader has few registers.
-        wait(&rest.read[turn.stage], turn.phase ^ 1);
+        rest.empty.wait(turn);
 #pragma unroll 1
         for (int i = lane(); i < kCatSm90Rows; i += 32) {
           const auto* const from = static_cast<const float*>(p.call.lse.data) +
@@ -65,8 +65,8 @@ __device__ inline void run_query_loader(const CatSm90QueryGradients& p,
         __syncwarp();
       }
       if (lane() == 0) {
-        uint64_t* const barrier = &rest.stage[turn.stage];
-        wait(&rest.read[turn.stage], turn.phase ^ 1);
+        uint64_t* const barrier = rest.full.at(turn.stage);
+        rest.empty.wait(turn);
         arrive_expect_tx(barrier, Storage::kStage);
         if (block_order < 0) {
           const TensorMap& boxes = block_order == -5   ? p.o

@@ -14,7 +14,8 @@ struct CatSm90Ring {
   using Headers = BlockTile<T, Tile, kCatSm90Keys>;
   struct Rest {
     Described tiles[kTiles];
-    uint64_t stage[kStages], read[kStages];
+    FullBarriers<kStages> full;
+    EmptyBarriers<kStages> empty;
   };
   static constexpr int kStage = Own::kBytes;
   static_assert(kStage == 2 * Headers::kBytes);
@@ -29,10 +30,8 @@ struct CatSm90Ring {
   __device__ Headers values(int n) const { return {stage(n) + kCatSm90Keys * Tile}; }
   __device__ Rest& rest() const { return *reinterpret_cast<Rest*>(shared + kStages * kStage); }
   __device__ void init() const {
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(&rest().stage[i], arrival_count(1)),
-          init_barrier(&rest().read[i], arrival_count(kCatSm90MmaWarps));
-    }
+    rest().full.init(arrival_count(1));
+    rest().empty.init(arrival_count(kCatSm90MmaWarps));
   }
 
   // Called by the loading warp after its first lane has arrived at the barrier of stage n. The writes of the
@@ -41,15 +40,15 @@ struct CatSm90Ring {
   __device__ void arrive_for_racecheck(int n) const {
 #ifdef GIRIH_RACECHECK
     __syncwarp();
-    if (lane() != 0) arrive(&rest().stage[n]);
+    if (lane() != 0) rest().full.arrive(n);
     __syncwarp();
 #endif
   }
 
   // Loads headers from row `at` to stage n; its barrier expects these bytes.
   __device__ void tma_load_headers(int n, const TensorMap& of_k, const TensorMap& of_v, TmaCoords at) const {
-    copy_rows(keys(n), of_k, at, &rest().stage[n]);
-    copy_rows(values(n), of_v, at, &rest().stage[n]);
+    copy_rows(keys(n), of_k, at, rest().full.at(n));
+    copy_rows(values(n), of_v, at, rest().full.at(n));
   }
 };
 
@@ -62,11 +61,11 @@ struct CatRingConsumer {
   // Waits for the next stage and returns its index.
   __device__ int next() {
     const int place = turn.stage;
-    wait(&rest.stage[place], turn.phase);
+    rest.full.wait(turn);
     turn.next(Ring::kStages);
     return place;
   }
-  __device__ void done(int place) const { arrive_warp(&rest.read[place]); }
+  __device__ void done(int place) const { rest.empty.arrive_warp(place); }
 };
 
 }  // namespace girih::kernels

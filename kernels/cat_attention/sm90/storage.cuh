@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cat_attention/sm90/plan.cuh"
+#include "pipe/ring.h"
 #include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -38,13 +39,12 @@ __device__ inline void copy_rows(const Rows& to, const TensorMap& boxes, TmaCoor
   }
 }
 
-// Initialises the barriers; then two warpgroups run multiply() and one warp of the third runs load().
+// All threads run init(), which initialises the barriers; then two warpgroups run multiply() and one warp of
+// the third runs load().
 template <class Registers, class Init, class Load, class Multiply>
 __device__ inline void run_warp_roles(const Init& init, const Load& load, const Multiply& multiply) {
-  if (threadIdx.x == 0) {
-    init();
-    fence_barrier_init();
-  }
+  init();
+  fence_barrier_init();
   __syncthreads();
   if (warp_index() >= kCatSm90MmaWarps) {
     setmaxnreg_dec<Registers::kLoader>();
