@@ -4,6 +4,9 @@
 //
 //   producer   empty.wait(pipe);  write the stage;  full.arrive(pipe.stage);   pipe.next(stages);
 //   consumer   full.wait(pipe);   read the stage;   empty.arrive(pipe.stage);  pipe.next(stages);
+//
+// An mbarrier has one bit of phase. A warp that waits for a stage therefore waits for it in every pass, and
+// the stage is not refilled before this warp has arrived: otherwise it mistakes one phase for another.
 #pragma once
 
 #include "tile/cluster.h"

@@ -5,8 +5,8 @@
 // other roles therefore use loops instead of unrolled code, and load warps loop over this list.
 #pragma once
 
-#include "tile/array.h"
 #include "tile/matrix.h"
+#include "tile/pack.h"
 #include "tile/shared.h"
 
 namespace girih::kernels {
