@@ -8,6 +8,7 @@
 #include "delta_product/fp32_load_warps.cuh"
 #include "delta_product/fp32_matrix_warps.cuh"
 #include "delta_product/fp32_state_warps.cuh"
+#include "pipe/fit.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
@@ -64,8 +65,8 @@ cudaError_t launch(const DeltaFp32Scan& p, cudaStream_t stream) {
   using Storage = TileStorage<Width>;
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  int stages = kMaxStages;
-  while (stages > 1 && Storage::bytes(stages) > limit) --stages;
+  const int stages = fit_stages(limit, kMaxStages, Storage::bytes);
+  if (stages < 1) return cudaErrorInvalidConfiguration;
   const int bytes = Storage::bytes(stages);
   if (const cudaError_t error = allow_shared<scan<Width, Reverse>>(bytes); error != cudaSuccess) return error;
   const int64_t blocks =

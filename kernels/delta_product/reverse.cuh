@@ -16,6 +16,7 @@
 #include "delta_product/reverse_intra_chunk_warps.cuh"
 #include "delta_product/reverse_load_warps.cuh"
 #include "delta_product/reverse_state_warps.cuh"
+#include "pipe/fit.h"
 
 namespace girih::kernels::delta_product {
 
@@ -102,7 +103,8 @@ cudaError_t launch_reverse_instance(ReverseParams params, cudaStream_t stream) {
   // Stages of keys and of query heads that fit beside the stages of dS and dz. Two stages of dS and dz need
   // at least two of keys beside them.
   const auto stages_beside = [&](int state_stages) {
-    return std::min((limit - Storage::bytes(0, state_stages)) / Storage::kStageBytes, kReverseStages);
+    return fit_stages(limit, kReverseStages,
+                      [&](int stages) { return Storage::bytes(stages, state_stages); });
   };
   params.state_stages = params.grid.is_local                      ? 0
                         : stages_beside(kReverseStateStages) >= 2 ? kReverseStateStages

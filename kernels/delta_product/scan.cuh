@@ -15,6 +15,7 @@
 
 #include "delta_product/scan_cluster.cuh"
 #include "delta_product/scan_fused.cuh"
+#include "pipe/fit.h"
 #include "tile/segments.h"
 
 namespace girih::kernels::delta_product {
@@ -100,23 +101,21 @@ cudaError_t launch_scan_instance(const ScanParams& base_params, cudaStream_t str
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   if (Rows == kStateOnly) {
-    params.stages = std::min((limit - Storage::bytes(0, 0, 0)) / Storage::kStageBytes, kMaxStages);
+    params.stages = fit_stages(limit, kMaxStages, [](int stages) { return Storage::bytes(stages, 0, 0); });
     params.state_stages = params.output_groups = 0;
   } else {
     // The largest number of stages beside all output warpgroups, or beside one if that is zero. Two stages of
     // states with three stages of keys are faster than one with more.
-    const auto fit_stages = [&](int state_stages, int output_groups = ScanRoles<D, Rows>::kOutputGroups) {
-      for (params.stages = kMaxStages; params.stages > 0; --params.stages) {
-        if (Storage::bytes(params.stages, state_stages, output_groups) <= limit) break;
-      }
+    const auto fit = [&](int state_stages, int output_groups = ScanRoles<D, Rows>::kOutputGroups) {
+      params.stages = fit_stages(
+          limit, kMaxStages, [&](int stages) { return Storage::bytes(stages, state_stages, output_groups); });
       params.state_stages = state_stages;
       // An output warpgroup that skips chunks needs a stage of each ring of its own.
       params.output_groups = std::min({output_groups, params.stages, state_stages});
       return params.stages;
     };
-    if (const int stages = fit_stages(2); stages < 3 && fit_stages(1) <= stages)
-      fit_stages(stages > 0 ? 2 : 1);
-    if (params.stages == 0) fit_stages(1, 1);
+    if (const int stages = fit(2); stages < 3 && fit(1) <= stages) fit(stages > 0 ? 2 : 1);
+    if (params.stages == 0) fit(1, 1);
   }
   if (params.stages < 1) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow_shared<scan<T, D, Rows, HasB>>(limit); error != cudaSuccess)

@@ -20,6 +20,7 @@
 #include "delta_product/fused_intra_chunk_warps.cuh"
 #include "delta_product/fused_load_store_warps.cuh"
 #include "delta_product/fused_state_warps.cuh"
+#include "pipe/fit.h"
 #include "tile/launch.h"
 #include "tile/segments.h"
 
@@ -83,13 +84,14 @@ inline bool has_two_state_groups(const ScanParams& params, bool has_factors) {
 template <class Storage>
 inline bool fit_fused_stages(ScanParams& params, int limit) {
   params.state_stages = params.problem.states == nullptr ? 0 : Storage::kStateGroups == 1 ? 2 : 1;
-  for (params.stages = kMaxStages; params.stages > 1; --params.stages) {
-    for (params.query_stages = kMaxQueryStages; params.query_stages >= std::max(params.stages, 3);
-         --params.query_stages) {
-      if (Storage::bytes(params.stages, params.query_stages, params.state_stages) <= limit) return true;
-    }
-  }
-  return false;
+  const auto bytes = [&](int stages, int query_stages) {
+    return Storage::bytes(stages, query_stages, params.state_stages);
+  };
+  params.stages =
+      fit_stages(limit, kMaxStages, [&](int stages) { return bytes(stages, std::max(stages, 3)); });
+  params.query_stages =
+      fit_stages(limit, kMaxQueryStages, [&](int stages) { return bytes(params.stages, stages); });
+  return params.stages > 1;
 }
 
 template <typename T, int D, int Rows, bool HasFactors, int StateGroups>

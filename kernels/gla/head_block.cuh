@@ -62,10 +62,12 @@ struct HeadReadRings {
 };
 constexpr int kHeadReadRingsBytes = (sizeof(HeadReadRings) + 1023) / 1024 * 1024;
 
-// The minimum of shared memory: one stage of q and k, one stage of v and one state.
+// Shared memory of a block with these numbers of stages of q and k, of v, and of the state.
 template <typename T, int D>
-constexpr int kMinHeadReadBytes = kHeadReadRingsBytes + HeadStage<T, D>::kBytes + HeadValues<T>::kBytes +
-                                  HeadState<T, D>::kBytes + kOutputBufferBytes<T, D>;
+constexpr int head_read_bytes(int stages, int value_stages, int state_stages) {
+  return kHeadReadRingsBytes + stages * HeadStage<T, D>::kBytes + value_stages * HeadValues<T>::kBytes +
+         state_stages * HeadState<T, D>::kBytes + kOutputBufferBytes<T, D>;
+}
 
 template <typename T, int D, bool Reverse>
 struct HeadBlock {

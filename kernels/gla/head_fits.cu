@@ -11,9 +11,9 @@ using T = __half;  // same size as bf16
 }
 
 cudaError_t head_fits(int D, bool& fits) {
-  const int read = D <= 64    ? kMinHeadReadBytes<T, 64>
-                   : D <= 128 ? kMinHeadReadBytes<T, 128>
-                              : kMinHeadReadBytes<T, 256>;
+  const int read = D <= 64    ? head_read_bytes<T, 64>(1, 1, 1)
+                   : D <= 128 ? head_read_bytes<T, 128>(1, 1, 1)
+                              : head_read_bytes<T, 256>(1, 1, 1);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   fits = std::max(read, HeadGradientTiles<T, 64>::kBytes) <= limit;

@@ -29,6 +29,7 @@
 #include "gla/head_output_warps.cuh"
 #include "gla/head_state_warps.cuh"
 #include "gla/head_store_warps.cuh"
+#include "pipe/fit.h"
 #include "tile/grid.h"
 
 namespace girih::kernels {
@@ -65,26 +66,22 @@ cudaError_t launch_head_read(HeadReadParams params, cudaStream_t stream) {
       params.segmentation.count_segments(shape.tokens) * scanned_heads * divide_up(shape.V, kSlab);
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  constexpr int kStageBytes = HeadStage<T, D>::kBytes, kStateBytes = HeadState<T, D>::kBytes,
-                kValueStageBytes = HeadValues<T>::kBytes;
-  if (limit < kMinHeadReadBytes<T, D>) return cudaErrorInvalidConfiguration;
-  // One of each, then more of each while shared memory is left: states, stages of q and k, stages of v. There
-  // are at least as many stages of v as of q and k.
-  int free_bytes = limit - kMinHeadReadBytes<T, D>;
-  const auto reserve = [&](int bytes) {
-    if (bytes <= free_bytes) return free_bytes -= bytes, true;
-    return false;
-  };
-  params.stages = params.value_stages = params.state_stages = 1;
-  if (reserve(kStateBytes)) ++params.state_stages;
-  while (params.stages < kMaxStages && reserve(kStageBytes + kValueStageBytes))
-    ++params.stages, ++params.value_stages;
-  while (params.value_stages < kMaxValueStages && reserve(kValueStageBytes)) ++params.value_stages;
-  while (params.state_stages < kMaxStateStages && reserve(kStateBytes)) ++params.state_stages;
+  // Shared memory goes to two states first, then to stages of q and k with as many stages of v, then to more
+  // stages of v, then to more states.
+  const auto bytes = head_read_bytes<T, D>;
+  params.state_stages = fit_stages(limit, 2, [&](int states) { return bytes(1, 1, states); });
+  if (params.state_stages < 1) return cudaErrorInvalidConfiguration;
+  params.stages =
+      fit_stages(limit, kMaxStages, [&](int stages) { return bytes(stages, stages, params.state_stages); });
+  params.value_stages = fit_stages(
+      limit, kMaxValueStages, [&](int stages) { return bytes(params.stages, stages, params.state_stages); });
+  params.state_stages = fit_stages(
+      limit, kMaxStateStages, [&](int states) { return bytes(params.stages, params.value_stages, states); });
   // Warpgroups that process chunks round-robin need two stages and two states.
   params.output_warpgroups = std::min({kOutputWarps<D> / 4, params.stages, params.state_stages});
-  return launch_kernel<head_read_kernel<T, D, Reverse>>(params, blocks, kHeadReadThreads, limit - free_bytes,
-                                                        stream);
+  return launch_kernel<head_read_kernel<T, D, Reverse>>(
+      params, blocks, kHeadReadThreads, bytes(params.stages, params.value_stages, params.state_stages),
+      stream);
 }
 
 }  // namespace girih::kernels

@@ -4,6 +4,7 @@
 #include "fp32/fp32.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
+#include "pipe/fit.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
 #include "tile/segments.h"
@@ -58,9 +59,11 @@ cudaError_t launch_direction(ScanParams params, cudaStream_t stream) {
   int limit = 0;
   if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
   constexpr int kStageBytes = Stage<T, Slabs, Slots>::kBytes, kStateBytes = kSharedStateBytes<Slabs, Slots>;
-  const int stages = (limit - kStateBytes) / kStageBytes;
-  params.warpgroups = stages >= 6 ? 3 : 2;
-  params.stages_per_warpgroup = std::min(stages / params.warpgroups, 2);
+  const auto fit = [&](int warpgroups) {
+    return fit_stages(limit, 2, [&](int stages) { return kStateBytes + warpgroups * stages * kStageBytes; });
+  };
+  params.warpgroups = fit(3) == 2 ? 3 : 2;
+  params.stages_per_warpgroup = fit(params.warpgroups);
   if (params.stages_per_warpgroup == 0) return cudaErrorInvalidConfiguration;
   const int bytes = kStateBytes + params.warpgroups * params.stages_per_warpgroup * kStageBytes;
   const int64_t blocks =
