@@ -16,8 +16,9 @@ struct FusedRoles {  // numbers of warps
   static constexpr int kStateRegisters = StateGroups == 1 ? 240 : 208,
                        kIntraChunkRegisters = StateGroups == 1 ? 96 : 64,
                        kOtherRegisters = StateGroups == 1 ? 80 : 32;
-  static_assert(StateGroups * kStateRegisters + kIntraChunkGroups * kIntraChunkRegisters + kOtherRegisters <=
-                launch_registers(kThreads));
+  static_assert(fit_registers(kThreads, {{StateGroups, kStateRegisters},
+                                         {kIntraChunkGroups, kIntraChunkRegisters},
+                                         {1, kOtherRegisters}}));
 };
 
 constexpr int kMaxQueryStages = 4;

@@ -26,10 +26,9 @@ __global__ void __launch_bounds__(ScanRoles<D, Rows>::kThreads, 1)
   using Roles = ScanRoles<D, Rows>;
   using Storage = ScanStorage<T, D, Rows, HasB>;
   using Registers = ScanRegisters<D, Rows>;
-  // The registers of all warpgroups do not exceed the registers at launch.
-  static_assert(Roles::kStateGroups * Registers::kState + Roles::kOutputGroups * Registers::kOutput +
-                    Registers::kOther <=
-                launch_registers(Roles::kThreads));
+  static_assert(fit_registers(Roles::kThreads, {{Roles::kStateGroups, Registers::kState},
+                                                {Roles::kOutputGroups, Registers::kOutput},
+                                                {1, Registers::kOther}}));
   GIRIH_DYNAMIC_SHARED(unsigned char, shared, 1024);
   BlockWork work;
   if (!find_work(params.problem.shape, params.grid, blockIdx.x, work, 0, params.state_groups)) return;

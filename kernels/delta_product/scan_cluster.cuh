@@ -56,8 +56,8 @@ __device__ inline void run_cluster_block(const ScanParams& params, const BlockWo
   if (other < 0) {
     static_assert(kClusterOutputGroups * Roles::kOutputGroupWarps ==
                   Roles::kStateGroupWarps + Roles::kOutputGroups * Roles::kOutputGroupWarps);
-    static_assert(kClusterOutputGroups * Registers::kOutput + Registers::kOther <=
-                  launch_registers(Roles::kThreads));
+    static_assert(
+        fit_registers(Roles::kThreads, {{kClusterOutputGroups, Registers::kOutput}, {1, Registers::kOther}}));
     const int output_group = warp / Roles::kOutputGroupWarps, warp_of_group = warp % Roles::kOutputGroupWarps;
     setmaxnreg_dec<Registers::kOutput>();
     if (!has_output) {

@@ -2,16 +2,12 @@
 #pragma once
 
 #include "delta_product/prepared.cuh"
+#include "pipe/roles.h"
 #include "tile/launch.h"
 #include "tile/shared.h"
 #include "tile/warpgroup.h"
 
 namespace girih::kernels::delta_product {
-
-// Registers at launch of one thread of every warpgroup of a block, summed over the warpgroups.
-__host__ __device__ constexpr int launch_registers(int threads) {
-  return threads / 128 * (65536 / threads / 8 * 8);
-}
 
 constexpr int kLoadWarps = 2;  // number of load warps of a block
 

@@ -6,6 +6,7 @@
 #include "gsa/gate_gradients.cuh"
 #include "gsa/range.cuh"
 #include "pipe/ring.h"
+#include "pipe/roles.h"
 
 namespace girih::kernels {
 
@@ -20,7 +21,8 @@ constexpr int kOutputWarps = 12 - kStateWarps<D>;
 constexpr int kFirstStateWarp = kLoaders + kStoreWarps;
 constexpr int kHeadReadThreads = 32 * 20;
 constexpr int kLoaderRegisters = 64, kStoreRegisters = 32, kProductRegisters = 128;
-static_assert(kLoaderRegisters + kStoreRegisters + 3 * kProductRegisters <= 5 * 96);
+static_assert(fit_registers(kHeadReadThreads,
+                            {{1, kLoaderRegisters}, {1, kStoreRegisters}, {3, kProductRegisters}}));
 constexpr int kGatePrefetchDistance = 4;  // iterations between the prefetch of gates to L2 and their use
 constexpr int kMaxStages = 6, kMaxValueStages = 6;
 constexpr int kMaxStateStages = 4;

@@ -282,14 +282,15 @@ __global__ void __launch_bounds__(ShortReverseRing<T>::kThreads, 1)
   const Ring ring{shared};
   const int warp = warp_index();
   ring.init(p);
-  // Three warpgroups: the state warps, the producer warps and the dkv warps. Each starts at 168 registers a
-  // thread: 208 + 2 * 144 <= 3 * 168.
+  // Three warpgroups: the state warps, the producer warps and the dkv warps.
+  constexpr int kStateRegisters = 208, kOtherRegisters = 144;
+  static_assert(fit_registers(Ring::kThreads, {{1, kStateRegisters}, {2, kOtherRegisters}}));
   if (warp < kStateWarps) {
-    setmaxnreg_inc<208>();
+    setmaxnreg_inc<kStateRegisters>();
     ShortReverseStateWarp<T>(p.reverse, ring, warp).run();
     return;
   }
-  setmaxnreg_dec<144>();
+  setmaxnreg_dec<kOtherRegisters>();
   if (warp < kStateWarps + Ring::kProducerWarps) {
     ring.load(p, warp - kStateWarps);
     wait_copies<0>();

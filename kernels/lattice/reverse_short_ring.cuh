@@ -3,6 +3,7 @@
 
 #include "lattice/scan_common.cuh"
 #include "pipe/ring.h"
+#include "pipe/roles.h"
 
 namespace girih::kernels::lattice {
 

@@ -22,16 +22,21 @@ __global__ void __launch_bounds__(TrellisReverseStorage<T, Width>::kThreads, 1)
   if (threadIdx.x == 0) storage.init_sources(p, coord);
   __syncthreads();
   // With a width of 128 the state warps and the output warps need the registers that producer warps and the
-  // load warp do not use: 256 * 160 + 128 * 136 + 128 * 56 = 65536.
+  // load warp do not use.
   constexpr bool kUseSetmaxnreg = Width > 64;
+  constexpr int kStateRegisters = 160, kOutputRegisters = 136, kOtherRegisters = 56;
+  static_assert(!kUseSetmaxnreg ||
+                fit_registers(Storage::kThreads, {{Storage::kStateWarps / 4, kStateRegisters},
+                                                  {Storage::kOutputWarps / 4, kOutputRegisters},
+                                                  {1, kOtherRegisters}}));
   if (warp < Storage::kStateWarps) {
-    if (kUseSetmaxnreg) setmaxnreg_inc<160>();
+    if (kUseSetmaxnreg) setmaxnreg_inc<kStateRegisters>();
     run_reverse_state_warp<T, Width, Phi, HasOneTile>(p, coord, storage, warp);
   } else if (warp < Storage::kStateWarps + Storage::kOutputWarps) {
-    if (kUseSetmaxnreg) setmaxnreg_inc<136>();
+    if (kUseSetmaxnreg) setmaxnreg_inc<kOutputRegisters>();
     TrellisReverseOutputWarp<T, Width, HasOneTile>{p, coord, storage}.run(warp - Storage::kStateWarps);
   } else {
-    if (kUseSetmaxnreg) setmaxnreg_dec<56>();
+    if (kUseSetmaxnreg) setmaxnreg_dec<kOtherRegisters>();
     const int producer = warp - Storage::kStateWarps - Storage::kOutputWarps;
     if (producer < Storage::kProducerWarps) {
       TrellisReverseProducerWarp<T, Width, HasOneTile, Phi::has_weight>{p, coord, storage}.run(producer);

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "pipe/ring.h"
+#include "pipe/roles.h"
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {

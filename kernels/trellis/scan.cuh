@@ -35,19 +35,24 @@ __global__ void __launch_bounds__(TrellisScanStorage<T, Width>::kThreads, 1)
   __syncthreads();
   if (paired) cluster_sync();
   // With a width of 128 the state warps and output warps need the registers that producer warps and the store
-  // warp do not use: 256 * 168 + 128 * 136 + 128 * 40 = 65536.
+  // warp do not use.
   constexpr bool kUseSetmaxnreg = Width > 64;
+  constexpr int kStateRegisters = 168, kOutputRegisters = 136, kOtherRegisters = 40;
+  static_assert(!kUseSetmaxnreg ||
+                fit_registers(Storage::kThreads, {{Storage::kStateWarps / 4, kStateRegisters},
+                                                  {Storage::kOutputWarps / 4, kOutputRegisters},
+                                                  {1, kOtherRegisters}}));
   if (warp < Storage::kStateWarps) {
-    if (kUseSetmaxnreg) setmaxnreg_inc<168>();
+    if (kUseSetmaxnreg) setmaxnreg_inc<kStateRegisters>();
     using StateWarp = std::conditional_t<HasLookahead, TrellisLookaheadScanStateWarp<T, Width, Phi>,
                                          TrellisScanStateWarp<T, Width, Phi>>;
     StateWarp(p, coord, storage, warp).run();
   } else if (warp < Storage::kStateWarps + Storage::kOutputWarps) {
-    if (kUseSetmaxnreg) setmaxnreg_inc<136>();
+    if (kUseSetmaxnreg) setmaxnreg_inc<kOutputRegisters>();
     TrellisScanOutputWarp<T, Width, HasLookahead, Phi::has_weight>{p, coord, storage}.run(
         warp - Storage::kStateWarps);
   } else {
-    if (kUseSetmaxnreg) setmaxnreg_dec<40>();
+    if (kUseSetmaxnreg) setmaxnreg_dec<kOtherRegisters>();
     const int producer = warp - Storage::kStateWarps - Storage::kOutputWarps;
     if (producer < Storage::kProducerWarps) {
       TrellisScanProducerWarp<T, Width, HasLookahead>{p, coord, storage}.run(producer);

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "pipe/ring.h"
+#include "pipe/roles.h"
 #include "trellis/reads.cuh"
 
 namespace girih::kernels {

@@ -4,6 +4,7 @@
 
 #include "cat_attention/sm90/plan.cuh"
 #include "pipe/ring.h"
+#include "pipe/roles.h"
 #include "tile/cuts.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -26,8 +27,7 @@ constexpr bool kIsCatSm90Compiled = false;
 template <int Mma, int Loader>
 struct CatSm90Registers {
   static constexpr int kMma = Mma, kLoader = Loader;
-  // The block starts with 168 registers for each thread.
-  static_assert(128 * (2 * Mma + Loader) <= 168 * kCatSm90Threads);
+  static_assert(fit_registers(kCatSm90Threads, {{2, Mma}, {1, Loader}}));
 };
 
 // Loads all columns of a tile of rows.
