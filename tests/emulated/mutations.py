@@ -25,7 +25,7 @@ KINDS = {
     "sign": (r"(?<=[\w)\]] )[-+](?= [\w(])|[-+](?==)", lambda text: "+" if text == "-" else "-"),
     "index": (r"(?<=[+*%/] )\d+\b", lambda text: str(int(text) + 1)),
     "bound": (r"(?<= )<=?(?= )", lambda text: "<" if text == "<=" else "<="),
-    "wait": (rf"^ +[\w.>-]*({WAITS})\w*(<\w+>)?\(.*\);$", lambda text: ""),
+    "wait": (rf"^ +[\w.>()-]*({WAITS})\w*(<\w+>)?\(.*\);$", lambda text: ""),
 }
 # Lines without arithmetic of a kernel.
 SKIPPED_LINE = re.compile(
