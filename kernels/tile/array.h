@@ -1,13 +1,17 @@
 // Tensors as kernel arguments: a pointer, the element type and the strides.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 namespace girih::kernels {
 
 enum class DType : int { f32, f16, bf16, f64 };
 
-constexpr int element_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+__host__ __device__ constexpr int dtype_size(DType dtype) {
+  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+}
 
 // Strides count elements, in the order of the shape in the comment of each field. Null data: an absent
 // tensor.

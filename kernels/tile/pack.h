@@ -71,10 +71,6 @@ __device__ inline void store(T* to, const Pack<N>& pack) {
   *reinterpret_cast<AlignedArray<T, N>*>(to) = raw;
 }
 
-__host__ __device__ inline int dtype_size(DType dtype) {
-  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
-}
-
 // The offset of the element with these indices; missing trailing indices are 0.
 template <template <int> class Array, int Rank, class... Index>
 __device__ inline int64_t offset_of(const Array<Rank>& array, Index... index) {

@@ -24,11 +24,11 @@ class Workspace {
     const int64_t size[kRank] = {static_cast<int64_t>(sizes)...};
     int64_t rows = 1;
     for (int d = 0; d < kRank - 1; ++d) rows *= size[d];
-    const int64_t row_bytes = size[kRank - 1] * element_bytes(dtype);
+    const int64_t row_bytes = size[kRank - 1] * dtype_size(dtype);
     int64_t pitch = row_bytes;
     OutputTensor<kRank> result{allocate(rows, row_bytes, pitch), dtype, {}};
     result.stride[kRank - 1] = 1;
-    int64_t stride = pitch / element_bytes(dtype);
+    int64_t stride = pitch / dtype_size(dtype);
     for (int d = kRank - 2; d >= 0; --d) result.stride[d] = stride, stride *= size[d];
     return result;
   }

@@ -59,7 +59,7 @@ def compile_to(library, folder, operator):
         "-fno-gnu-unique",  # every library has its own inline variables
         "-fsanitize=bounds-strict,alignment",
         "-fsanitize-undefined-trap-on-error",
-        *(f"-I{path}" for path in (*units.INCLUDE_PATH, HEADERS[0].parent)),
+        *(f"-I{path}" for path in (*units.INCLUDE_PATH, HEADERS[0].parent, folder)),
         *("-include", "emulator.h"),
     ]
     objects = {path: folder / f"{path.stem}.o" for path in EMULATED.glob(f"{operator}*.cpp")}
@@ -73,10 +73,13 @@ def compile_to(library, folder, operator):
     subprocess.run(["g++", "-shared", *objects.values(), "-o", library], check=True)
 
 
-def build_library(folder, operator, sizes=("chunks",)):
-    """Compiles the kernels of an operator and loads the library. `sizes`: functions that return an int64."""
+def build_library(folder, operator, sizes=("chunks",), headers=None):
+    """Compiles the kernels of an operator and loads the library. `sizes`: functions that return an int64.
+    `headers`: further headers that the sources include, by name."""
     library = folder / f"{operator}.so"
     if not library.exists():
+        for name, text in (headers or {}).items():
+            (folder / name).write_text(text)
         compile_to(library, folder, operator)
     loaded = ctypes.CDLL(str(library))
     for name in sizes:
