@@ -1,4 +1,5 @@
-// head_fits and head_gradient_tile. Separate translation unit, so that the kernels are not instantiated here.
+// gla_head_fits and head_gradient_tile. Separate translation unit, so that the kernels are not instantiated
+// here.
 #include <algorithm>
 
 #include "gla/head_gradients.cuh"
@@ -10,7 +11,7 @@ namespace {
 using T = __half;  // same size as bf16
 }
 
-cudaError_t head_fits(int D, bool& fits) {
+cudaError_t gla_head_fits(int D, bool& fits) {
   const int read = D <= 64    ? kMinHeadReadBytes<T, 64>
                    : D <= 128 ? kMinHeadReadBytes<T, 128>
                               : kMinHeadReadBytes<T, 256>;
