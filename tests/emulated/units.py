@@ -21,13 +21,13 @@ UNITS = {
     "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),
     "gla": (
         *(f"instances/{prefix}{type}.cu" for prefix in ("gla/*", "gsa/dkv_") for type in HALVES),
-        *("gla/step.cu", "gla/[gh]*.cu", "gsa/fits.cu", "gsa/[js]*n.cu", *FP32, "fp32/gla_plan.cu"),
+        *("gla/step.cu", "gla/[gh]*.cu", "gsa/fits.cu", "gsa/[js]*n.cu", "gla/fp32_plan.cu", *FP32),
     ),
     "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
     "gsa": (
         *(f"instances/gsa/*{type}.cu" for type in HALVES),
         *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
-        *(*FP32, "fp32/abc.cu", "fp32/feature.cu", "fp32/gsa_plan.cu"),
+        *(*FP32, "fp32/abc.cu", "fp32/feature.cu"),
     ),
     "linear_path": tuple(f"linear_path/{name}.cu" for name in ("virtual_rows", "running_sum", "gates")),
     "elementwise": tuple(

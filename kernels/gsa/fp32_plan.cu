@@ -1,5 +1,6 @@
 // gsa_fp32_forward and gsa_fp32_backward: the launches.
 #include "fp32/plan.h"
+#include "gsa/gsa.h"
 
 namespace girih::kernels {
 namespace {
@@ -44,8 +45,8 @@ OutputTensor<4> new_dense_rows(const GsaShape& shape, Workspace& workspace) {
 }
 
 // z <- p, and in backward dp <- dz, with w.
-cudaError_t apply_feature(const GsaShape& shape, const OutputTensor<4>& z, const OutputTensor<4>& dp,
-                          const OutputTensor<4>& w, cudaStream_t stream) {
+cudaError_t launch_feature(const GsaShape& shape, const OutputTensor<4>& z, const OutputTensor<4>& dp,
+                           const OutputTensor<4>& w, cudaStream_t stream) {
   const int64_t rows = shape.tokens.batch * shape.tokens.tokens * shape.query_heads;
   return fp32_feature({rows, shape.M, shape.slots, shape.feature, shape.scale, static_cast<float*>(z.data),
                        static_cast<float*>(dp.data), static_cast<float*>(w.data)},
@@ -63,7 +64,7 @@ cudaError_t compute_dq(const GsaFp32Backward& p, const GsaInputs& in, const Gate
   const Fp32ReadShape read = make_read_shape(shape, false, in.g, scan.states);
   GIRIH_TRY(fp32_value_read({read, {{in.q, in.k, in.s, 0, shape.D}, {}}, rows.p}, stream));
   GIRIH_TRY(fp32_value_read({read, {{p.dout, in.v, in.s, shape.D, shape.V}, {}}, rows.dz}, stream));
-  GIRIH_TRY(apply_feature(shape, rows.p, rows.dz, rows.w, stream));
+  GIRIH_TRY(launch_feature(shape, rows.p, rows.dz, rows.w, stream));
   return fp32_key_read({read, as_input(rows.dz), in.s, in.k, 0, shape.D, p.dq}, stream);
 }
 
@@ -90,7 +91,7 @@ cudaError_t gsa_fp32_forward(const GsaFp32Forward& p, Workspace& workspace, cuda
   const Fp32ReadShape read = make_read_shape(shape, false, in.g, scan.states);
   const OutputTensor<4> y = new_dense_rows(shape, workspace);
   GIRIH_TRY(fp32_value_read({read, {{in.q, in.k, in.s, 0, shape.D}, {}}, y}, stream));
-  GIRIH_TRY(apply_feature(shape, y, {}, {}, stream));
+  GIRIH_TRY(launch_feature(shape, y, {}, {}, stream));
   return fp32_key_read({read, as_input(y), in.s, in.v, shape.D, shape.V, p.o}, stream);
 }
 
