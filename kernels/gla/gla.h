@@ -23,9 +23,10 @@ struct GlaInputs {
 struct GlaForward {
   GlaInputs inputs;
   OutputTensor<4> final;  // as initial
-  void* states;           // before every chunk, for backward: dtype [token_range_count(tokens, 64), H, V, M];
-                          // null: not saved
-  OutputTensor<4> o;      // [B, T, HQ, V]
+  // The states before all chunks, for backward: dtype [token_range_count(tokens, 64), H, V, M]; null: not
+  // saved.
+  void* states;
+  OutputTensor<4> o;  // [B, T, HQ, V]
 };
 
 cudaError_t gla_forward(const GlaForward& problem, Workspace& workspace, cudaStream_t stream);
@@ -75,9 +76,10 @@ struct GlaHeadInputs {
 struct GlaHeadForward {
   GlaHeadInputs inputs;
   OutputTensor<4> final;  // as initial
-  void* states;           // before every pair of chunks, for backward: dtype
-                          // [token_range_count(tokens, kHeadPair), H, V, D]; null: not saved
-  OutputTensor<4> o;      // [B, T, HO, V]
+  // The states before all pairs of chunks, for backward: dtype [token_range_count(tokens, kHeadPair), H, V,
+  // D]; null: not saved.
+  void* states;
+  OutputTensor<4> o;  // [B, T, HO, V]
 };
 
 cudaError_t gla_head_forward(const GlaHeadForward& problem, Workspace& workspace, cudaStream_t stream);

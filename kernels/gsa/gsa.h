@@ -45,8 +45,9 @@ struct GsaInputs {
 struct GsaForward {
   GsaInputs inputs;
   OutputTensor<4> final[2];  // as initial
-  void* states;  // before every chunk, for backward: dtype [token_range_count(tokens, 64), H, D + V, M];
-                 // null: not saved
+  // The states before all chunks, for backward: dtype [token_range_count(tokens, 64), H, D + V, M]; null: not
+  // saved.
+  void* states;
   OutputTensor<4> o;  // [B, T, HQ, V]
 };
 

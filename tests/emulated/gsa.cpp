@@ -72,7 +72,6 @@ void run_fp32(const Call& call) {
   backward.inputs = forward.inputs;
   backward.is_s_derived = call.is_s_tied;
   fill_backward(c, backward);
-  if (forward.inputs.is_abc) backward.ds = backward.dg = {};
   backward.dfinal_z = as_input<3>(call.dlast_z);
   backward.dlogits = as_output<4>(call.dlogits), backward.dinitial_z = as_output<3>(call.dfirst_z);
   run_plan(gsa_fp32_backward, backward);
