@@ -2,6 +2,8 @@
 // launches: the part of every chunk from an empty state, a scan over the chunks that replaces every part by
 // the state before the chunk, and every chunk from that state. A thread has one slot of one chunk, or of one
 // sequence.
+#include <type_traits>
+
 #include "fp32/fp32.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -48,15 +50,28 @@ __device__ inline auto column_at(const Array<4>& x, const TokenRange& range, con
   return at<float>(x, range.sequence.batch, range.start, slot.head) + slot.m * x.stride[3];
 }
 
-// Calls f(job, index, slot) for the jobs of the thread; a job is one slot of one of `count` chunks or
-// sequences, and index is the number of the chunk or sequence.
-template <class Problem, class F>
-__device__ inline void for_each_slot(const Problem& p, int64_t count, const F& f) {
-  const int64_t jobs = count * p.heads * p.M, grid_threads = static_cast<int64_t>(gridDim.x) * kThreads;
+// The arguments of a launch, with the parts of all chunks, [chunks, heads, slots].
+struct GatesParams : AbcGates {
+  Normaliser* parts;
+};
+struct GradientParams : AbcGradient {
+  GradientMap* parts;
+};
+
+template <class Params>
+__device__ inline auto& part_at(const Params& p, int64_t chunk, const Slot& slot) {
+  return p.parts[(chunk * p.heads + slot.head) * p.slots + slot.m];
+}
+
+// Calls f(index, slot) for the jobs of the thread; a job is one of `columns` slots of one of `count` chunks
+// or sequences, and index is the number of the chunk or sequence.
+template <class F>
+__device__ inline void for_each_slot(int64_t count, int heads, int columns, const F& f) {
+  const int64_t jobs = count * heads * columns, grid_threads = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t job = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; job < jobs;
        job += grid_threads) {
-    const int64_t row = job / p.M;
-    f(job, row / p.heads, Slot{static_cast<int>(row % p.heads), static_cast<int>(job % p.M)});
+    const int64_t row = job / columns;
+    f(row / heads, Slot{static_cast<int>(row % heads), static_cast<int>(job % columns)});
   }
 }
 
@@ -79,13 +94,17 @@ __device__ inline void for_each_logit(const AbcGates& p, const TokenRange& range
 }
 
 template <bool Write>
-__global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ AbcGates p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+__global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ GatesParams p) {
+  const int columns = Write ? p.M : p.slots;
+  for_each_slot(token_range_count(p.tokens, kChunk), p.heads, columns, [&](int64_t chunk, const Slot& slot) {
     const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
-    Normaliser* const part = static_cast<Normaliser*>(p.workspace) + job;
     if constexpr (Write) {
-      Normaliser before = *part;
       float *const s = column_at(p.s, range, slot), *const g = column_at(p.g, range, slot);
+      if (slot.m >= p.slots) {
+        for (int row = 0; row < range.length; ++row) s[row * p.s.stride[1]] = g[row * p.g.stride[1]] = 0.f;
+        return;
+      }
+      Normaliser before = part_at(p, chunk, slot);
       for_each_logit(p, range, slot, [&](int row, float logit) {
         float weight = 0.f, gate = 0.f;
         if (logit > kEmpty) {
@@ -105,37 +124,34 @@ __global__ void __launch_bounds__(kThreads) chunk_gates(const __grid_constant__ 
     } else {
       Normaliser all{0.f, 0.f};
       for_each_logit(p, range, slot, [&](int, float logit) { all.add(logit, logit > kEmpty ? 1.f : 0.f); });
-      *part = all;
+      part_at(p, chunk, slot) = all;
     }
   });
 }
 
 // Replaces the part of every chunk of a sequence by f(part), from the first chunk to the last, or with
 // Reverse from the last to the first.
-template <bool Reverse, class Part, class F>
-__device__ inline void replace_parts(void* parts, const SequenceLayout& tokens, const Sequence& sequence,
-                                     int heads, int M, const Slot& slot, const F& f) {
+template <bool Reverse, class Params, class F>
+__device__ inline void replace_parts(const Params& p, const Sequence& sequence, const Slot& slot,
+                                     const F& f) {
   const int64_t count = divide_up(sequence.end - sequence.start, kChunk);
-  const int64_t first = first_token_range(tokens, sequence, kChunk);
-  const auto at = [&](int64_t i) {
-    const int64_t chunk = first + (Reverse ? count - 1 - i : i);
-    return static_cast<Part*>(parts) + (chunk * heads + slot.head) * M + slot.m;
-  };
+  const int64_t first = first_token_range(p.tokens, sequence, kChunk);
+  const auto at = [&](int64_t i) -> auto& { return part_at(p, first + (Reverse ? count - 1 - i : i), slot); };
   for (int64_t i = 0; i < count; i += kPrefetch) {
-    Part part[kPrefetch];
+    std::decay_t<decltype(*p.parts)> part[kPrefetch];
 #pragma unroll
     for (int j = 0; j < kPrefetch; ++j) {
-      if (i + j < count) part[j] = *at(i + j);
+      if (i + j < count) part[j] = at(i + j);
     }
 #pragma unroll
     for (int j = 0; j < kPrefetch; ++j) {
-      if (i + j < count) *at(i + j) = f(part[j]);
+      if (i + j < count) at(i + j) = f(part[j]);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ AbcGates p) {
-  for_each_slot(p, p.tokens.sequences, [&](int64_t, int64_t index, const Slot& slot) {
+__global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ GatesParams p) {
+  for_each_slot(p.tokens.sequences, p.heads, p.slots, [&](int64_t index, const Slot& slot) {
     const Sequence sequence = sequence_at(p.tokens, index);
     Normaliser state{0.f, 0.f};
     if (p.initial.data != nullptr) {
@@ -143,25 +159,24 @@ __global__ void __launch_bounds__(kThreads) join_gates(const __grid_constant__ A
           static_cast<const float*>(p.initial.data)[offset_of(p.initial, index, slot.head, slot.m)];
       state.add(z, z > kEmpty ? 1.f : 0.f);
     }
-    replace_parts<false, Normaliser>(p.workspace, p.tokens, sequence, p.heads, p.M, slot,
-                                     [&](Normaliser part) {
-                                       const Normaliser before = state;
-                                       state.add(part.top, part.sum);
-                                       return before;
-                                     });
+    replace_parts<false>(p, sequence, slot, [&](Normaliser part) {
+      const Normaliser before = state;
+      state.add(part.top, part.sum);
+      return before;
+    });
     static_cast<float*>(p.final.data)[offset_of(p.final, index, slot.head, slot.m)] = state.z();
   });
 }
 
 template <bool Write>
-__global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ AbcGradient p) {
-  for_each_slot(p, token_range_count(p.tokens, kChunk), [&](int64_t job, int64_t chunk, const Slot& slot) {
+__global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant__ GradientParams p) {
+  for_each_slot(token_range_count(p.tokens, kChunk), p.heads, p.slots, [&](int64_t chunk, const Slot& slot) {
     const TokenRange range = token_range_at(p.tokens, chunk, kChunk);
-    GradientMap* const part = static_cast<GradientMap*>(p.workspace) + job;
+    GradientMap& part = part_at(p, chunk, slot);
     const float *const s = column_at(p.s, range, slot), *const g = column_at(p.g, range, slot),
                        *const ds = column_at(p.ds, range, slot), *const dg = column_at(p.dg, range, slot);
     float* const dlogits = Write ? column_at(p.dlogits, range, slot) : nullptr;
-    float keep = 1.f, Z = Write ? part->add : 0.f;
+    float keep = 1.f, Z = Write ? part.add : 0.f;
     for (int last = range.length - 1; last >= 0; last -= kPrefetch) {
       float weight[kPrefetch], gate[kPrefetch], dweight[kPrefetch], dgate[kPrefetch];
 #pragma unroll
@@ -182,22 +197,21 @@ __global__ void __launch_bounds__(kThreads) chunk_gradient(const __grid_constant
         keep *= decay;
       }
     }
-    if (!Write) *part = {keep, Z};
+    if (!Write) part = {keep, Z};
   });
 }
 
-__global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant__ AbcGradient p) {
-  for_each_slot(p, p.tokens.sequences, [&](int64_t, int64_t index, const Slot& slot) {
+__global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant__ GradientParams p) {
+  for_each_slot(p.tokens.sequences, p.heads, p.slots, [&](int64_t index, const Slot& slot) {
     const auto at = [&](const InputTensor<3>& x) {
       return static_cast<const float*>(x.data)[offset_of(x, index, slot.head, slot.m)];
     };
     float Z = p.final.data == nullptr ? 0.f : at(p.final);
-    replace_parts<true, GradientMap>(p.workspace, p.tokens, sequence_at(p.tokens, index), p.heads, p.M, slot,
-                                     [&](GradientMap part) {
-                                       const GradientMap later{0.f, Z};
-                                       Z = fmaf(part.keep, Z, part.add);
-                                       return later;
-                                     });
+    replace_parts<true>(p, sequence_at(p.tokens, index), slot, [&](GradientMap part) {
+      const GradientMap later{0.f, Z};
+      Z = fmaf(part.keep, Z, part.add);
+      return later;
+    });
     if (p.initial.data != nullptr) {
       static_cast<float*>(p.dinitial.data)[offset_of(p.dinitial, index, slot.head, slot.m)] =
           at(p.initial) > kEmpty ? Z : 0.f;
@@ -205,36 +219,31 @@ __global__ void __launch_bounds__(kThreads) join_gradient(const __grid_constant_
   });
 }
 
-template <auto Kernel, class Problem>
-cudaError_t launch_jobs(const Problem& p, int64_t jobs, cudaStream_t stream) {
+template <auto Kernel, class Params>
+cudaError_t launch_jobs(const Params& p, int64_t jobs, cudaStream_t stream) {
   if (jobs == 0) return cudaSuccess;
   return launch_grid<Kernel>(clamp_grid_blocks(divide_up(jobs, kThreads)), kThreads, 0, stream, p);
-}
-
-// Launches the parts of the chunks, the scan over the chunks, and the results of the chunks.
-template <auto Part, auto Join, auto Write, class Problem>
-cudaError_t launch_passes(const Problem& p, cudaStream_t stream) {
-  const int64_t chunks = token_range_count(p.tokens, kChunk) * p.heads * p.M;
-  const int64_t sequences = p.tokens.sequences * p.heads * p.M;
-  if (const cudaError_t error = launch_jobs<Part>(p, chunks, stream); error != cudaSuccess) return error;
-  if (const cudaError_t error = launch_jobs<Join>(p, sequences, stream); error != cudaSuccess) return error;
-  return launch_jobs<Write>(p, chunks, stream);
 }
 
 }  // namespace
 }  // namespace fp32
 
-int64_t abc_workspace(const SequenceLayout& tokens, int heads, int M) {
-  return token_range_count(tokens, kChunk) * heads * M * static_cast<int64_t>(sizeof(fp32::Normaliser));
+cudaError_t abc_gates(const AbcGates& problem, Workspace& workspace, cudaStream_t stream) {
+  using namespace fp32;
+  const int64_t chunk_heads = token_range_count(problem.tokens, kChunk) * problem.heads;
+  const GatesParams p{problem, workspace.array<Normaliser>(chunk_heads * problem.slots)};
+  GIRIH_TRY(launch_jobs<chunk_gates<false>>(p, chunk_heads * p.slots, stream));
+  GIRIH_TRY(launch_jobs<join_gates>(p, p.tokens.sequences * p.heads * p.slots, stream));
+  return launch_jobs<chunk_gates<true>>(p, chunk_heads * p.M, stream);
 }
 
-cudaError_t abc_gates(const AbcGates& p, cudaStream_t stream) {
-  return fp32::launch_passes<fp32::chunk_gates<false>, fp32::join_gates, fp32::chunk_gates<true>>(p, stream);
-}
-
-cudaError_t abc_gradient(const AbcGradient& p, cudaStream_t stream) {
-  return fp32::launch_passes<fp32::chunk_gradient<false>, fp32::join_gradient, fp32::chunk_gradient<true>>(
-      p, stream);
+cudaError_t abc_gradient(const AbcGradient& problem, Workspace& workspace, cudaStream_t stream) {
+  using namespace fp32;
+  const int64_t chunk_slots = token_range_count(problem.tokens, kChunk) * problem.heads * problem.slots;
+  const GradientParams p{problem, workspace.array<GradientMap>(chunk_slots)};
+  GIRIH_TRY(launch_jobs<chunk_gradient<false>>(p, chunk_slots, stream));
+  GIRIH_TRY(launch_jobs<join_gradient>(p, p.tokens.sequences * p.heads * p.slots, stream));
+  return launch_jobs<chunk_gradient<true>>(p, chunk_slots, stream);
 }
 
 }  // namespace girih::kernels

@@ -19,11 +19,11 @@
 //         ds = value_read(k, q, dz, Gk) + value_read(v, do, p, Gv)
 // gla     dv = key_read(k, scale q, do, G)                           dk = value_read(v, do, scale q, G)
 //
-// gated_scan (DType::f32) computes the states. Rows start at multiples of 16 bytes and have a multiple of 4
+// fp32_scan computes the states. Rows start at multiples of 16 bytes and have a multiple of 4
 // elements. Tensors without a type in their comment are fp32, fp16 or bf16.
 #pragma once
 
-#include "gsa/gsa.h"
+#include "gsa/kernels.h"
 
 namespace girih::kernels {
 
@@ -65,9 +65,8 @@ struct KeyRead {
 
 cudaError_t fp32_key_read(const KeyRead& problem, cudaStream_t stream);
 
-// gated_scan for DType::f32.
-int64_t fp32_scan_workspace(const GatedScan& problem);
-cudaError_t fp32_scan(const GatedScan& problem, cudaStream_t stream);
+// The scan of both memories, for DType::f32.
+cudaError_t fp32_scan(const GatedScan& problem, Workspace& workspace, cudaStream_t stream);
 
 // p = feature(scale z) in place of z [rows, M]; with dp also the gradient dz in place of dp.
 struct Fp32Feature {
@@ -87,7 +86,8 @@ struct Fp32GateGradient {
   SequenceLayout tokens;
   int heads, query_heads, M;
   InputTensor<4> w;                 // [B, T, query_heads, M] fp32: reads * gradients of the reads
-  InputTensor<4> s;                 // [B, T, heads, M] fp32
+  InputTensor<4> w_factor;          // optional: w * w_factor takes the place of w
+  InputTensor<4> s;                 // [B, T, heads, M]
   InputTensor<4> ds;                // [B, T, heads, M] fp32
   InputTensor<4> g;                 // [B, T, heads, M] fp32 if s = 1 - e^g; absent otherwise
   const float *states, *gradients;  // results of the forward and the reversed scan
@@ -104,29 +104,26 @@ cudaError_t fp32_gate_gradient(const Fp32GateGradient& problem, cudaStream_t str
 // A logit of -inf marks a masked token: s = g = 0. If z is empty (-inf), the first token has s = 1, g = 0.
 struct AbcGates {
   SequenceLayout tokens;
-  int heads, M;
-  InputTensor<4> logits;   // [B, T, heads, M] fp32, any strides
-  InputTensor<3> initial;  // z_0 [N, heads, M] fp32; absent: empty (-inf)
-  OutputTensor<4> s, g;    // [B, T, heads, M] fp32
-  OutputTensor<3> final;   // [N, heads, M] fp32
-  void* workspace;         // abc_workspace() bytes
+  int heads, M, slots;
+  InputTensor<4> logits;   // [B, T, heads, slots] fp32, any strides
+  InputTensor<3> initial;  // z_0 [N, heads, slots] fp32; absent: empty (-inf)
+  OutputTensor<4> s, g;    // [B, T, heads, M] fp32; zero in the columns from `slots` on
+  OutputTensor<3> final;   // [N, heads, slots] fp32
 };
 
 // The gradient of the logits and of z_0. Z_t is the gradient of z_t from later tokens; t runs from the end:
 //     da_t = s_t (Z_t + e^{g_t} ds_t - dg_t)       Z_{t-1} = e^{g_t} Z_t - s_t (e^{g_t} ds_t - dg_t)
 struct AbcGradient {
   SequenceLayout tokens;
-  int heads, M;
-  InputTensor<4> s, g, ds, dg;  // [B, T, heads, M] fp32
-  InputTensor<3> final;         // gradient of the last z, [N, heads, M] fp32, optional
+  int heads, slots;
+  InputTensor<4> s, g, ds, dg;  // [B, T, heads, slots] fp32
+  InputTensor<3> final;         // gradient of the last z, [N, heads, slots] fp32, optional
   InputTensor<3> initial;       // z_0, optional
-  OutputTensor<4> dlogits;      // [B, T, heads, M] fp32
-  OutputTensor<3> dinitial;     // [N, heads, M] fp32, with initial
-  void* workspace;
+  OutputTensor<4> dlogits;      // [B, T, heads, slots] fp32
+  OutputTensor<3> dinitial;     // [N, heads, slots] fp32, with initial
 };
 
-int64_t abc_workspace(const SequenceLayout& tokens, int heads, int M);
-cudaError_t abc_gates(const AbcGates& problem, cudaStream_t stream);
-cudaError_t abc_gradient(const AbcGradient& problem, cudaStream_t stream);
+cudaError_t abc_gates(const AbcGates& problem, Workspace& workspace, cudaStream_t stream);
+cudaError_t abc_gradient(const AbcGradient& problem, Workspace& workspace, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -89,9 +89,15 @@ __global__ void __launch_bounds__(kThreads) gate_gradient(const __grid_constant_
 #pragma unroll
   for (int i = 0; i < kGroupTokens; ++i) {
     if (!exists || first + i >= range.length) continue;
-    for (int query_index = 0; query_index < group; ++query_index)
-      c[i].add(element(p.w, first + i, head * group + query_index));
-    c[i].add(-element(p.s, first + i, head) * element(p.ds, first + i, head));
+    for (int query_index = 0; query_index < group; ++query_index) {
+      const int query_head = head * group + query_index;
+      float w = element(p.w, first + i, query_head);
+      // A rounded product, not contracted with the sum.
+      if (p.w_factor.data != nullptr) w = __fmul_rn(w, element(p.w_factor, first + i, query_head));
+      c[i].add(w);
+    }
+    const float s = load_element(p.s, range.sequence.batch, range.start + first + i, head, m);
+    c[i].add(-s * element(p.ds, first + i, head));
   }
 #pragma unroll
   for (int i = 0; i < kGroupTokens; ++i) own_sum.add(c[i]);

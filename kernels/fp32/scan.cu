@@ -1,6 +1,6 @@
-// gated_scan in fp32. The update of a chunk does not depend on the state. One kernel computes the updates of
-// all chunks in parallel and stores each in the place of the state before the chunk. join_segments then scans
-// the chunks and replaces the updates by the states.
+// The scan of gsa and gla in fp32. The update of a chunk does not depend on the state. One kernel computes
+// the updates of all chunks in parallel and stores each in the place of the state before the chunk.
+// join_segments then scans the chunks and replaces the updates by the states.
 #include "fp32/tiles.cuh"
 #include "gsa/join.h"
 
@@ -117,16 +117,11 @@ cudaError_t launch_updates(const UpdateParams& params, cudaStream_t stream) {
 }  // namespace
 }  // namespace fp32
 
-int64_t fp32_scan_workspace(const GatedScan& p) {
-  return token_range_count(p.tokens, kChunk) * p.heads * p.M * static_cast<int64_t>(sizeof(float));
-}
-
-cudaError_t fp32_scan(const GatedScan& p, cudaStream_t stream) {
-  float* const gate_sums = static_cast<float*>(p.workspace);
+cudaError_t fp32_scan(const GatedScan& p, Workspace& workspace, cudaStream_t stream) {
+  float* const gate_sums = workspace.array<float>(token_range_count(p.tokens, kChunk) * p.heads * p.M);
   const fp32::UpdateParams params{p, gate_sums};
-  const cudaError_t error =
-      p.reverse ? fp32::launch_updates<true>(params, stream) : fp32::launch_updates<false>(params, stream);
-  if (error != cudaSuccess) return error;
+  GIRIH_TRY(p.reverse ? fp32::launch_updates<true>(params, stream)
+                      : fp32::launch_updates<false>(params, stream));
   const SegmentJoin join{p.tokens,
                          kChunk,
                          p.heads,

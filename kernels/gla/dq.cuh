@@ -5,7 +5,7 @@
 // This is a value read of (do, v).
 #pragma once
 
-#include "gla/launch.h"
+#include "gla/kernels.h"
 #include "gsa/block.cuh"
 
 namespace girih::kernels {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
       float& right = dq.at[n][2 * i + 1];
       const float2 r = reads.factor(i, n);
       scaled_q.x *= r.x, scaled_q.y *= r.y;
-      // q as gla_dkv reads it: rounded after the multiplication by r, or without factors as it is.
+      // q as the dkv kernel reads it: rounded after the multiplication by r, or without factors as it is.
       const float2 rounded_q =
           reads.is_factored ? unpack_pair<T>(pack_pair<T>(scaled_q.x, scaled_q.y)) : scaled_q;
       const float2 w = {__fdividef(rounded_q.x * left, r.x), __fdividef(rounded_q.y * right, r.y)};

@@ -1,8 +1,27 @@
-// Launches of the kernels of gla with a gate for each head: choice of the instance and of segments.
+// gla_head_forward and gla_head_backward: the launches, and the choice of the instances and of segments.
+//
+//     S_t = e^{g_t} S_{t-1} + k_t v_t^T                [D, V]
+//     o_t = scale * S_t^T q_t                          [V]
+//
+// A scalar decay commutes with keys and queries. Inside a chunk it multiplies the scores, so every exponent
+// is a difference of sums of gates and no factorisation is needed. With G_t the gradient of S_t from its own
+// token and all later tokens, the gradients of the values are the same read in reversed time:
+//
+//     G_t  = scale * q_t do_t^T + e^{g_{t+1}} G_{t+1}
+//     dv_t = G_t^T k_t
+//
+//   forward    head_read: the state from chunk to chunk, and o of each chunk
+//   backward   head_read in reverse: dv; then head_gradients, each chunk alone: dq, dk, dg
+//
+// Backward is bound by memory traffic. With one state for each chunk, a third of the traffic would be states.
+// So only every second state is written to global memory: the state before a pair of chunks in forward, and
+// the gradient of the state after the pair in reverse. The terms between the two chunks of a pair are
+// computed from q, k, v and do of the other chunk, the partner.
 #include <algorithm>
+#include <utility>
 
-#include "gla/launch.h"
-#include "gsa/gsa.h"
+#include "gla/gla.h"
+#include "gla/kernels.h"
 #include "gsa/join.h"
 #include "tile/instance.h"
 #include "tile/segments.h"
@@ -32,23 +51,7 @@ cudaError_t run(const HeadReadParams& params, cudaStream_t stream) {
   });
 }
 
-}  // namespace
-
-cudaError_t head_gradients(const HeadGradients& p, cudaStream_t stream) {
-  const cudaError_t error = dispatch_tile(p.shape, p.tile, [&](auto element, auto keys) {
-    return launch_head_gradients<decltype(element), std::min(keys(), 128)>(p, stream);
-  });
-  return error != cudaSuccess || p.dg.data == nullptr ? error : sum_gate_gradients(p, stream);
-}
-
-int64_t head_read_workspace(const HeadRead& p) {
-  const int64_t tokens = segment_tokens(p.shape);
-  if (tokens == 0) return 0;
-  return token_range_count(p.shape.tokens, tokens) * count_state_heads(p) * (p.shape.values + 1) *
-         p.shape.keys * static_cast<int64_t>(sizeof(float));
-}
-
-cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
+cudaError_t head_read(const HeadRead& problem, Workspace& workspace, cudaStream_t stream) {
   HeadReadParams params{};
   params.problem = problem;
   params.segmentation.segment_tokens = segment_tokens(problem.shape);
@@ -56,15 +59,16 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
 
   const HeadShape& shape = problem.shape;
   const int64_t heads = count_state_heads(problem), values = shape.values, keys = shape.keys;
-  float* const states = static_cast<float*>(problem.workspace);
-  float* const gate_sums = states + params.segmentation.count_segments(shape.tokens) * heads * values * keys;
+  const int64_t segment_heads = params.segmentation.count_segments(shape.tokens) * heads;
+  float* const states = workspace.array<float>(segment_heads * values * keys);
+  float* const gate_sums = workspace.array<float>(segment_heads * keys);
 
   // 1. Scan every segment from zero.
   HeadReadParams local_scan = params;
   local_scan.segmentation.gate_sums = gate_sums;
   local_scan.problem.initial = {};
   local_scan.problem.final = {states, DType::f32, {heads * values * keys, values * keys, keys, 1}};
-  if (const cudaError_t error = run(local_scan, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(run(local_scan, stream));
 
   // 2. Compute the state before each segment.
   const SegmentJoin join{shape.tokens,
@@ -77,12 +81,67 @@ cudaError_t head_read(const HeadRead& problem, cudaStream_t stream) {
                          {shape.values, 0},
                          {problem.initial, {}},
                          {}};
-  if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(join_segments(join, stream));
 
   // 3. Scan every segment from that state.
-  const OutputTensor<4>& ends = local_scan.problem.final;
-  params.problem.initial = {ends.data, ends.dtype, {ends.stride[0], ends.stride[1], ends.stride[2], 1}};
+  params.problem.initial = as_input(local_scan.problem.final);
   return run(params, stream);
+}
+
+cudaError_t head_gradients(HeadGradients p, Workspace& workspace, cudaStream_t stream) {
+  const HeadShape& shape = p.shape;
+  GIRIH_TRY(head_gradient_tile(shape.D, p.tile));
+  const bool has_gates = p.dg.data != nullptr;
+  if (has_gates) {
+    const int64_t terms = static_cast<int64_t>(shape.query_heads) * p.tiles();
+    p.dg_parts = workspace.array<float>(shape.tokens.batch * shape.tokens.tokens * terms);
+    p.partner_gate_terms = workspace.array<float>(token_range_count(shape.tokens, kChunk) * terms);
+  }
+  GIRIH_TRY(dispatch_tile(shape, p.tile, [&](auto element, auto keys) {
+    return launch_head_gradients<decltype(element), std::min(keys(), 128)>(p, stream);
+  }));
+  return has_gates ? sum_gate_gradients(p, stream) : cudaSuccess;
+}
+
+// The states of all pairs of chunks, [pairs, heads, V, D].
+void* new_pair_states(const HeadShape& shape, int heads, Workspace& workspace) {
+  return workspace.bytes(token_range_count(shape.tokens, kHeadPair) * heads * shape.V * shape.D *
+                         element_bytes(shape.dtype));
+}
+
+// `dinitial`, in the workspace if the caller does not ask for this result.
+OutputTensor<4> dinitial_or_new(const OutputTensor<4>& dinitial, const HeadShape& shape,
+                                Workspace& workspace) {
+  if (dinitial.data != nullptr) return dinitial;
+  auto result =
+      workspace.tensor(DType::f32, shape.tokens.sequences, shape.query_heads, shape.keys, shape.values);
+  std::swap(result.stride[2], result.stride[3]);
+  return result;
+}
+
+}  // namespace
+
+cudaError_t gla_head_forward(const GlaHeadForward& p, Workspace& workspace, cudaStream_t stream) {
+  const GlaHeadInputs& in = p.inputs;
+  return head_read({in.shape, false, in.q, in.k, in.v, in.initial, p.final, p.o, p.states}, workspace,
+                   stream);
+}
+
+cudaError_t gla_head_backward(const GlaHeadBackward& p, Workspace& workspace, cudaStream_t stream) {
+  const GlaHeadInputs& in = p.inputs;
+  const HeadRead reverse{in.shape,
+                         true,
+                         in.k,
+                         in.q,
+                         p.dout,
+                         p.dfinal,
+                         dinitial_or_new(p.dinitial, in.shape, workspace),
+                         p.dv,
+                         new_pair_states(in.shape, in.shape.query_heads, workspace)};
+  GIRIH_TRY(head_read(reverse, workspace, stream));
+  return head_gradients({in.shape, in.q, in.k, in.v, p.dout, p.states, reverse.states, in.initial,
+                         as_input(reverse.final), p.dq, p.dk, p.dg},
+                        workspace, stream);
 }
 
 }  // namespace girih::kernels

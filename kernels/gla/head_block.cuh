@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gla/head_gates.cuh"
-#include "gla/launch.h"
+#include "gla/kernels.h"
 #include "gsa/gate_gradients.cuh"
 #include "gsa/range.cuh"
 #include "pipe/ring.h"

@@ -1,4 +1,5 @@
-// head_fits and head_gradient_tile. Separate translation unit, so that the kernels are not instantiated here.
+// gla_head_fits and head_gradient_tile. Separate translation unit, so that the kernels are not instantiated
+// here.
 #include <algorithm>
 
 #include "gla/head_gradients.cuh"
@@ -10,7 +11,7 @@ namespace {
 using T = __half;  // same size as bf16
 }
 
-cudaError_t head_fits(int D, bool& fits) {
+cudaError_t gla_head_fits(int D, bool& fits) {
   const int read = D <= 64    ? head_read_bytes<T, 64>(1, 1, 1)
                    : D <= 128 ? head_read_bytes<T, 128>(1, 1, 1)
                               : head_read_bytes<T, 256>(1, 1, 1);

@@ -1,6 +1,6 @@
 // dg for a gate for each head: dg_t = sum of dg_parts of its chunk's blocks + sum of partner_gate_terms of
 // the partner's blocks, over query heads and tiles of keys, in a fixed order.
-#include "gla/launch.h"
+#include "gla/kernels.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 #include "tile/pack.h"

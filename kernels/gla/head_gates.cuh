@@ -1,7 +1,7 @@
 // The gates of a chunk, one for each token: their running sums, and the decay of scores.
 #pragma once
 
-#include "gla/head.h"
+#include "gla/kernels.h"
 #include "gsa/reads.cuh"
 #include "tile/warpgroup.h"
 

@@ -1,7 +1,7 @@
 // o = scale * S^T q. A block has a chunk and a query head; warp w has rows 16 w to 16 w + 15.
 #pragma once
 
-#include "gla/launch.h"
+#include "gla/kernels.h"
 #include "gsa/block.cuh"
 
 namespace girih::kernels {

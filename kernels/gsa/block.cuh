@@ -2,7 +2,7 @@
 // of D or V at a time.
 #pragma once
 
-#include "gsa/launch.h"
+#include "gsa/kernels.h"
 #include "gsa/reads.cuh"
 #include "tile/launch.h"
 

@@ -14,7 +14,7 @@
 //
 // for each slot. The first term is the state dot (StateDot). H is the state before the chunk; the reverse
 // scan wrote its gradient as that of the state after the previous chunk. s ds uses s as rounded for G in ds,
-// as gsa_dq did for w, so that the terms of pairs of rows cancel.
+// as gsa_dq_kernel did for w, so that the terms of pairs of rows cancel.
 //
 // If several query heads share a memory head, only the first adds the terms of G.
 #pragma once

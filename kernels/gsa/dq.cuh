@@ -1,4 +1,4 @@
-// dq, and p and dz for the reverse scan and for gsa_dkv: the gradients of query rows. A block has a chunk
+// dq, and p and dz for the reverse scan and the dkv kernel: the gradients of query rows. A block has a chunk
 // and a query head; warp w of each warpgroup has rows 16 w to 16 w + 15:
 //
 //     dp_t = Hv_t do_t          dz_t = J_feature^T dp_t          dq_t = scale Hk_t dz_t

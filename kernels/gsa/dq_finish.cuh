@@ -79,7 +79,7 @@ __device__ inline void GsaDqBlock<T, M>::apply_jacobian(Accumulator<8>& z, Accum
       });
 }
 
-// Stores p and dz, which are in z and dp, for the reverse scan and gsa_dkv. Overwrites z.
+// Stores p and dz, which are in z and dp, for the reverse scan and the dkv kernel. Overwrites z.
 template <typename T, int M>
 template <bool IsFactored>
 __device__ inline void GsaDqBlock<T, M>::store_p_and_dz(Accumulator<8>& z, const Accumulator<8>& dp) const {

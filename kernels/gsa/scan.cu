@@ -1,7 +1,6 @@
 // gated_scan: the choice of the blocks, and of segments if there are too few blocks.
 #include <algorithm>
 
-#include "fp32/fp32.h"
 #include "gsa/join.h"
 #include "gsa/scan.cuh"
 #include "pipe/fit.h"
@@ -50,8 +49,6 @@ ScanParams make_params(const GatedScan& problem) {
   return params;
 }
 
-int count_rows(const GatedScan& p) { return p.memory[0].width + p.memory[1].width; }
-
 template <typename T, int Slabs, int Slots, bool Reverse>
 cudaError_t launch_direction(ScanParams params, cudaStream_t stream) {
   // Three warpgroups with two stages each use 129 KiB for {1, 32}, 185 for {2, 32} and 209 for {1, 64}. Two
@@ -90,24 +87,14 @@ cudaError_t run(const ScanParams& params, cudaStream_t stream) {
 }  // namespace
 }  // namespace gsa
 
-int64_t gated_scan_workspace(const GatedScan& problem) {
-  if (problem.dtype == DType::f32) return fp32_scan_workspace(problem);
-  const gsa::ScanParams params = gsa::make_params(problem);
-  if (params.segmentation.segment_tokens == 0) return 0;
-  // The final state of every segment, and one row of gate sums.
-  return params.segmentation.count_segments(problem.tokens) * problem.heads * (gsa::count_rows(problem) + 1) *
-         problem.M * static_cast<int64_t>(sizeof(float));
-}
-
-cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
-  if (problem.dtype == DType::f32) return fp32_scan(problem, stream);
+cudaError_t gated_scan(const GatedScan& problem, Workspace& workspace, cudaStream_t stream) {
   gsa::ScanParams params = gsa::make_params(problem);
   if (params.segmentation.segment_tokens == 0) return gsa::run(params, stream);
 
-  const int64_t rows = gsa::count_rows(problem), M = problem.M;
-  float* const states = static_cast<float*>(problem.workspace);
-  float* const gate_sums =
-      states + params.segmentation.count_segments(problem.tokens) * problem.heads * rows * M;
+  const int64_t rows = problem.memory[0].width + problem.memory[1].width, M = problem.M;
+  const int64_t segment_heads = params.segmentation.count_segments(problem.tokens) * problem.heads;
+  float* const states = workspace.array<float>(segment_heads * rows * M);
+  float* const gate_sums = workspace.array<float>(segment_heads * M);
 
   // 1. Scan every segment from zero.
   gsa::ScanParams local_scan = params;
@@ -123,7 +110,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
     std::copy(stride, stride + 4, from.stride);
     local_scan.problem.memory[i].initial = {};
   }
-  if (const cudaError_t error = gsa::run(local_scan, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(gsa::run(local_scan, stream));
 
   // 2. Compute the state before each segment.
   const SegmentJoin join{problem.tokens,
@@ -136,7 +123,7 @@ cudaError_t gated_scan(const GatedScan& problem, cudaStream_t stream) {
                          {problem.memory[0].width, problem.memory[1].width},
                          {problem.memory[0].initial, problem.memory[1].initial},
                          {}};  // final is absent: step 3 writes the final state
-  if (const cudaError_t error = join_segments(join, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(join_segments(join, stream));
 
   // 3. Scan every segment from that state.
   return gsa::run(params, stream);

@@ -1,6 +1,7 @@
 // The rows of a block of the scan, its shared memory (the state and rings of stages), and its loads.
 #pragma once
 
+#include "gsa/kernels.h"
 #include "gsa/range.cuh"
 #include "tile/matrix.h"
 #include "tile/pack.h"

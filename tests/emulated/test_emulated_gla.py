@@ -101,8 +101,6 @@ def check(
             else padded_rows(*q.shape, values=q, dtype=dtype)
         )
         x["k"] = padded_rows(*k.shape, values=k, dtype=dtype)
-        if use_fp32:
-            x["s"] = padded_rows(*k.shape, values=k, dtype=FP32)
         g = inputs["g"].float() if "g" in inputs else torch.zeros(B, T, H)
         x["g"] = padded_rows(B, T, H, D, values=g if g.dim() == 4 else g[..., None], dtype=FP32)
     x["dout"] = padded_rows(B, T, HO, V, values=normal(B, T, HO, V), dtype=dtype)
@@ -112,7 +110,8 @@ def check(
         "dk": padded_rows(B, T, parts, D, dtype=FP32 if use_fp32 else part),
         "dv": padded_rows(B, T, parts, V, dtype=dtype if use_fp32 else part),
     }
-    if not use_head_kernels:
+    has_channel_dg = not use_head_kernels and "g" in inputs
+    if has_channel_dg:
         x["dg"] = padded_rows(B, T, parts, D, dtype=FP32)
     first = normal(N, H, D, V) if resumed else None
     dlast = normal(N, H, D, V)
@@ -177,7 +176,7 @@ def check(
     if resumed:
         got["dstate"] = memory["dinitial"].mT[:, :, :D, :V].unflatten(1, (H, -1)).sum(2)
     assert_close_by_rows(got, want, dtype)
-    for name in ("o", "dq", "dk", "dv", *(["dg"] if not use_head_kernels else [])):
+    for name in ("o", "dq", "dk", "dv", *(["dg"] if has_channel_dg else [])):
         layout.assert_rest_unwritten(name, x[name])
 
 

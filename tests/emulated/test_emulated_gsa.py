@@ -94,14 +94,9 @@ def check(
         "dq": padded_rows(B, T, HQ, D, dtype=dtype),
         "dk": padded_rows(B, T, heads_of_parts, D, dtype=part),
         "dv": padded_rows(B, T, heads_of_parts, V, dtype=part),
-        "dg": padded_rows(B, T, heads_of_parts, M, dtype=FP32),
     }
     z = {}
     if kind == "abc":
-        x |= {
-            "s": padded_rows(B, T, H, M, values=0.0, dtype=FP32),
-            "g": padded_rows(B, T, H, M, values=0.0, dtype=FP32),
-        }
         z["logits"] = 3 * normal(B, T, H, M)
         z["logits"][:, ::7, :, ::3] = -torch.inf
         z |= {"dlogits": guarded_nan(B, T, H, M), "last_z": guarded_nan(N, H, M)}
@@ -114,7 +109,8 @@ def check(
         s = torch.rand((B, T, H, M), generator=generator) / 2 if kind == "s_g" else -torch.expm1(g)
         if kind == "s_g" or use_fp32:
             x["s"] = padded_rows(B, T, H, M, values=s, dtype=inner)
-    if kind == "s_g" or use_fp32:
+        x["dg"] = padded_rows(B, T, heads_of_parts, M, dtype=FP32)
+    if kind == "s_g":
         x["ds"] = padded_rows(B, T, heads_of_parts, M, dtype=FP32 if use_fp32 else part)
     widths, sizes = (D, V), ((N, H, D, M), (N, H, M, V))
     first = [normal(*size) if resumed else None for size in sizes]
@@ -184,7 +180,7 @@ def check(
             got |= {"dstate_z": z["dfirst_z"], "last_z": z["last_z"]}
             want["last_z"] = torch.cat([f[2] for f in finals])
     assert_close_by_rows(got, want, dtype, kinks=feature == "relu")
-    for name in ("o", "dq", "dk", "dv", "dg", *(["ds"] if "ds" in x else [])):
+    for name in ("o", "dq", "dk", "dv", *(name for name in ("ds", "dg") if name in x)):
         layout.assert_rest_unwritten(name, x[name])
 
 

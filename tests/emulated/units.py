@@ -21,7 +21,7 @@ UNITS = {
     "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),
     "gla": (
         *(f"instances/{prefix}{type}.cu" for prefix in ("gla/*", "gsa/dkv_") for type in HALVES),
-        *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *FP32),
+        *("gla/step.cu", "gla/[gh]*.cu", "gsa/fits.cu", "gsa/[js]*n.cu", "gla/fp32_plan.cu", *FP32),
     ),
     "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
     "gsa": (
