@@ -42,7 +42,7 @@ __device__ inline void arrive_state_empty(uint64_t& barrier) {
   Cluster ? arrive_remote(&barrier, 0) : arrive_warp(&barrier);
 }
 
-// HasB: b replaces beta k (delta_product.h); a stage has a tile of b beside the keys.
+// HasB: b replaces beta k (kernels.h); a stage has a tile of b beside the keys.
 template <typename T, int D, int Rows, bool HasB = false>
 struct ScanStorage {
   static constexpr bool kHasB = HasB;
