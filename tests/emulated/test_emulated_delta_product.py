@@ -268,6 +268,7 @@ def test_heads(kernels, D, V, n, heads, how):
 def test_packed_sequences(kernels, D, n):
     check(kernels, 40, 0, 1, 70, D=D, n=n, gates=0.1, packed=True)
     check(kernels, 17, 0, 70, D=D, n=n, H=2, packed=True, unit=True)
+    check(kernels, 17, 0, 30, D=D, n=n, packed=True, **GROUPED, **EVERY)
 
 
 @pytest.mark.parametrize("n", [1, 2])
