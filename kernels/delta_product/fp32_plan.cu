@@ -59,14 +59,14 @@ struct Fp32RowGradients {
 };
 
 cudaError_t compute_fp32_gradients(const DeltaFp32Backward& p, const Fp32Rows& rows,
-                                   const float* states_gradients, const Fp32RowGradients& results,
+                                   const float* state_gradients, const Fp32RowGradients& results,
                                    cudaStream_t stream) {
   DeltaFp32Gradients gradients;
   gradients.shape = p.shape;
   gradients.q = rows.q, gradients.k = rows.k, gradients.b = rows.b, gradients.dout = p.dout;
   gradients.u = p.u, gradients.du = as_input(results.du);
   gradients.g = p.g;
-  gradients.states = p.states, gradients.gradients = states_gradients;
+  gradients.states = p.states, gradients.gradients = state_gradients;
   gradients.dq = results.dq, gradients.dk = results.dk, gradients.db = results.db;
   gradients.dg = p.dg;
   return delta_fp32_gradients(gradients, stream);

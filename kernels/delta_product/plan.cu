@@ -64,21 +64,21 @@ cudaError_t scan_chunks(const DeltaForward& p, const ChannelBetaRows& rows, cons
   return delta_scan(scan, workspace, stream);
 }
 
-// `dz` is dv: reverse may store dv in place of G.
+// `dz_is_dv`: reverse may store dv in place of G. `result` has the arguments of delta_reverse.
 cudaError_t reverse_chunks(const DeltaBackward& p, const InputTensor<4>& b, const OutputTensor<4>& dz,
-                           bool dz_is_dv, Workspace& workspace, cudaStream_t stream, DeltaReverse& reverse) {
+                           bool dz_is_dv, Workspace& workspace, cudaStream_t stream, DeltaReverse& result) {
   const DeltaShape& shape = p.shape;
   const int64_t chunks = chunk_count(shape), states = chunks * shape.heads * shape.V * shape.D;
-  reverse.shape = shape;
-  reverse.q = p.q, reverse.k = p.k, reverse.b = b, reverse.dout = p.dout;
-  reverse.gated = p.dg.data != nullptr;
-  reverse.prepared = p.prepared;
-  reverse.transitions = p.transitions;
-  reverse.factors = workspace.array<float>(chunks * shape.output_heads * kDeltaChunkRows);
-  reverse.initial = p.dfinal, reverse.final = p.dinitial;
-  reverse.dz = dz, reverse.in_place = dz_is_dv;
-  reverse.gradients = workspace.bytes(states * element_bytes(shape.dtype));
-  return delta_reverse(reverse, workspace, stream);
+  result.shape = shape;
+  result.q = p.q, result.k = p.k, result.b = b, result.dout = p.dout;
+  result.gated = p.dg.data != nullptr;
+  result.prepared = p.prepared;
+  result.transitions = p.transitions;
+  result.factors = workspace.array<float>(chunks * shape.output_heads * kDeltaChunkRows);
+  result.initial = p.dfinal, result.final = p.dinitial;
+  result.dz = dz, result.in_place = dz_is_dv;
+  result.gradients = workspace.bytes(states * element_bytes(shape.dtype));
+  return delta_reverse(result, workspace, stream);
 }
 
 cudaError_t compute_gradients(const DeltaBackward& p, const DeltaReverse& reverse, cudaStream_t stream) {
