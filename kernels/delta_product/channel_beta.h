@@ -3,14 +3,14 @@
 //     b = beta (*) k        w = beta (*) v        both rounded
 //     S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T
 //
-// make_rows computes b and w. prepare, scan and reverse of delta_product.h take b beside k, and w in place of
+// make_rows computes b and w. prepare, scan and reverse of kernels.h take b beside k, and w in place of
 // v, so that G of reverse is dw. channel_beta_gradients computes dq and the gradients of k and b, chunks
 // independently. row_gradients computes the gradients of the inputs:
 //
 //     dk <- dk + beta (*) db        dv = beta (*) dw        dbeta = k (*) db + v (*) dw
 #pragma once
 
-#include "delta_product/delta_product.h"
+#include "delta_product/kernels.h"
 
 namespace girih::kernels {
 

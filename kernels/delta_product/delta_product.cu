@@ -1,8 +1,8 @@
 // Chooses the instance for a shape, and cuts scans into segments if there are too few heads to fill the GPU.
 #include <algorithm>
 
-#include "delta_product/delta_product.h"
 #include "delta_product/join.h"
+#include "delta_product/kernels.h"
 #include "delta_product/params.h"
 #include "tile/grid.h"
 #include "tile/instance.h"
@@ -50,44 +50,39 @@ int64_t segment_count(const DeltaShape& shape, bool reverse) {
   return tokens == 0 ? 0 : token_range_count(shape.tokens, tokens);
 }
 
-int64_t workspace_bytes(const DeltaShape& shape, bool reverse) {
-  return segment_count(shape, reverse) * shape.heads * end_columns(shape, reverse) * shape.D *
-         static_cast<int64_t>(sizeof(float));
+// `ends`: the end states of the first launch. The scan uses the transitions of that launch, column-major.
+// Reverse uses the saved transitions, row-major, because its transition is the transpose.
+const float* transitions(const DeltaScan& p, const float* ends) {
+  return ends + int64_t{p.shape.V} * p.shape.D;
 }
-
-// The scan uses the transitions of its first launch, column-major. Reverse uses the saved transitions,
-// row-major, because its transition is the transpose.
-const float* transitions(const DeltaScan& p) {
-  return static_cast<const float*>(p.workspace) + int64_t{p.shape.V} * p.shape.D;
-}
-const float* transitions(const DeltaReverse& p) { return p.transitions; }
+const float* transitions(const DeltaReverse& p, const float*) { return p.transitions; }
 
 // Launches the scan or reverse: one launch, or with segments the three launches of kernels/README.md.
 template <class Params, class Problem>
-cudaError_t launch_scans(const Problem& problem, bool reverse, cudaStream_t stream) {
+cudaError_t launch_scans(const Problem& problem, bool reverse, Workspace& workspace, cudaStream_t stream) {
   const DeltaShape& shape = problem.shape;
   Params params{problem, ScanGrid(shape, segment_tokens(shape, reverse), reverse)};
   if (params.grid.segment_tokens == 0) return launch_instance(params, stream);
 
   // 1. Scan every segment on its own: the first from the initial state, the others from zero. The scan also
   // computes the transitions.
-  float* const states = static_cast<float*>(problem.workspace);
   const int64_t D = shape.D, cols = end_columns(shape, reverse);
+  auto* const states = workspace.array<float>(segment_count(shape, reverse) * shape.heads * cols * D);
   const int64_t stride[] = {shape.heads * cols * D, cols * D, 1, D};
   Params local_params = params;
   local_params.grid.is_local = true;
   local_params.problem.final.data = states;
   std::copy(stride, stride + 4, local_params.problem.final.stride);
-  if (const cudaError_t error = launch_instance(local_params, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(launch_instance(local_params, stream));
 
   // 2. Join: the state before every segment.
   const TransitionJoin join{shape.tokens,   params.grid.segment_tokens,
                             shape.heads,    shape.D,
                             shape.V,        reverse,
-                            states,         transitions(problem),
+                            states,         transitions(problem, states),
                             cols * D,       reverse ? D * D : cols * D,
                             problem.initial};
-  if (const cudaError_t error = join_transitions(join, stream); error != cudaSuccess) return error;
+  GIRIH_TRY(join_transitions(join, stream));
 
   // 3. Scan every segment from that state.
   params.problem.initial.data = states;
@@ -105,18 +100,12 @@ cudaError_t delta_prepare(const DeltaPrepare& p, cudaStream_t stream) {
 }
 
 int64_t delta_saved_segments(const DeltaShape& shape) { return delta_product::segment_count(shape, true); }
-int64_t delta_scan_workspace(const DeltaScan& problem) {
-  return delta_product::workspace_bytes(problem.shape, false);
-}
-int64_t delta_reverse_workspace(const DeltaReverse& problem) {
-  return delta_product::workspace_bytes(problem.shape, true);
-}
 
-cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream) {
-  return delta_product::launch_scans<delta_product::ScanParams>(problem, false, stream);
+cudaError_t delta_scan(const DeltaScan& problem, Workspace& workspace, cudaStream_t stream) {
+  return delta_product::launch_scans<delta_product::ScanParams>(problem, false, workspace, stream);
 }
-cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream) {
-  return delta_product::launch_scans<delta_product::ReverseParams>(problem, true, stream);
+cudaError_t delta_reverse(const DeltaReverse& problem, Workspace& workspace, cudaStream_t stream) {
+  return delta_product::launch_scans<delta_product::ReverseParams>(problem, true, workspace, stream);
 }
 
 cudaError_t delta_gradients(const DeltaGradients& p, cudaStream_t stream) {

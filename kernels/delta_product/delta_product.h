@@ -1,29 +1,14 @@
-// DeltaProduct: the kernels with 16-bit operands.
+// DeltaProduct: plan functions of forward and backward, with 16-bit operands and in fp32, and the decoding
+// step.
 //
 //     S <- e^{g_t} S                                          once a token, before its first step      [D, V]
-//     for j < n:  S <- S + beta_{t,j} k_{t,j} (v_{t,j} - S^T k_{t,j})^T
-//     o_t = scale * S_t^T q_t                                 after the last step                      [V]
+//     for j < n:  S <- S + k_{t,j} (w_{t,j} - S^T b_{t,j})^T                 b = beta k,  w = beta v
+//     o_t = scale * S_t^T q_t                                 after the last step                         [V]
+//     S <- phi(S)                                             when a chunk of the model is complete
 //
-// A chunk has C = 64 / n tokens and up to 64 rows; a row is one step of one token. L_i is the sum of the
-// gates from the start of the chunk through the token of row i. rho_i is 1 / sqrt(|k_i|^2 + 1e-6) if q and k
-// are normalised, else 1. S is the state before the chunk. Then
-//
-//     A_ij = beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j  (j < i)        X = (I + A)^-1
-//     Z_i = beta_i v_i - beta_i rho_i e^{L_i} S^T k_i                   U = X Z
-//     P_tj = scale rho_t rho_j e^{L_t - L_j} q_t . k_j  (rows j of tokens <= t)
-//     o_t = scale rho_t e^{L_t} S^T q_t + sum_j P_tj U_j
-//     S <- e^{L_C} S + sum_j k_j w_j U_j^T                              w_j = rho_j e^{L_C - L_j}
-//
-// Forward has two kernels:
-//   prepare    X and the factors of the rows; chunks are independent
-//   scan       U, S and the output; chunks in order
-// Backward has two kernels, which read what forward saved. dS is the gradient of the state after the chunk.
-// r_t = scale rho_t e^{L_t} is the factor of a query that reads S; read_i = beta_i rho_i e^{L_i} is the
-// factor of a key that reads S:
-//   reverse    chunks from the last to the first:
-//                  dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU, the gradient of Z
-//                  dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T
-//   gradients  dq, dk, dv, dbeta, dg; chunks are independent
+// beta is a number for every step, or for every channel; D = V then. The 16-bit kernels have no phi, and with
+// a beta for every channel no gates and no l2norm_qk. The equations of the kernels are in kernels.h,
+// channel_beta.h and fp32.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,15 +17,17 @@
 
 #include "tile/array.h"
 #include "tile/sequence.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
-constexpr int kDeltaChunkRows = 64;             // rows of a chunk, at most
+constexpr int kDeltaChunkRows = 64;             // rows of a chunk of the kernels, at most; a row is a step
 constexpr int kDeltaMaxWidth = 256;             // largest D and V
-constexpr int kDeltaMaxSteps = 16;              // largest n
-constexpr int kDeltaChannelBetaMaxWidth = 128;  // largest D and V with b in place of beta k
+constexpr int kDeltaMaxSteps = 16;              // largest n of the 16-bit kernels
+constexpr int kDeltaChannelBetaMaxWidth = 128;  // largest D of these with a beta for every channel
+constexpr int kDeltaPreparedBytes = 11648;      // of `prepared`, for each chunk and head
 
-// Tokens of a chunk.
+// Tokens of a chunk of the kernels.
 __host__ __device__ constexpr int delta_chunk_tokens(int n) { return kDeltaChunkRows / n; }
 
 // Every row of a 16-bit array is aligned to 16 bytes. D and V are multiples of 8, padded with zeros.
@@ -57,107 +44,151 @@ struct DeltaShape {
   float scale;
 };
 
-// The output of prepare for one chunk and head, in this order: the blocks of X on and below the diagonal
-// (16 x 16 each, rounded), row factors (64 floats each), two flags stored as floats, and the rounding errors
-// of X (X_lo, in the layout of X).
-//
-// has_inverse_lo: the rounding errors of X matter and are stored. If keys repeat and beta is large, products
-// with X cancel almost all of their sums, or (steps close to reflections) the terms do not decay; the
-// rounding errors of X then have the same sign in row after row.
-//
-// can_divide_by_beta: every |beta_i| is at least 2^-40, so reverse may store dv = beta G in place of G, and
-// gradients divides by beta. Set only for bf16 without gates and without l2norm_qk: read_i is beta_i then, so
-// dv is also the operand of the update of dS.
-constexpr int kDeltaInverseBlocks = 10;
-constexpr int kDeltaInverseBytes = kDeltaInverseBlocks * 512;
-enum DeltaFactor : int {
-  kDeltaBeta,         // beta_i
-  kDeltaReadFactor,   // read_i = beta_i rho_i e^{L_i}
-  kDeltaWriteFactor,  // w_i = rho_i e^{L_C - L_i}
-  kDeltaLogDecay,     // L_i log2(e); entry 63 is L_C log2(e) in every chunk
-  kDeltaRho,          // rho_i
-  kDeltaFactorCount
-};
-// Byte offsets of the flags and of X_lo.
-constexpr int kDeltaHasInverseLoOffset = kDeltaInverseBytes + kDeltaFactorCount * kDeltaChunkRows * 4;
-constexpr int kDeltaCanDivideByBetaOffset = kDeltaHasInverseLoOffset + 4;
-constexpr int kDeltaInverseLoOffset = kDeltaHasInverseLoOffset + 128;
-constexpr int kDeltaPreparedBytes = kDeltaInverseLoOffset + kDeltaInverseBytes;
-
-struct DeltaPrepare {
+// Saved tensors, which forward writes and backward reads:
+//   states       dtype [chunks, H, V, D]: the transposed state before every chunk; chunks =
+//                token_range_count(tokens, delta_chunk_tokens(n))
+//   prepared     [chunks, H, kDeltaPreparedBytes]: the output of delta_prepare
+//   transitions  [delta_saved_segments(), H, D, D], row-major: the transitions of the segments of a scan
+struct DeltaForward {
   DeltaShape shape;
-  InputTensor<4> k;     // [B, T n, HK, D]
-  InputTensor<4> b;     // [B, T n, H, D], used in place of beta k; absent: beta k
-  InputTensor<3> beta;  // [B, T n, H], any dtype; absent if b is present
-  InputTensor<3> g;     // [B, T, H], any dtype; absent: no gates
-  void* prepared;       // [chunks, H, kDeltaPreparedBytes]; chunks = token_range_count(tokens,
-                        // delta_chunk_tokens(n))
-};
-
-cudaError_t delta_prepare(const DeltaPrepare& problem, cudaStream_t stream);
-
-struct DeltaScan {
-  DeltaShape shape;
-  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
-  InputTensor<4> b;        // [B, T n, H, D], the b of prepare; v is then w; absent: beta k
-  bool gated;              // prepare had g
-  const void* prepared;    // output of prepare for the same k, beta, g
-  InputTensor<4> initial;  // [N, H, D, V] fp32; absent: zero
-  OutputTensor<4> final;   // [N, H, D, V] fp32
-  OutputTensor<4> o;       // [B, T, HO, V]
-  void* states;  // dtype [chunks, H, V, D]: the transposed state before every chunk; null: not stored
-  // [delta_saved_segments(), H, D, D], row-major: the transitions of all segments but the first and the last
-  // of a sequence. Null if `states` is null.
+  bool has_channel_beta;
+  InputTensor<4> q, k, v;   // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
+  InputTensor<4> beta;      // [B, T n, H, 1], any dtype; has_channel_beta: [B, T n, H, D], no fp64
+  InputTensor<3> g;         // [B, T, H], any dtype; absent: no gates
+  InputTensor<4> initial;   // [N, H, D, V] fp32; absent: zero
+  OutputTensor<4> final;    // [N, H, D, V] fp32
+  OutputTensor<4> o;        // [B, T, HO, V]
+  void *states, *prepared;  // all three are null if there is no backward
   float* transitions;
-  void* workspace;  // delta_scan_workspace() bytes; null if that is 0
 };
 
-// The number of segments into which reverse cuts all sequences, and for which the scan stores transitions. 0
-// if reverse does not cut; the scan may still cut sequences into two segments.
+cudaError_t delta_forward(const DeltaForward& problem, Workspace& workspace, cudaStream_t stream);
+
+// The number of segments into which backward cuts all sequences, and for which forward saves transitions. 0
+// if backward does not cut; forward may still cut sequences into two segments.
 int64_t delta_saved_segments(const DeltaShape& shape);
-int64_t delta_scan_workspace(const DeltaScan& problem);
-cudaError_t delta_scan(const DeltaScan& problem, cudaStream_t stream);
-
-struct DeltaReverse {
-  DeltaShape shape;
-  InputTensor<4> q, k, dout;  // [B, T, HQ, D], [B, T n, HK, D], [B, T, HO, V]
-  InputTensor<4> b;           // the b of forward
-  bool gated;
-  const void* prepared;      // output of prepare in forward
-  const float* transitions;  // output of the scan
-  float* factors;            // [chunks, HO, 64]: scale rho_t of the tokens of a chunk, then scale
-  InputTensor<4> initial;    // [N, H, D, V] fp32: gradient of the final state; absent: zero
-  OutputTensor<4> final;     // [N, H, D, V] fp32: gradient of the initial state
-  OutputTensor<4> dz;        // [B, T n, H, V], dtype: G, or dv (see can_divide_by_beta)
-  bool in_place;             // dz and dv are the same tensor, so reverse may store dv
-  void* gradients;           // dtype [chunks, H, V, D]: dS^T of every chunk
-  void* workspace;           // delta_reverse_workspace() bytes; null if that is 0
-};
-
-int64_t delta_reverse_workspace(const DeltaReverse& problem);
-cudaError_t delta_reverse(const DeltaReverse& problem, cudaStream_t stream);
 
 // dq, dk and dg have one entry for each head of the output. The caller sums the entries of heads that share a
-// query, a key or a memory. If HO > H, dk is fp32.
-struct DeltaGradients {
+// query, a key or a memory.
+struct DeltaBackward {
   DeltaShape shape;
-  InputTensor<4> q, k, v, dout, dz;
-  bool in_place;  // dz and dv are the same tensor; requires HO = H
-  bool gated;
-  const void* prepared;
-  const float* factors;
-  const void* states;     // output of the scan
-  const void* gradients;  // output of reverse
-  InputTensor<4> initial,
-      end;                // [N, H, D, V] fp32, optional: the initial state, the gradient of the final state
-  OutputTensor<4> dq;     // [B, T, HO, D]
-  OutputTensor<4> dk;     // [B, T n, HO, D], dtype or fp32
-  OutputTensor<4> dv;     // [B, T n, H, V]
-  OutputTensor<3> dbeta;  // [B, T n, H] fp32
-  OutputTensor<3> dg;     // [B, T, HO] fp32; absent without gates
+  bool has_channel_beta;
+  InputTensor<4> q, k, v, dout;  // as in forward; [B, T, HO, V]
+  InputTensor<4> beta;           // read with has_channel_beta
+  InputTensor<4> initial;        // as in forward; read with gates
+  InputTensor<4> dfinal;         // [N, H, D, V] fp32: gradient of the final state; absent: zero
+  const void *states, *prepared;
+  const float* transitions;
+  OutputTensor<4> dinitial;  // [N, H, D, V] fp32
+  OutputTensor<4> dq;        // [B, T, HO, D]
+  OutputTensor<4> dk;        // [B, T n, HO, D], fp32 if HO > H; has_channel_beta: [B, T n, H, D]
+  OutputTensor<4> dv;        // [B, T n, H, V]
+  OutputTensor<4> dbeta;     // [B, T n, H, 1] fp32; has_channel_beta: [B, T n, H, D] in the type of beta
+  OutputTensor<3> dg;        // [B, T, HO] fp32; absent: no gates
 };
 
-cudaError_t delta_gradients(const DeltaGradients& problem, cudaStream_t stream);
+cudaError_t delta_backward(const DeltaBackward& problem, Workspace& workspace, cudaStream_t stream);
+
+// Sets `fits` if the current device has enough shared memory for these kernels at width D.
+cudaError_t delta_fits(int D, bool has_channel_beta, bool& fits);
+
+enum class Between : int { none, gelu, tanh };
+
+// Cuts sequences into segments of up to 64 rows: sequences into chunks of `chunk` tokens, chunks into
+// segments of `size` tokens. Without a function between chunks a chunk is one segment. With one, a sequence
+// may begin inside of a chunk, and one more segment follows its last; its saved state is an argument of the
+// function.
+struct DeltaSegments {
+  SequenceLayout tokens;
+  int size, chunk;
+  Between between;
+  const int64_t* position;  // [N]: tokens of the first chunk that came before the sequence; null: none
+};
+
+// n is at most kDeltaChunkRows. `chunk` is the chunk of `between`.
+inline DeltaSegments delta_segments(const SequenceLayout& tokens, int n, Between between, int64_t chunk,
+                                    const int64_t* position) {
+  const int rows = delta_chunk_tokens(n);
+  if (between == Between::none) return {tokens, rows, rows, between, nullptr};
+  const int length = static_cast<int>(chunk);
+  return {tokens, rows < length ? rows : length, length, between, position};
+}
+
+__host__ __device__ inline int segments_per_chunk(const DeltaSegments& p) {
+  return (p.chunk + p.size - 1) / p.size;
+}
+// Segments of a batch row that is not packed. spare_chunks: chunks by which the segments of a packed sequence
+// may exceed its tokens / chunk.
+__host__ __device__ inline int64_t segments_per_row(const DeltaSegments& p) {
+  const int64_t chunks = p.between == Between::none ? (p.tokens.tokens + p.chunk - 1) / p.chunk
+                                                    : (p.tokens.tokens + 2 * p.chunk - 2) / p.chunk + 1;
+  return chunks * segments_per_chunk(p);
+}
+__host__ __device__ inline int spare_chunks(const DeltaSegments& p) {
+  return p.between == Between::none ? 1 : 3;
+}
+__host__ __device__ inline int64_t segment_count(const DeltaSegments& p) {
+  if (!is_packed(p.tokens)) return p.tokens.batch * segments_per_row(p);
+  return (p.tokens.tokens / p.chunk + spare_chunks(p) * p.tokens.sequences) * segments_per_chunk(p);
+}
+
+// `width` rounded up to a multiple of 4: the row length of fp32 arrays.
+template <class Int>
+__host__ __device__ constexpr Int round_up_to_4(Int width) {
+  return (width + 3) & ~Int{3};
+}
+
+struct DeltaFp32Shape {
+  DeltaSegments segments;
+  int heads, query_heads;
+  int D, V, n;
+  float scale;
+};
+
+// Whether the fp32 kernels read q and k and write dq in place. Rows of these tensors are then aligned to 16
+// bytes, and rows of dq outside of all sequences are not written.
+constexpr bool delta_fp32_is_in_place(DType dtype, bool unit, int D) {
+  return dtype == DType::f32 && !unit && D % 4 == 0;
+}
+
+// Saved tensors in fp32: states [segment_count(), H, V, D rounded up to a multiple of 4], the state before
+// every segment and before the function between chunks; u [B, T n, H, V rounded up to a multiple of 4], the
+// rows that the steps write.
+struct DeltaFp32Forward {
+  DeltaFp32Shape shape;
+  bool unit;               // q and k are divided by their length
+  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T n, H, D], [B, T n, H, V], any strides, no fp64
+  InputTensor<4> beta;     // [B, T n, H, D], or [B, T n, H, 1] with a last stride of 0; any strides
+  InputTensor<3> g;        // [B, T, H] fp32; absent: no gates
+  InputTensor<4> initial;  // [N, H, D, V] fp32; absent: zero
+  OutputTensor<4> final;   // [N, H, D, V] fp32
+  OutputTensor<4> o;       // [B, T, HQ, V] fp32, contiguous
+  int64_t* position;       // [N]: position of the next token in its chunk; null: not stored
+  float* states;           // null: no backward
+  OutputTensor<4> u;       // absent: no backward
+};
+
+cudaError_t delta_fp32_forward(const DeltaFp32Forward& problem, Workspace& workspace, cudaStream_t stream);
+
+// A block of the kernel that computes dg has 64 channels of D.
+constexpr int delta_gate_slabs(int D) { return (D + 63) / 64; }
+
+struct DeltaFp32Backward {
+  DeltaFp32Shape shape;
+  bool unit;
+  bool has_channel_beta;
+  InputTensor<4> q, k, v, beta;  // as in forward
+  InputTensor<3> g;
+  InputTensor<4> dout;    // [B, T, HQ, V] fp32, rows aligned to 16 bytes and padded to a multiple of 4
+  InputTensor<4> dfinal;  // [N, H, D, V] fp32: gradient of the final state; absent: zero
+  const float* states;
+  InputTensor<4> u;
+  OutputTensor<4> dinitial;           // [N, H, D, V] fp32
+  OutputTensor<4> dq, dk, dv, dbeta;  // shapes and dtypes of q, k, v, beta; any strides
+  float* dg;  // [delta_gate_slabs(D), B, T, H] fp32, summed by the caller; null: no gates
+};
+
+cudaError_t delta_fp32_backward(const DeltaFp32Backward& problem, Workspace& workspace, cudaStream_t stream);
 
 // Limit of n and of HO / H in delta_step; set by shared memory.
 constexpr int kDeltaStepLimit = 8;
@@ -179,9 +210,5 @@ struct DeltaStep {
 };
 
 cudaError_t delta_step(const DeltaStep& problem, cudaStream_t stream);
-
-// Sets `fits` if the current device has enough shared memory for these kernels at width D. With
-// `has_channel_beta`: for the kernels with b.
-cudaError_t delta_fits(int D, bool has_channel_beta, bool& fits);
 
 }  // namespace girih::kernels

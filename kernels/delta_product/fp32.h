@@ -41,66 +41,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "delta_product/delta_product.h"
-#include "tile/array.h"
-#include "tile/sequence.h"
 
 namespace girih::kernels {
-
-enum class Between : int { none, gelu, tanh };
-
-// Cuts sequences into segments of up to 64 rows: sequences into chunks of `chunk` tokens, chunks into
-// segments of `size` tokens. Without a function between chunks a chunk is one segment. With one, a sequence
-// may begin inside of a chunk, and one more segment follows its last; its saved state is an argument of the
-// function.
-struct DeltaSegments {
-  SequenceLayout tokens;
-  int size, chunk;
-  Between between;
-  const int64_t* position;  // [N]: tokens of the first chunk that came before the sequence; null: none
-};
-
-// n is at most kDeltaChunkRows. `chunk` is the chunk of `between`.
-inline DeltaSegments delta_segments(const SequenceLayout& tokens, int n, Between between, int64_t chunk,
-                                    const int64_t* position) {
-  const int rows = delta_chunk_tokens(n);
-  if (between == Between::none) return {tokens, rows, rows, between, nullptr};
-  const int length = static_cast<int>(chunk);
-  return {tokens, rows < length ? rows : length, length, between, position};
-}
-
-__host__ __device__ inline int segments_per_chunk(const DeltaSegments& p) {
-  return (p.chunk + p.size - 1) / p.size;
-}
-// Segments of a batch row that is not packed. spare_chunks: chunks by which the segments of a packed sequence
-// may exceed its tokens / chunk.
-__host__ __device__ inline int64_t segments_per_row(const DeltaSegments& p) {
-  const int64_t chunks = p.between == Between::none ? (p.tokens.tokens + p.chunk - 1) / p.chunk
-                                                    : (p.tokens.tokens + 2 * p.chunk - 2) / p.chunk + 1;
-  return chunks * segments_per_chunk(p);
-}
-__host__ __device__ inline int spare_chunks(const DeltaSegments& p) {
-  return p.between == Between::none ? 1 : 3;
-}
-__host__ __device__ inline int64_t segment_count(const DeltaSegments& p) {
-  if (!is_packed(p.tokens)) return p.tokens.batch * segments_per_row(p);
-  return (p.tokens.tokens / p.chunk + spare_chunks(p) * p.tokens.sequences) * segments_per_chunk(p);
-}
-
-// `width` rounded up to a multiple of 4: the row length of fp32 arrays.
-template <class Int>
-__host__ __device__ constexpr Int round_up_to_4(Int width) {
-  return (width + 3) & ~Int{3};
-}
-
-struct DeltaFp32Shape {
-  DeltaSegments segments;
-  int heads, query_heads;
-  int D, V, n;
-  float scale;
-};
 
 // Inputs with any strides and dtypes except fp64 (beta: also fp64), and the fp32 rows computed from them.
 struct DeltaFp32Rows {

@@ -1,6 +1,6 @@
 // gradients: a block has a chunk and a query head. S is the state before the chunk, dS the gradient of the
 // state after it. With a_i = rho_i e^{L_i}, D_ij = rho_i rho_j e^{L_i - L_j}, M_ij = D_ij k_i . k_j (j < i),
-// and r_t, w_j, read_j as in delta_product.h:
+// and r_t, w_j, read_j as in kernels.h:
 //
 //     E_i = v_i - a_i S^T k_i - sum_j M_ij U_j          the residual (prediction error); U_i = beta_i E_i
 //     dv_i = beta_i G_i

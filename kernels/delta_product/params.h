@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "delta_product/channel_beta.h"
-#include "delta_product/delta_product.h"
+#include "delta_product/kernels.h"
 #include "tile/grid.h"
 
 namespace girih::kernels::delta_product {

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "delta_product/delta_product.h"
+#include "delta_product/kernels.h"
 #include "delta_product/params.h"
 #include "tile/matrix.h"
 

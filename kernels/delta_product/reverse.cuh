@@ -1,5 +1,5 @@
 // reverse: the gradient of the state, chunks from the last to the first. dS is the gradient of the state
-// after the chunk; the other letters are those of delta_product.h.
+// after the chunk; the other letters are those of kernels.h.
 //
 //     dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU
 //     dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T

@@ -1,4 +1,4 @@
-// The kernel of the scan, chunk after chunk; the letters are those of delta_product.h:
+// The kernel of the scan, chunk after chunk; the letters are those of kernels.h:
 //
 //     Y = K S        Z_i = beta_i v_i - read_i Y_i        U = X Z        S <- e^{L_C} S + K^T (w * U)
 //     Y = B S        with b in place of beta k

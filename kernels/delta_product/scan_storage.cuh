@@ -45,7 +45,7 @@ __device__ inline void arrive_state_empty(ScanBarriers& barriers, int stage) {
   Cluster ? barriers.state_empty.arrive_remote(stage, 0) : barriers.state_empty.arrive_warp(stage);
 }
 
-// HasB: b replaces beta k (delta_product.h); a stage has a tile of b beside the keys.
+// HasB: b replaces beta k (kernels.h); a stage has a tile of b beside the keys.
 template <typename T, int D, int Rows, bool HasB = false>
 struct ScanStorage {
   static constexpr bool kHasB = HasB;

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "delta_product/delta_product.h"
+#include "delta_product/kernels.h"
 #include "delta_product/params.h"
 #include "tile/grid.h"
 #include "tile/matrix.h"

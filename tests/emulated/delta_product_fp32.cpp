@@ -1,7 +1,7 @@
 // The fp32 kernels of delta_product on the emulator, for test_emulated_delta_product_fp32.py, which fills
 // an Fp32Call.
 #include "call.h"
-#include "delta_product/fp32.h"
+#include "delta_product/delta_product.h"
 
 using namespace girih::kernels;
 
@@ -29,61 +29,46 @@ DeltaFp32Shape make_shape(const Fp32Call& c) {
   return shape;
 }
 
+// The fields that forward and backward have in common.
+template <class Problem>
+Problem make_problem(const Fp32Call& c) {
+  Problem p{};
+  p.shape = make_shape(c);
+  p.unit = c.unit != 0;
+  p.q = as_input<4>(c.q), p.k = as_input<4>(c.k), p.v = as_input<4>(c.v), p.beta = as_input<4>(c.beta);
+  p.g = as_input<3>(c.g);
+  return p;
+}
+
+void run_forward(const DeltaFp32Forward& problem) {
+  Buffers buffers;
+  check_launch(delta_fp32_forward(problem, buffers, nullptr));
+}
+
 }  // namespace
 
 extern "C" void run_fp32(const Fp32Call* call) {
   const Fp32Call& c = *call;
-  const DeltaFp32Shape shape = make_shape(c);
   emulated::shared_bytes = static_cast<int>(c.shared);
+  Buffers saved;
+  DeltaFp32Forward forward = make_problem<DeltaFp32Forward>(c);
+  forward.initial = as_input<4>(c.initial);
+  forward.final = as_output<4>(c.last), forward.o = as_output<4>(c.o), forward.position = c.last_position;
+  // First a call without backward. The second call overwrites its results.
+  run_forward(forward);
+  forward.states =
+      saved.array<float>(segment_count(forward.shape.segments) * c.heads * c.V * round_up_to_4(c.D));
+  forward.u = saved.tensor(DType::f32, c.batch, c.tokens * c.n, c.heads, round_up_to_4(c.V));
+  run_forward(forward);
+
+  DeltaFp32Backward backward = make_problem<DeltaFp32Backward>(c);
+  backward.has_channel_beta = c.has_channel_beta != 0;
+  backward.dout = as_input<4>(c.dout), backward.dfinal = as_input<4>(c.dlast);
+  backward.states = forward.states, backward.u = as_input(forward.u);
+  backward.dinitial = as_output<4>(c.dinitial);
+  backward.dq = as_output<4>(c.dq), backward.dk = as_output<4>(c.dk), backward.dv = as_output<4>(c.dv);
+  backward.dbeta = as_output<4>(c.dbeta), backward.dg = c.dg;
   Buffers buffers;
-  const auto make_rows = [&](int64_t count, int64_t heads, int64_t width) {
-    return buffers.tensor(DType::f32, c.batch, count, heads, round_up_to_4(width));
-  };
-  const auto query_rows = [&](int64_t width) { return make_rows(c.tokens, c.query_heads, width); };
-  const auto step_rows = [&](int64_t width) { return make_rows(c.tokens * c.n, c.heads, width); };
-
-  DeltaFp32Rows rows{};
-  rows.shape = shape, rows.unit = c.unit != 0;
-  rows.q = as_input<4>(c.q), rows.k = as_input<4>(c.k), rows.v = as_input<4>(c.v),
-  rows.beta = as_input<4>(c.beta);
-  rows.unit_q = query_rows(c.D), rows.unit_k = step_rows(c.D);
-  rows.b = step_rows(c.D), rows.w = step_rows(c.V);
-  check_launch(delta_fp32_rows(rows, nullptr));
-
-  const int64_t floats = segment_count(shape.segments) * c.heads * c.V * round_up_to_4(c.D);
-  auto* const states = static_cast<float*>(buffers.bytes(4 * floats));
-  auto* const gradients = static_cast<float*>(buffers.bytes(4 * floats));
-  DeltaFp32Scan scan{};
-  scan.shape = shape;
-  scan.q = as_input(rows.unit_q), scan.k = as_input(rows.unit_k), scan.b = as_input(rows.b);
-  scan.value = as_input(rows.w), scan.g = as_input<3>(c.g);
-  scan.initial = as_input<4>(c.initial), scan.final = as_output<4>(c.last), scan.o = as_output<4>(c.o);
-  scan.position = c.last_position;
-  // First the scan of a call without backward. The second scan overwrites its results.
-  check_launch(delta_fp32_scan(scan, nullptr));
-  scan.u = step_rows(c.V), scan.saved_states = states;
-  check_launch(delta_fp32_scan(scan, nullptr));
-
-  DeltaFp32Scan reverse = scan;
-  reverse.reverse = true, reverse.value = as_input<4>(c.dout), reverse.o = {}, reverse.position = nullptr;
-  reverse.initial = as_input<4>(c.dlast), reverse.final = as_output<4>(c.dinitial);
-  reverse.u = step_rows(c.V), reverse.states = states, reverse.saved_states = gradients;
-  check_launch(delta_fp32_scan(reverse, nullptr));
-
-  DeltaFp32Gradients p{};
-  p.shape = shape;
-  p.q = scan.q, p.k = scan.k, p.b = scan.b, p.dout = as_input<4>(c.dout);
-  p.u = as_input(scan.u), p.du = as_input(reverse.u), p.g = as_input<3>(c.g);
-  p.states = states, p.gradients = gradients;
-  p.dq = query_rows(c.D), p.dk = step_rows(c.D), p.db = step_rows(c.D), p.dg = c.dg;
-  check_launch(delta_fp32_gradients(p, nullptr));
-
-  DeltaFp32RowGradients r{};
-  r.shape = shape, r.unit = rows.unit;
-  r.q = rows.q, r.k = rows.k, r.v = rows.v, r.beta = rows.beta;
-  r.dunit_q = as_input(p.dq), r.dunit_k = as_input(p.dk), r.db = as_input(p.db), r.dw = p.du;
-  r.dq = as_output<4>(c.dq), r.dk = as_output<4>(c.dk), r.dv = as_output<4>(c.dv);
-  r.has_channel_beta = c.has_channel_beta != 0, r.dbeta = as_output<4>(c.dbeta);
-  check_launch(delta_fp32_row_gradients(r, nullptr));
+  check_launch(delta_fp32_backward(backward, buffers, nullptr));
   emulated::shared_bytes = emulated::kSharedBytes;
 }

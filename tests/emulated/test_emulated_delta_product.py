@@ -26,20 +26,19 @@ pytestmark = needs_headers
 Call = structure(
     (NUMBER, "batch tokens sequences"),
     (POINTER, "cu_seqlens"),
-    (NUMBER, "rows heads output_heads key_share query_share D V n unit gated"),
+    (NUMBER, "rows heads output_heads key_share query_share D V n unit has_channel_beta"),
     (ctypes.c_double, "scale"),
     (NUMBER, "processors"),
     (Array, "q k v beta g initial last o last_inference o_inference"),
-    (Array, "dout dlast dinitial dz dq dk dv dbeta dg"),
-    (Array, "b w db"),
-    (POINTER, "prepared states gradients scan_workspace reverse_workspace factors transitions"),
+    (Array, "dout dlast dinitial dq dk dv dbeta dg"),
+    (POINTER, "states prepared transitions"),
 )
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     return load_kernels(
-        tmp_path_factory, "delta_product", sizes=("chunks", "segments", "scan_bytes", "reverse_bytes")
+        tmp_path_factory, "delta_product", sizes=("chunks", "saved_segments", "forward_segments")
     )
 
 
@@ -123,13 +122,11 @@ def check(
         for name in ("last", "last_inference", "dinitial")
     }
     tensors |= {name: padded_rows(B, T, HO, V, dtype=dtype) for name in ("o", "o_inference")}
-    tensors |= {name: padded_rows(B, T * n, H, V, dtype=dtype) for name in ("dv", "dz")}
-    tensors["dq"] = padded_rows(B, T, HO, D, dtype=dtype)
+    tensors |= {"dv": padded_rows(B, T * n, H, V, dtype=dtype), "dq": padded_rows(B, T, HO, D, dtype=dtype)}
     if vector:
-        tensors |= {name: padded_rows(B, T * n, H, D, dtype=dtype) for name in ("b", "w", "db", "dk")}
+        tensors["dk"] = padded_rows(B, T * n, H, D, dtype=dtype)
         tensors["dbeta"] = padded_rows(B, T * n, H, D, dtype=numbers)
     else:
-        tensors["dz"] = tensors["dv"] if alone else tensors["dz"]
         tensors["dk"] = padded_rows(B, T * n, HO, D, dtype=dtype if alone else torch.float32)
         tensors |= {"dbeta": guarded_nan(B, T * n, H), "dg": None if gates is None else guarded_nan(B, T, HO)}
 
@@ -149,31 +146,29 @@ def check(
         batch=B, tokens=T, sequences=N, heads=H, output_heads=HO, D=round_up_8(D), V=round_up_8(V), n=n
     )
     call.key_share, call.query_share = H // HK, max(H // HQ, 1)
-    call.unit, call.gated, call.processors = unit, gates is not None, processors
+    call.unit, call.has_channel_beta, call.processors = unit, vector, processors
     call.rows, call.cu_seqlens = begins is not None, bounds.data_ptr() if packed or begins else None
     call.scale = D**-0.5 if scale is None else scale
     for name, tensor in tensors.items():
-        setattr(call, name, Array.of(tensor))
-    chunks = kernels.chunks(ctypes.byref(call))
-    states = chunks * H * round_up_8(V) * round_up_8(D)
-    bytes_of = {name: getattr(kernels, f"{name}_bytes")(ctypes.byref(call)) for name in ("scan", "reverse")}
-    assert cut is None or [size > 0 for size in bytes_of.values()] == [True, cut == "both"]
-    work = {  # all bits set, with 256 spare bytes
+        is_number = name in ("beta", "dbeta") and not vector
+        setattr(call, name, Array.of(tensor[..., None] if is_number else tensor))
+    chunks, saved_segments = (
+        getattr(kernels, name)(ctypes.byref(call)) for name in ("chunks", "saved_segments")
+    )
+    cuts = [count > 0 for count in (kernels.forward_segments(ctypes.byref(call)), saved_segments)]
+    assert cut is None or cuts == [True, cut == "both"]
+    saved = {  # all bits set, with 256 spare bytes
         name: guarded_nan(size + 256, dtype=torch.uint8)
         for name, size in (
+            ("states", 2 * chunks * H * round_up_8(V) * round_up_8(D)),
             ("prepared", chunks * H * kernels.prepared_bytes()),
-            ("states", 2 * states),
-            ("gradients", 2 * states),
-            ("factors", chunks * HO * 256),
-            ("transitions", kernels.segments(ctypes.byref(call)) * H * 4 * round_up_8(D) ** 2),
-            ("scan_workspace", bytes_of["scan"]),
-            ("reverse_workspace", bytes_of["reverse"]),
+            ("transitions", saved_segments * H * 4 * round_up_8(D) ** 2),
         )
     }
-    for name, tensor in work.items():
+    for name, tensor in saved.items():
         setattr(call, name, tensor.data_ptr())
-    (kernels.run_channel_beta if vector else kernels.run)(ctypes.byref(call))
-    assert all((tensor[-256:] == 0xFF).all() for tensor in work.values())
+    kernels.run(ctypes.byref(call))
+    assert all((tensor[-256:] == 0xFF).all() for tensor in saved.values())
 
     widths = {"q": D, "k": D, "v": V, "o": V, "beta": D}
     leaves = {name: tensors[name][..., : widths[name]].double() for name in "qkv"}
@@ -273,6 +268,7 @@ def test_heads(kernels, D, V, n, heads, how):
 def test_packed_sequences(kernels, D, n):
     check(kernels, 40, 0, 1, 70, D=D, n=n, gates=0.1, packed=True)
     check(kernels, 17, 0, 70, D=D, n=n, H=2, packed=True, unit=True)
+    check(kernels, 17, 0, 30, D=D, n=n, packed=True, **GROUPED, **EVERY)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -414,7 +410,7 @@ def check_step(
     initial, expected_buffer = state.double(), buffer.clone()
     o = torch.full((N, HO, V + 1), torch.nan, dtype=dtype)[..., :V]
     call = Call(sequences=N, heads=H, output_heads=HO, key_share=H // HK, query_share=max(H // HQ, 1))
-    call.D, call.V, call.n, call.unit, call.gated, call.scale = D, V, n, unit, gates is not None, 0.3
+    call.D, call.V, call.n, call.unit, call.scale = D, V, n, unit, 0.3
     beta = one["beta"] if vector else one["beta"][..., None].expand(N, n, H, max(D, V))
     for name, x in {
         "q": one["q"][:, 0],

@@ -52,10 +52,13 @@ def check(
     position=None,
     packed=False,
     shared=227,
+    dtype=torch.float32,
 ):
+    """One call against the recurrence in float64. `dtype`: dtype of q, k, v and beta. Three tokens, of NaN,
+    follow packed sequences."""
     generator = torch.Generator().manual_seed(D + n + sum(lengths))
     N, HQ = len(lengths), H * group
-    B, T = (1, sum(lengths)) if packed else (N, lengths[0])
+    B, T = (1, sum(lengths) + 3) if packed else (N, lengths[0])
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -72,13 +75,22 @@ def check(
         "initial": normal(N, H, D, V) * D**-0.5,
     }
     dout, dlast = F.pad(normal(B, T, HQ, V), (0, -V % 4)), normal(N, H, D, V)
+    owned = sum(lengths) if packed else T
+    inputs |= {name: inputs[name].to(dtype) for name in ("q", "k", "v", "beta")}
+    for x in (*inputs.values(), dout):
+        if x is not None and x is not inputs["initial"]:
+            x[:, owned * (x.shape[1] // T if T else 1) :] = torch.nan
     inputs = {name: guarded_copy(x) for name, x in inputs.items()}
     tensors = dict(inputs) | {"dlast": guarded_copy(dlast), "dout": guarded_copy(dout)}
     tensors["beta"] = inputs["beta"] if vector else inputs["beta"][..., None].expand(B, T * n, H, max(D, V))
     like = {"last": "initial", "dinitial": "initial", "dq": "q", "dk": "k", "dv": "v"}
-    tensors |= {name: guarded_nan(*inputs[values].shape) for name, values in like.items()}
+    tensors |= {
+        name: guarded_nan(*inputs[values].shape, dtype=inputs[values].dtype) for name, values in like.items()
+    }
+    if dtype == torch.float32 and not unit and D % 4 == 0:  # delta_fp32_is_in_place()
+        tensors["dq"][:, owned:] = 0
     tensors["o"] = guarded_nan(B, T, HQ, V)
-    dbeta = guarded_nan(*inputs["beta"].shape)
+    dbeta = guarded_nan(*inputs["beta"].shape, dtype=dtype)
     tensors["dbeta"] = dbeta if vector else dbeta[..., None]
     dg = guarded_nan((D + 63) // 64, B, T, H).zero_()
     starts = [sum(lengths[:i]) for i in range(N)]
@@ -124,12 +136,17 @@ def check(
         finals.append(final.detach())
         assert not between or last_position[i] == final_position
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    assert tensors["o"][:, owned:].isnan().all(), "o: a write outside its tokens"
+    tensors["o"] = tensors["o"][:, :owned]
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat(finals)}
     want |= {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
     got = {name: tensors[name] for name in want if name not in ("dbeta", "dg")} | {"dbeta": dbeta}
     if gates is not None:
         got["dg"] = dg.sum(0)
-    assert_close(got, want, 3e-6)
+    # Gradients have the dtypes of the inputs.
+    rounded = {f"d{name}" for name in ("q", "k", "v", "beta") if dtype != torch.float32}
+    for names, most in ((got.keys() - rounded, 3e-6), (rounded, 0.003)):
+        assert_close({name: got[name] for name in names}, {name: want[name] for name in names}, most)
 
 
 EVERY = {"gates": 0.1, "unit": True}
@@ -175,6 +192,15 @@ def test_between_chunks(kernels, between, chunk, n):
     check(kernels, 75, n=n, chunk=chunk, between=between, position=[chunk // 2], gates=0.1)
 
 
-def test_packed_sequences(kernels):
-    check(kernels, 40, 0, 1, 70, packed=True, gates=0.1)
-    check(kernels, 17, 0, 30, packed=True, n=2, chunk=7, between="gelu", position=[3, 2, 0])
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize("D", [24, 22])
+def test_packed_sequences(kernels, D, unit):
+    """With unit vectors or 22 keys backward stores dq by another kernel."""
+    check(kernels, 40, 0, 1, 70, D=D, packed=True, gates=0.1, unit=unit)
+    check(kernels, 17, 0, 30, D=D, packed=True, n=2, chunk=7, between="gelu", position=[3, 2, 0], unit=unit)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_16_bit_inputs(kernels, n):
+    check(kernels, 75, n=n, chunk=20, between="tanh", position=[3], gates=0.1, dtype=torch.bfloat16)
+    check(kernels, 40, 0, 21, D=22, V=22, n=n, packed=True, vector=True, gates=0.1, dtype=torch.float16)

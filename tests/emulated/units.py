@@ -16,6 +16,7 @@ UNITS = {
     "delta_product": (
         *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
         "delta_product/channel_beta_rows.cu",
+        "delta_product/*plan.cu",
         *(f"instances/delta_product/channel_beta_gradients_{type}.cu" for type in HALVES),
     ),
     "skinny_gemm": ("skinny_gemm/skinny_gemm.cu",),

@@ -15,12 +15,11 @@ struct Arguments {
   kernels::DeltaShape shape;
   int64_t D, V;  // widths without padding
 
-  // `beta`: that of the call, or with rows aligned to 16 bytes.
-  Arguments(const Call& call, const Tensor& beta)
+  explicit Arguments(const Call& call)
       : q(align_rows(call.q)),
         k(align_rows(call.k)),
         v(align_rows(call.v)),
-        beta(beta),
+        beta(convert_beta(call)),
         g(call.g.value_or(Tensor())),
         cu_seqlens(contiguous_or_undefined(call.cu_seqlens)),
         D(call.q.size(3)),
@@ -39,23 +38,27 @@ struct Arguments {
              static_cast<float>(call.query_scale())};
   }
 
-  int64_t chunks() const {
-    return kernels::token_range_count(shape.tokens, kernels::delta_chunk_tokens(shape.n));
+  // The fields that forward and backward have in common.
+  template <class Problem>
+  void fill(Problem& p, const Call& call) const {
+    p.shape = shape;
+    p.has_channel_beta = call.has_channel_beta();
+    p.q = input<4>(q), p.k = input<4>(k), p.v = input<4>(v), p.beta = input<4>(beta);
   }
 
   Tensor new_rows(int64_t rows, int64_t heads, int64_t width, at::ScalarType type) const {
     return girih::new_rows(q, rows, cu_seqlens, heads, width, type);
   }
-  Tensor new_states() const { return at::empty({chunks(), shape.heads, shape.V, shape.D}, q.options()); }
-  Tensor transitions(const std::vector<c10::SymInt>& shape_of_saved) const {
-    const auto all = new_saved(shape_of_saved, q.options().dtype(at::kFloat));
-    TORCH_INTERNAL_ASSERT(all.dim() == 1 || all.size(0) == kernels::delta_saved_segments(shape));
-    return all;
-  }
-
   Tensor pad(const OptionalTensor& state) const { return pad_state(state, false, shape.D, shape.V); }
   Tensor new_state() const {
     return at::empty({shape.tokens.sequences, shape.heads, shape.D, shape.V}, q.options().dtype(at::kFloat));
+  }
+
+ private:
+  // [B, T n, H, 1] in any dtype, or [B, T n, H, D] with aligned rows and not in fp64.
+  static Tensor convert_beta(const Call& call) {
+    if (!call.has_channel_beta()) return call.beta.unsqueeze(-1);
+    return align_rows(call.beta.scalar_type() == at::kDouble ? call.beta.to(at::kFloat) : call.beta);
   }
 };
 

@@ -1,10 +1,8 @@
 // CUDA implementation of delta_product. Tensor cores: 16-bit elements without between_chunks, with one beta
-// per step, or with one beta per channel, no gates and no l2norm_qk (channel_beta.h). fp32 kernels (3xtf32):
-// the other calls. float64 and wide rows: the ATen form.
-#include "channel_beta.h"
+// per step, or with one beta per channel, no gates and no l2norm_qk. fp32 kernels (3xtf32): the other calls.
+// float64 and wide rows: the ATen form.
 #include "fp32.h"
 #include "tensor_cores.h"
-#include "tile/segments.h"
 
 namespace girih::delta_product {
 namespace {
@@ -35,9 +33,7 @@ Results forward_cuda(const Call& call, bool save) {
   if (path == Path::Code::aten) return WithoutTF32<&forward>::call(call, save);
   const auto saved_shapes = problem.saved(call, save);
   if (path == Path::Code::fp32) return Fp32Call(call).forward(saved_shapes);
-  if (call.has_channel_beta()) return ChannelBetaCall(call).forward(saved_shapes);
-  const Arguments a(call, call.beta);
-  return run_forward(a, a.v, {}, call.state_s, saved_shapes);
+  return run_forward(call, saved_shapes);
 }
 
 std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& grads,
@@ -52,48 +48,7 @@ std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& 
                      saved_shapes.prepared_type);
   check_saved_tensor("delta_product", "transitions", saved.transitions, saved_shapes.transitions, at::kFloat);
   if (path == Path::Code::fp32) return Fp32Call(call).backward(grads, saved);
-  if (call.has_channel_beta()) return ChannelBetaCall(call).backward(grads, saved);
-  const Arguments a(call, call.beta);
-  const auto& shape = a.shape;
-  const auto T = call.q.size(1), rows = T * call.n;
-  const int64_t H = shape.heads, HO = shape.output_heads;
-  const auto type = call.q.scalar_type();
-  // With one output per memory only delta_gradients reads G (dz). dz and dv then share a tensor; depending on
-  // the call, reverse has already stored dv.
-  const bool has_one_output = H == HO;
-  const auto dv = a.new_rows(rows, H, shape.V, type), dz = has_one_output ? dv : at::empty_like(dv);
-  const auto reverse_result = run_reverse(a, {}, grads, saved, dz, has_one_output);
-  const auto& reverse = reverse_result.p;
-
-  // Several outputs of one memory write partial gradients in fp32, which are summed later.
-  const auto dq = a.new_rows(T, HO, shape.D, type),
-             dk = a.new_rows(rows, HO, shape.D, has_one_output ? type : at::kFloat),
-             dbeta = a.new_rows(rows, H, 1, at::kFloat).squeeze(-1);
-  const auto dg = a.g.defined() ? a.new_rows(T, HO, 1, at::kFloat).squeeze(-1) : Tensor();
-  kernels::DeltaGradients p;
-  p.shape = shape;
-  p.q = reverse.q, p.k = reverse.k, p.v = input<4>(a.v), p.dout = reverse.dout, p.dz = input<4>(dz);
-  p.gated = reverse.gated;
-  p.in_place = reverse.in_place;
-  p.prepared = reverse.prepared;
-  p.factors = reverse.factors;
-  p.states = saved.states.const_data_ptr();
-  p.gradients = reverse.gradients;
-  const auto initial = a.pad(call.state_s);
-  p.initial = input<4>(initial), p.end = reverse.initial;
-  p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
-  p.dbeta = output<3>(dbeta), p.dg = output<3>(dg);
-  GIRIH_LAUNCH(delta_gradients, p);
-
-  return Gradients{
-      sum_head_groups(dq, call.q.size(2), a.D, call.q),
-      sum_head_groups(dk, call.k.size(2), a.D, call.k),
-      crop_width(dv, a.V),
-      dbeta.to(call.beta.scalar_type()),
-      if_defined(call.g, [&] { return sum_head_groups(dg.unsqueeze(-1), H, 1, *call.g).squeeze(-1); }),
-      if_defined(call.state_s, [&] { return crop_state(reverse_result.dinitial, a.D, a.V); }),
-      std::nullopt,
-      std::nullopt};
+  return run_backward(call, grads, saved);
 }
 
 std::optional<Tensor> step_cuda(const Call& call) {
