@@ -7,11 +7,8 @@
 // A' is the memory at the start of the chunk. The update of a memory depends neither on the other memory nor
 // on a read. TTT has the memory of keys only, and its output is r [M].
 //
-// L_t is the sum of g over the tokens of the chunk up to and including t, and L_C is the sum over the chunk.
-// Both count only the tokens of this call. The kernels have L in units of log2: e^{L} is exp2(L).
-//
 // The tensor cores serve 16-bit elements and widths up to 128; kernels.h describes the kernels. The fp32 path
-// serves the other calls; fp32_kernels.h has its equations.
+// serves the other calls; fp32_kernels.h has its equations. A plan function launches the kernels of a call.
 #pragma once
 
 #include <cuda_runtime_api.h>
