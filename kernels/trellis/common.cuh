@@ -7,6 +7,7 @@
 #include "tile/launch.h"
 #include "tile/pack.h"
 #include "tile/row_store.h"
+#include "trellis/kernels.h"
 #include "trellis/maps.cuh"
 
 namespace girih::kernels {

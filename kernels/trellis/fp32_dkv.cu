@@ -1,5 +1,5 @@
-// dx and dg of a segment of kChunk tokens, from A before the segment and G after it (fp32.h). The matrices
-// of a block are A^T and G^T, in the layout of the stored states: dx is a sum over slots.
+// dx and dg of a segment of kChunk tokens, from A before the segment and G after it (fp32_kernels.h). The
+// matrices of a block are A^T and G^T, in the layout of the stored states: dx is a sum over slots.
 //
 // The block passes over the tokens twice. Pass 1 with A starts at the start of the chunk of the segment's
 // first token, which may lie one segment earlier. Pass 2 with G starts at the last token of the segment, and

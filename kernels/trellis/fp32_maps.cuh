@@ -152,7 +152,7 @@ struct Fp32Row {
     });
   }
 
-  // The same with a weight w of phi (fp32.h). e = w (w n - a), n = phi(z):
+  // The same with a weight w of phi (fp32_kernels.h). e = w (w n - a), n = phi(z):
   //
   //     u = J^T e       da = -w J du       dw = (2 w n - a) J du       dz = slope dg + slope' g du
   //

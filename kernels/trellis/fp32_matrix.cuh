@@ -1,5 +1,5 @@
 // A matrix in the registers of a block, its rank-one updates and its products with vectors, and the rows of
-// tokens in shared memory that these use (fp32.h).
+// tokens in shared memory that these use (fp32_kernels.h).
 //
 // A warp has whole rows. A lane has four neighbouring columns of every 4 * kLanesPerRow, so a sum over a row
 // stays in a warp. More than half of a 256 x 256 matrix is in shared memory, because it exceeds the registers
@@ -11,7 +11,7 @@
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"
-#include "trellis/fp32.h"
+#include "trellis/fp32_kernels.h"
 
 namespace girih::kernels::trellis {
 
@@ -276,12 +276,6 @@ __device__ inline void load_rows(float* to, const InputTensor<4>& x, int64_t bat
       }
     }
   });
-}
-// A tensor [B, T, heads, width] with padded rows, which the kernels exchange.
-__device__ inline InputTensor<4> padded_rows(const float* data, const SequenceLayout& all, int heads,
-                                             int width) {
-  const int64_t row = trellis_fp32_padded_width(width);
-  return {data, DType::f32, {all.tokens * heads * row, heads * row, row, 1}};
 }
 // Loads a scalar of each token, and applies f.
 template <class Sizes, class F>

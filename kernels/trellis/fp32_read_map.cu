@@ -1,4 +1,4 @@
-// Applies the map f to every row y, one warp a row (fp32.h).
+// Applies the map f to every row y, one warp a row (fp32_kernels.h).
 #include "trellis/fp32_maps.cuh"
 
 namespace girih::kernels {

@@ -1,4 +1,4 @@
-// Gradients of the memories chunk by chunk, from the end (fp32.h).
+// Gradients of the memories chunk by chunk, from the end (fp32_kernels.h).
 #include "trellis/fp32_maps.cuh"
 
 namespace girih::kernels {

@@ -1,4 +1,4 @@
-// Updates the memories chunk by chunk (fp32.h). Also checks the shared memory of all fp32 kernels.
+// Updates the memories chunk by chunk (fp32_kernels.h). Also checks the shared memory of all fp32 kernels.
 #include "trellis/fp32_maps.cuh"
 
 namespace girih::kernels {

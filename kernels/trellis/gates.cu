@@ -6,7 +6,7 @@
 #include "tile/gates.h"
 #include "tile/launch.h"
 #include "tile/pack.h"
-#include "trellis/trellis.h"
+#include "trellis/kernels.h"
 
 namespace girih::kernels {
 namespace {

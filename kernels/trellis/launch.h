@@ -2,7 +2,7 @@
 // Every element type is compiled in its own file.
 #pragma once
 
-#include "trellis/trellis.h"
+#include "trellis/kernels.h"
 
 namespace girih::kernels {
 

@@ -126,6 +126,7 @@ struct Block {
 // Attributes of the emulated device.
 inline int shared_bytes = kSharedBytes;  // maximum shared memory of a block
 inline int processors = 4;               // multiprocessors
+inline int architecture = 90;            // 80: kernels may not be launched with clusters
 // Random groups of wgmma complete when they are committed (wgmma.h).
 inline bool has_early_products = false;
 inline jmp_buf scheduler;

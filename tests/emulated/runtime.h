@@ -1,5 +1,5 @@
-// Replaces the CUDA runtime: one device, where a launch runs the kernel to its end. Macros replace the
-// runtime functions that the launchers call by the functions of this file.
+// Replaces the CUDA runtime: one device of each architecture, where a launch runs the kernel to its end.
+// Macros replace the runtime functions that the launchers call by the functions of this file.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,8 @@
 
 namespace emulated {
 
-inline cudaError_t get_device(int* device) { return *device = 0, cudaSuccess; }
+// Launchers cache attributes of a device by its number.
+inline cudaError_t get_device(int* device) { return *device = 90 - architecture, cudaSuccess; }
 inline cudaError_t get_last_error() { return cudaSuccess; }
 
 inline cudaError_t get_device_attribute(int* value, cudaDeviceAttr attribute, int) {
@@ -18,7 +19,7 @@ inline cudaError_t get_device_attribute(int* value, cudaDeviceAttr attribute, in
 }
 template <class Kernel>
 cudaError_t get_function_attributes(cudaFuncAttributes* attributes, Kernel) {
-  return attributes->ptxVersion = 90, cudaSuccess;
+  return attributes->ptxVersion = architecture, cudaSuccess;
 }
 template <class Kernel>
 cudaError_t set_function_attribute(Kernel, cudaFuncAttribute, int) {

@@ -7,6 +7,7 @@ import recurrences
 import torch
 import torch.nn.functional as F
 from emulated import (
+    DTYPES,
     NUMBER,
     POINTER,
     Array,
@@ -36,11 +37,11 @@ MAPS = {
 
 
 Call = structure(
-    (NUMBER, "batch tokens sequences"),
+    (NUMBER, "architecture dtype batch tokens sequences"),
     (POINTER, "cu_seqlens"),
     (NUMBER, "chunk"),
     (POINTER, "position"),
-    (NUMBER, "heads D V M slots silu norm f_silu f_norm memory_count has_output_kernel"),
+    (NUMBER, "heads D V M slots silu norm f_silu f_norm memory_count"),
     (Array, "q"),
     (Array * 2, "x"),
     (Array, "a weight gamma g"),
@@ -49,9 +50,8 @@ Call = structure(
     (POINTER * 2, "memories"),
     (Array * 2, "u z row_stats"),
     (Array, "o dout dq"),
-    (Array * 2, "l dlast_first dlast dfirst dinitial da dx"),
+    (Array * 2, "dlast_first dlast dfirst dinitial da dx"),
     (Array, "dweight dgamma dg"),
-    (POINTER, "gates dgammas dL"),
 )
 
 
@@ -81,7 +81,8 @@ class Run:
         f="ln_silu",
         memory_count=2,
         weighted=False,
-        has_output_kernel=False,
+        dtype=torch.bfloat16,
+        architecture=90,
     ):
         generator = torch.Generator().manual_seed(chunk + sum(lengths))
         N, widths = len(lengths), (D, V)[:memory_count]
@@ -99,12 +100,15 @@ class Run:
             padded[..., : widths[memory]] = scale * normal(N, H, M, widths[memory])
             return padded
 
+        def rows(width, values=None):
+            return padded_rows(B, T, H, width, values=values, dtype=dtype)
+
         def both(make):
             return [make(m) for m in range(memory_count)]
 
         position = None if position is None else guarded_copy(torch.tensor(position))
         one = {
-            name: padded_rows(B, T, H, n, values=x)
+            name: rows(n, x)
             for name, n, x in (
                 ("q", D, normal(B, T, H, D)),
                 ("a", M, normal(B, T, H, M)),
@@ -116,9 +120,9 @@ class Run:
         if weighted:
             one["weight"] = guarded_copy(F.pad(1 + 0.25 * normal(H, M), (0, round_up_8(M) - M)))
             one["dweight"] = guarded_nan(N, H, round_up_8(M))
-        one |= {"o": padded_rows(B, T, H, out), "dq": padded_rows(B, T, H, D)}
+        one |= {"o": rows(out), "dq": rows(D)}
         one |= {"dgamma": guarded_nan(B, T, H), "dg": None if gates is None else guarded_nan(B, T, H)}
-        x = [padded_rows(B, T, H, n, values=unit(normal(B, T, H, n))) for n in widths]
+        x = [rows(n, unit(normal(B, T, H, n))) for n in widths]
         initial = both(lambda m: state(m, widths[m] ** -0.5))
         first = both(lambda _: None)
         if position is not None:
@@ -131,16 +135,18 @@ class Run:
             for name in ("last_first", "last", "dinitial")
         }
         two["dfirst"] = first if position is None else both(lambda m: guarded_nan(*initial[m].shape))
-        two |= {n: both(lambda m: padded_rows(B, T, H, M)) for n in ("u", "z", "l", "da")}
+        two |= {n: both(lambda m: rows(M)) for n in ("u", "z", "da")}
         two |= {
             "row_stats": both(lambda m: guarded_nan(B, T, H, 8 if weighted else 4)),
-            "dx": both(lambda m: padded_rows(B, T, H, widths[m])),
+            "dx": both(lambda m: rows(widths[m])),
         }
 
         starts = [sum(lengths[:i]) for i in range(N)]
         cu_seqlens = guarded_copy(torch.tensor([*starts, sum(lengths)]))
         last_position = guarded_nan(N, dtype=torch.int64)
         call = Call(
+            architecture=architecture,
+            dtype=DTYPES[dtype],
             batch=B,
             tokens=T,
             sequences=N,
@@ -151,7 +157,6 @@ class Run:
             M=round_up_8(M),
             slots=M,
             memory_count=memory_count,
-            has_output_kernel=has_output_kernel,
         )
         call.silu, call.norm = MAPS[phi]
         call.f_silu, call.f_norm = MAPS[f]
@@ -164,16 +169,17 @@ class Run:
             setattr(call, name, (Array * 2)(*map(Array.of, pair)))
         chunks = kernels.chunks(ctypes.byref(call))
         tile = 64 if max(D, V, M) <= 64 else 128
-        memories = both(lambda m: guarded_nan(chunks, H, tile, tile, dtype=torch.bfloat16))
+        memories = both(lambda m: guarded_nan(chunks, H, tile, tile, dtype=dtype))
         call.memories = (ctypes.c_void_p * 2)(*(tensor.data_ptr() for tensor in memories))
-        numbers = {
-            "gates": guarded_nan(B, T, H, 4),
-            "dgammas": guarded_nan(memory_count, B, T, H),
-            "dL": guarded_nan(memory_count, (chunk + 15) // 16, B, T, H),
-        }
-        for name, tensor in numbers.items():
-            setattr(call, name, tensor.data_ptr())
-        kernels.run(ctypes.byref(call))
+        results = [one["o"], last_position, *two["last_first"], *two["last"]]
+        kernels.run_forward(ctypes.byref(call), False)
+        alone = [result.clone() for result in results]
+        for result in results:
+            result.fill_(-1 if result.dtype == torch.int64 else torch.nan)
+        kernels.run_forward(ctypes.byref(call), True)
+        for without, result in zip(alone, results, strict=True):
+            assert torch.equal(without.nan_to_num(), result.nan_to_num()), "saved tensors change a result"
+        kernels.run_backward(ctypes.byref(call))
 
         def wide(tensor, width):
             return tensor[..., :width].double()
@@ -222,7 +228,7 @@ class Run:
         tokens = slice(0, sum(lengths) if packed else T)
         for name in ("o", "dq", "dgamma", *([] if gates is None else ["dg"])):
             assert_rest_unwritten(name, one[name], tokens)
-        for name in ("u", "z", "l", "da", "dx"):
+        for name in ("u", "z", "da", "dx"):
             for x in two[name]:
                 assert_rest_unwritten(name, x, tokens)
         self.want = {"o": torch.cat(o, 1 if packed else 0)}
@@ -313,7 +319,24 @@ def test_closed_gates(kernels):
 
 @pytest.mark.parametrize("chunk, D", [(16, 64), (64, 24)])
 def test_separate_kernel_for_reads(kernels, chunk, D):
-    Run(kernels, chunk, [70], position=[3], D=D, has_output_kernel=True).check()
+    Run(kernels, chunk, [70], position=[3], D=D, architecture=80).check()
+
+
+def test_separate_kernel_for_reads_of_packed_sequences(kernels):
+    how = {"position": [7, 5, 1], "D": 24, "V": 40, "M": 17, "H": 2, "packed": True}
+    Run(kernels, 16, [20, 0, 16], **how, architecture=80).check()
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("D", [24, 72])
+def test_fp16(kernels, D, architecture):
+    Run(kernels, 16, [21], position=[3], D=D, dtype=torch.float16, architecture=architecture).check()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fp16_with_one_memory(kernels, weighted):
+    how = {"phi": "layer_norm", "f": "identity", "memory_count": 1, "weighted": weighted}
+    Run(kernels, 16, [21], position=[3], D=24, dtype=torch.float16, **how).check()
 
 
 # ---- one memory, ttt's -----------------------------------------------------------------------------------

@@ -183,7 +183,15 @@ def check(
             getattr(call, name[:-1])[int(name[-1])] = Array.of(x)
         else:
             setattr(call, name, Array.of(x))
+    finals = [tensors[f"{name}{m}"] for name in ("last_first", "last") for m in both]
+    results = [tensors["o"], last_position, *finals]
+    kernels.run_fp32_forward(ctypes.byref(call))
+    alone = [result.clone() for result in results]
+    for result in results:
+        result.fill_(-1 if result.dtype == torch.int64 else torch.nan)
     kernels.run_fp32(ctypes.byref(call))
+    for without, result in zip(alone, results, strict=True):
+        assert torch.equal(without.nan_to_num(), result.nan_to_num()), "saved tensors change a result"
 
     maps = {"phi": phi, "f": f}
     want, positions = expected(data, weight, memories, position, lengths, packed, chunk, maps, grads)

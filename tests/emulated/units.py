@@ -36,8 +36,9 @@ UNITS = {
     ),
     "gate_activations": ("gate_activations/gate_activations.cu",),
     "trellis": (
-        *(f"trellis/{name}.cu" for name in ("fp32_scan", "fp32_read_map", "fp32_reverse", "fp32_dkv")),
-        "trellis/step.cu",
+        *(f"instances/trellis/*{type}.cu" for type in HALVES),
+        *(f"trellis/{name}.cu" for name in ("plan", "trellis", "fits", "gates", "step")),
+        *(f"trellis/fp32_{name}.cu" for name in ("plan", "scan", "read_map", "reverse", "dkv")),
         *(f"fp32/{name}.cu" for name in ("key_read", "value_read")),
     ),
 }

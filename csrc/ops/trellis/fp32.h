@@ -2,8 +2,6 @@
 #pragma once
 
 #include "arguments.h"
-#include "fp32/fp32.h"
-#include "trellis/fp32.h"
 
 namespace girih::trellis {
 
@@ -34,86 +32,68 @@ class Fp32Call {
     shape_.grid = make_chunk_grid(q_, cu_seqlens_, position_, call.chunk);
     shape_.phi = parse_activation(call.phi), shape_.f = parse_activation(call.f);
     // The reads expect one gate per slot; a gate per head is expanded.
-    gates_ = is_defined(call.g)
-                 ? call.g->to(at::kFloat).unsqueeze(3).expand({-1, -1, -1, padded_slots_}).contiguous()
-                 : at::zeros({padded_slots_}, in_fp32());
+    slot_gates_ = is_defined(call.g)
+                      ? call.g->to(at::kFloat).unsqueeze(3).expand({-1, -1, -1, padded_slots_}).contiguous()
+                      : at::zeros({padded_slots_}, in_fp32()).expand({q_.size(0), q_.size(1), heads(), -1});
   }
 
   Outputs forward(bool save) const {
-    const auto s = new_token_rows(), z = save ? new_token_rows() : Tensor();
+    // With one memory the kernels write o as r, in fp32.
+    const bool has_values = memory_count_ == 2;
+    const auto o = has_values ? new_rows(q_.size(2), x_[1].size(3), q_.scalar_type())
+                              : new_rows(q_.size(2), padded_slots_, at::kFloat);
     Outputs outputs;
-    outputs.position = at::empty({shape_.grid.tokens.sequences}, q_.options().dtype(at::kLong));
-    Tensor chunk_memories[2];
-    kernels::TrellisFp32Scan p{};
+    outputs.position = at::empty({sequences()}, q_.options().dtype(at::kLong));
+    outputs.saved.u = save ? new_token_rows() : new_empty();  // saved as u: s = -gamma u
+    outputs.saved.z = save ? new_token_rows() : new_empty();
+    outputs.saved.map_stats = new_empty();
+    kernels::TrellisFp32Forward p{};
     fill(p);
-    p.a = input<4>(call_.a), p.weight = data_or_null(phi_weight_);
     p.last_position = outputs.position.mutable_data_ptr<int64_t>();
+    p.o = output<4>(o);
     for (int m = 0; m < memory_count_; ++m) {
-      chunk_memories[m] = new_chunk_memories(m);
       outputs.chunk_start[m] = new_state(m), outputs.memory[m] = new_state(m);
-      p.chunk_start[m] = chunk_start(m), p.initial[m] = input<4>(call_.memory[m]);
+      outputs.saved.chunk_memories[m] = save ? new_chunk_memories(m) : new_empty();
+      p.initial[m] = input<4>(call_.memory[m]);
       p.last_chunk_start[m] = output<4>(outputs.chunk_start[m]), p.last[m] = output<4>(outputs.memory[m]);
-      p.z[m] = save ? mutable_memory_data(z, m) : nullptr, p.s[m] = mutable_memory_data(s, m);
-      p.states[m] = chunk_memories[m].mutable_data_ptr<float>();
+      if (!save) continue;
+      p.z[m] = mutable_memory_data(outputs.saved.z, m), p.s[m] = mutable_memory_data(outputs.saved.u, m);
+      p.states[m] = outputs.saved.chunk_memories[m].mutable_data_ptr<float>();
     }
-    GIRIH_LAUNCH(trellis_fp32_scan, p);
-    const auto r = value_read(q_, 0, s, chunk_memories[0]);
-    apply_f(r, {}, {});
-    const auto o =
-        memory_count_ == 2 ? key_read(r, 1, s, chunk_memories[1]) : zero_outside(r).to(q_.scalar_type());
-    outputs.o = crop_width(o, call_.output_width());
-    const auto if_saved = [&](const Tensor& x) { return save ? x : at::empty({0}, in_fp32()); };
-    for (int m = 0; m < memory_count_; ++m) outputs.saved.chunk_memories[m] = if_saved(chunk_memories[m]);
-    outputs.saved.z = if_saved(z), outputs.saved.u = if_saved(s);  // saved as u: s = -gamma u
-    outputs.saved.map_stats = at::empty({0}, in_fp32());
+    GIRIH_RUN(trellis_fp32_forward, p, q_);
+    outputs.o = crop_width(has_values ? o : zero_outside(o).to(q_.scalar_type()), call_.output_width());
     return outputs;
   }
 
   InputGradients backward(const OutputGradients& grads, const SavedTensors& saved) const {
-    const auto &z = saved.z, &s = saved.u;  // s = -gamma u
     const auto dout = prepare_output_gradient(call_, grads.o);
-    // r holds y, and dy holds dr, until apply_f.
-    const auto r = value_read(q_, 0, s, saved.chunk_memories[0]);
-    const auto dy = memory_count_ == 2
-                        ? value_read(dout, 1, s, saved.chunk_memories[1])
-                        : dout.to(in_fp32(), /*non_blocking=*/false, /*copy=*/true).contiguous();
-    const auto read_dots = new_token_scalars(q_.size(2));
-    apply_f(r, dy, read_dots);
-    const auto dq = key_read(dy, 0, s, saved.chunk_memories[0]);
-
-    const auto dz = new_token_rows(), da = new_token_rows(), dgamma = new_token_scalars(heads()),
-               dz_dot_z = new_token_scalars(heads());
-    const auto dg = is_defined(call_.g) ? new_token_scalars(heads()) : Tensor();
+    const auto dq = new_rows(q_.size(2), q_.size(3), q_.scalar_type());
+    const auto da = new_results({padded_slots_}), dgamma = new_results({});
+    const auto dg = is_defined(call_.g) ? new_results({}) : Tensor();
+    const auto dweight = phi_weight_.defined() ? new_results({padded_slots_}) : Tensor();
     const bool is_resumed = position_.defined();
-    Tensor chunk_gradients[2], dinitial[2], dchunk_start[2], dx[2];
-    kernels::TrellisFp32Reverse reverse{};
-    kernels::TrellisFp32Dkv dkv{};
-    fill(reverse), fill(dkv);
-    reverse.a = input<4>(call_.a), reverse.weight = data_or_null(phi_weight_);
-    const auto dweight = phi_weight_.defined() ? new_token_rows() : Tensor();
-    if (phi_weight_.defined()) reverse.dweight = dweight.mutable_data_ptr<float>();
-    reverse.dgamma = dgamma.mutable_data_ptr<float>(), reverse.dz_dot_z = dz_dot_z.mutable_data_ptr<float>();
-    dkv.read_dots = read_dots.const_data_ptr<float>();
-    dkv.dgamma = reverse.dgamma, dkv.dz_dot_z = reverse.dz_dot_z;
-    dkv.dg = dg.defined() ? dg.mutable_data_ptr<float>() : nullptr;
-    for (int m = 0; m < memory_count_; ++m) {
-      chunk_gradients[m] = new_chunk_memories(m), dinitial[m] = new_state(m),
-      dx[m] = new_rows(heads(), x_[m].size(3), at::kFloat);
-      if (is_resumed) dchunk_start[m] = new_state(m);
-      reverse.l[m] = dkv.l[m] = input<4>(m == 0 ? dy : r);
-      reverse.w[m] = dkv.w[m] = input<4>(m == 0 ? q_ : dout);
-      reverse.z[m] = memory_data(z, m), dkv.s[m] = memory_data(s, m);
-      reverse.dlast_chunk_start[m] = dkv.dlast_chunk_start[m] = input<4>(grads.chunk_start[m]);
-      reverse.dlast[m] = input<4>(grads.memory[m]);
-      reverse.dchunk_start[m] = output<4>(dchunk_start[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
-      dkv.dz[m] = reverse.dz[m] = mutable_memory_data(dz, m), reverse.da[m] = mutable_memory_data(da, m);
-      dkv.gradients[m] = reverse.gradients[m] = chunk_gradients[m].mutable_data_ptr<float>();
-      dkv.chunk_start[m] = chunk_start(m);
-      dkv.states[m] = saved.chunk_memories[m].const_data_ptr<float>();
-      dkv.dx[m] = dx[m].mutable_data_ptr<float>();
+    Tensor dr, dinitial[2], dchunk_start[2], dx[2];
+    kernels::TrellisFp32Backward p{};
+    fill(p);
+    if (memory_count_ == 2) {
+      p.dout = input<4>(dout);
+    } else {
+      dr = dout.to(in_fp32(), /*non_blocking=*/false, /*copy=*/true).contiguous();  // the kernels replace dr
+      p.dr = dr.mutable_data_ptr<float>();
     }
-    GIRIH_LAUNCH(trellis_fp32_reverse, reverse);
-    GIRIH_LAUNCH(trellis_fp32_dkv, dkv);
+    p.dq = output<4>(dq), p.dgamma = dgamma.mutable_data_ptr<float>();
+    if (dg.defined()) p.dg = dg.mutable_data_ptr<float>();
+    if (dweight.defined()) p.dweight = dweight.mutable_data_ptr<float>();
+    for (int m = 0; m < memory_count_; ++m) {
+      dinitial[m] = new_state(m), dx[m] = new_rows(heads(), x_[m].size(3), at::kFloat);
+      if (is_resumed) dchunk_start[m] = new_state(m);
+      p.z[m] = memory_data(saved.z, m), p.s[m] = memory_data(saved.u, m);
+      p.states[m] = saved.chunk_memories[m].const_data_ptr<float>();
+      p.dlast_chunk_start[m] = input<4>(grads.chunk_start[m]), p.dlast[m] = input<4>(grads.memory[m]);
+      p.dchunk_start[m] = output<4>(dchunk_start[m]), p.dinitial[m] = output<4>(dinitial[m]);
+      p.da[m] = mutable_memory_data(da, m), p.dx[m] = dx[m].mutable_data_ptr<float>();
+    }
+    GIRIH_RUN(trellis_fp32_backward, p, q_);
 
     InputGradients input_gradients;
     input_gradients.q = crop_width(dq, call_.q.size(3));
@@ -138,21 +118,22 @@ class Fp32Call {
 
  private:
   int64_t heads() const { return x_[0].size(2); }
+  int64_t sequences() const { return shape_.grid.tokens.sequences; }
   at::TensorOptions in_fp32() const { return q_.options().dtype(at::kFloat); }
+  Tensor new_empty() const { return at::empty({0}, in_fp32()); }
   Tensor new_rows(int64_t heads, int64_t width, at::ScalarType type) const {
     return girih::new_rows(q_, q_.size(1), cu_seqlens_, heads, width, type);
   }
-  // Allocates an output per token or per chunk; zeroed with cu_seqlens, since tokens and chunks outside of
-  // the sequences are not written.
-  Tensor new_output(at::IntArrayRef sizes) const {
+  // Allocates [memories, B, T, H, size...], which PyTorch sums; zeroed with cu_seqlens, since tokens outside
+  // of the sequences are not written.
+  Tensor new_results(at::IntArrayRef size) const {
+    std::vector<int64_t> sizes{memory_count_, q_.size(0), q_.size(1), heads()};
+    sizes.insert(sizes.end(), size.begin(), size.end());
     return cu_seqlens_.defined() ? at::zeros(sizes, in_fp32()) : at::empty(sizes, in_fp32());
   }
-  // [memories, B, T, H, M] for all memories.
+  // Allocates [memories, B, T, H, M].
   Tensor new_token_rows() const {
-    return new_output({memory_count_, q_.size(0), q_.size(1), heads(), padded_slots_});
-  }
-  Tensor new_token_scalars(int64_t heads) const {
-    return new_output({memory_count_, q_.size(0), q_.size(1), heads});
+    return at::empty({memory_count_, q_.size(0), q_.size(1), heads(), padded_slots_}, in_fp32());
   }
   static float* mutable_memory_data(const Tensor& tensors, int m) {
     return tensors.select(0, m).mutable_data_ptr<float>();
@@ -161,57 +142,25 @@ class Fp32Call {
     return tensors.select(0, m).const_data_ptr<float>();
   }
   Tensor new_chunk_memories(int m) const {
-    return new_output({kernels::token_range_count(shape_.grid.tokens, kernels::kChunk), heads(),
-                       x_[m].size(3), padded_slots_});
+    return at::empty({kernels::token_range_count(shape_.grid.tokens, kernels::kChunk), heads(), x_[m].size(3),
+                      padded_slots_},
+                     in_fp32());
   }
   Tensor new_state(int m) const {
-    return at::empty({shape_.grid.tokens.sequences, heads(), call_.a.size(3), call_.width(m)}, in_fp32());
-  }
-  kernels::InputTensor<4> chunk_start(int m) const {
-    return input<4>(position_.defined() ? call_.chunk_start[m] : std::nullopt);
+    return at::empty({sequences(), heads(), call_.a.size(3), call_.width(m)}, in_fp32());
   }
 
-  template <class KernelArguments>
-  void fill(KernelArguments& p) const {
+  void fill(kernels::TrellisFp32Arguments& p) const {
     p.shape = shape_;
-    p.gamma = input<3>(call_.gamma), p.g = input<3>(call_.g);
-    for (int m = 0; m < memory_count_; ++m) p.x[m] = input<4>(x_[m]);
+    p.q = input<4>(q_), p.a = input<4>(call_.a);
+    p.gamma = input<3>(call_.gamma), p.g = input<3>(call_.g), p.slot_gates = input<4>(slot_gates_);
+    p.weight = data_or_null(phi_weight_);
+    for (int m = 0; m < memory_count_; ++m) {
+      p.x[m] = input<4>(x_[m]);
+      if (position_.defined()) p.chunk_start[m] = input<4>(call_.chunk_start[m]);
+    }
   }
 
-  // The reads of the fp32 kernels of gsa.
-  kernels::Fp32ReadShape read_shape(int m, const Tensor& chunk_memories) const {
-    kernels::Fp32ReadShape shape{};
-    shape.tokens = shape_.grid.tokens;
-    shape.heads = shape_.heads, shape.query_heads = shape_.query_heads;
-    shape.M = static_cast<int>(padded_slots_);
-    if (is_defined(call_.g)) {
-      shape.g = input<4>(gates_);
-    } else {
-      shape.g.data = gates_.const_data_ptr(),
-      shape.g.stride[3] = 1;  // strides of 0: one row of zeros for all tokens
-    }
-    shape.states = chunk_memories.const_data_ptr<float>(), shape.rows = static_cast<int>(x_[m].size(3));
-    return shape;
-  }
-  Tensor value_read(const Tensor& x, int m, const Tensor& s, const Tensor& chunk_memories) const {
-    const auto out = new_rows(q_.size(2), padded_slots_, at::kFloat);
-    kernels::ValueRead p{};
-    p.shape = read_shape(m, chunk_memories);
-    p.term[0] = {input<4>(x), input<4>(x_[m]), input<4>(s.select(0, m)), 0, p.shape.rows};
-    p.out = output<4>(out);
-    GIRIH_LAUNCH(fp32_value_read, p);
-    return out;
-  }
-  Tensor key_read(const Tensor& p_, int m, const Tensor& s, const Tensor& chunk_memories) const {
-    const auto out = new_rows(q_.size(2), x_[m].size(3), q_.scalar_type());
-    kernels::KeyRead p{};
-    p.shape = read_shape(m, chunk_memories);
-    p.p = input<4>(p_), p.s = input<4>(s.select(0, m)), p.y = input<4>(x_[m]);
-    p.first_row = 0, p.width = p.shape.rows;
-    p.out = output<4>(out);
-    GIRIH_LAUNCH(fp32_key_read, p);
-    return out;
-  }
   // r [B, T, HQ, M] with zeros at tokens outside of the sequences. Their y is 0, and softmax(0) is not 0.
   Tensor zero_outside(const Tensor& r) const {
     if (!cu_seqlens_.defined() || shape_.f.norm != kernels::Norm::softmax) return r;
@@ -220,21 +169,9 @@ class Fp32Call {
     const auto outside = t.lt(ends.narrow(1, 0, 1)).logical_or(t.ge(ends.narrow(1, ends.size(1) - 1, 1)));
     return r.masked_fill(outside.unsqueeze(2).unsqueeze(3), 0);
   }
-  // y <- f(y); if dr is defined, dr <- J_f^T dr.
-  void apply_f(const Tensor& y, const Tensor& dr, const Tensor& read_dots) const {
-    kernels::TrellisFp32ReadMap p{};
-    p.rows = y.size(0) * y.size(1) * y.size(2), p.M = shape_.M, p.f = shape_.f;
-    p.y = y.mutable_data_ptr<float>();
-    if (dr.defined()) {
-      p.dr = dr.mutable_data_ptr<float>();
-      p.read_dots[0] = mutable_memory_data(read_dots, 0),
-      p.read_dots[1] = memory_count_ == 2 ? mutable_memory_data(read_dots, 1) : nullptr;
-    }
-    GIRIH_LAUNCH(trellis_fp32_read_map, p);
-  }
 
   const Call& call_;
-  Tensor q_, x_[2], cu_seqlens_, position_, gates_;
+  Tensor q_, x_[2], cu_seqlens_, position_, slot_gates_;
   int64_t padded_slots_;  // M rounded up as the kernels need it
   int memory_count_;
   Tensor phi_weight_;

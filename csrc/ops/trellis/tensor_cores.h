@@ -39,110 +39,63 @@ class TensorCoreCall {
   }
 
   Outputs forward(bool save) const {
-    bool scan_computes_output = false;
-    GIRIH_QUERY(trellis_scan_has_output, shape_, scan_computes_output);
-    const auto new_empty = [&] { return at::empty({0}, q_.options()); };
-    const auto o = new_rows(shape_.output_width()), gates = compute_token_gates();
-    const bool stores_chunk_memories = save || !scan_computes_output;
-    const auto u = stores_chunk_memories ? new_token_rows(shape_.M, q_.scalar_type()) : new_empty();
+    const auto type = q_.scalar_type();
+    const auto new_saved = [&](int64_t width, at::ScalarType dtype) {
+      return save ? new_token_rows(width, dtype) : at::empty({0}, q_.options().dtype(dtype));
+    };
+    const auto o = new_rows(shape_.output_width());
     Outputs outputs;
     outputs.position = at::empty({sequences()}, q_.options().dtype(at::kLong));
-    outputs.saved.u = save ? u : new_empty();
-    outputs.saved.z = save ? new_token_rows(shape_.M, q_.scalar_type()) : new_empty();
-    outputs.saved.map_stats = save ? new_token_rows(phi_weight_.defined() ? 8 : 4, at::kFloat)
-                                   : at::empty({0}, initial_[0].options());
-    Tensor chunk_memories[2], last_chunk_start[2], last[2];
-    kernels::TrellisScan scan;
-    fill(scan, gates);
-    scan.weight = data_or_null(phi_weight_);
-    scan.last_position = outputs.position.mutable_data_ptr<int64_t>();
-    if (scan_computes_output) scan.o = output<4>(o);
+    outputs.saved.u = new_saved(shape_.M, type), outputs.saved.z = new_saved(shape_.M, type);
+    outputs.saved.map_stats = new_saved(kernels::trellis_row_stats_width(phi_weight_.defined()), at::kFloat);
+    Tensor last_chunk_start[2], last[2];
+    kernels::TrellisForward p{};
+    fill(p);
+    p.last_position = outputs.position.mutable_data_ptr<int64_t>();
+    p.o = output<4>(o);
     for (int m = 0; m < memory_count_; ++m) {
       last_chunk_start[m] = new_state(m), last[m] = new_state(m);
-      chunk_memories[m] = stores_chunk_memories ? new_chunk_memories() : new_empty();
-      scan.chunk_start[m] = input<4>(chunk_start_[m]), scan.initial[m] = input<4>(initial_[m]);
-      scan.last_chunk_start[m] = output<4>(last_chunk_start[m]), scan.last[m] = output<4>(last[m]);
-      if (stores_chunk_memories) scan.u[m] = output<4>(u[m]);
-      if (save)
-        scan.z[m] = output<4>(outputs.saved.z[m]), scan.row_stats[m] = output<4>(outputs.saved.map_stats[m]);
-      scan.memories[m] = stores_chunk_memories ? chunk_memories[m].mutable_data_ptr() : nullptr;
+      outputs.saved.chunk_memories[m] = save ? new_chunk_memories() : at::empty({0}, q_.options());
+      p.initial[m] = input<4>(initial_[m]);
+      p.last_chunk_start[m] = output<4>(last_chunk_start[m]), p.last[m] = output<4>(last[m]);
+      if (!save) continue;
+      p.u[m] = output<4>(outputs.saved.u[m]), p.z[m] = output<4>(outputs.saved.z[m]);
+      p.row_stats[m] = output<4>(outputs.saved.map_stats[m]);
+      p.memories[m] = outputs.saved.chunk_memories[m].mutable_data_ptr();
     }
-    GIRIH_LAUNCH(trellis_scan, scan);
-    if (!scan_computes_output) {
-      kernels::TrellisOutput output_;
-      fill(output_, gates);
-      for (int m = 0; m < memory_count_; ++m) {
-        output_.u[m] = input<4>(u[m]), output_.memories[m] = chunk_memories[m].const_data_ptr();
-      }
-      output_.o = output<4>(o);
-      GIRIH_LAUNCH(trellis_output, output_);
-    }
+    GIRIH_RUN(trellis_forward, p, q_);
     outputs.o = crop_width(o, call_.output_width());
     for (int m = 0; m < memory_count_; ++m) {
       outputs.chunk_start[m] = select_first_of_group(last_chunk_start[m], m),
       outputs.memory[m] = select_first_of_group(last[m], m);
-      outputs.saved.chunk_memories[m] = save ? chunk_memories[m] : new_empty();
     }
     return outputs;
   }
 
   InputGradients backward(const OutputGradients& grads, const SavedTensors& saved) const {
-    const auto dout = prepare_output_gradient(call_, grads.o), gates = compute_token_gates(),
-               dq = new_rows(shape_.D);
-    // A read of memory A is read_left^T A read_right: (dy, q) for keys, (r, dout) for values.
-    const Tensor read_right[] = {q_, dout};
-    Tensor read_left[2];
-    kernels::TrellisDq dq_arguments;
-    fill(dq_arguments, gates);
-    dq_arguments.dout = input<4>(dout), dq_arguments.dq = output<4>(dq);
-    for (int m = 0; m < memory_count_; ++m) {
-      read_left[m] = at::empty({q_.size(0), q_.size(1), shape_.heads, shape_.M}, q_.options());
-      dq_arguments.u[m] = input<4>(saved.u[m]);
-      dq_arguments.memories[m] = saved.chunk_memories[m].const_data_ptr();
-      dq_arguments.l[m] = output<4>(read_left[m]);
-    }
-    GIRIH_LAUNCH(trellis_dq, dq_arguments);
-
-    Tensor da[2], dx[2], dinitial[2], dchunk_start[2], dlast_chunk_start[2], dlast[2];
-    const auto tiles = (call_.chunk + 15) / 16;  // tiles of 16 tokens of a chunk
-    const auto dgammas = new_token_partials(memory_count_),
-               dlog_decay = g_.defined() ? new_token_partials(memory_count_ * tiles) : Tensor();
-    kernels::TrellisReverse reverse;
-    fill(reverse, gates);
+    const auto dout = prepare_output_gradient(call_, grads.o), dq = new_rows(shape_.D);
+    const auto dgamma = new_token_scalars(), dg = g_.defined() ? new_token_scalars() : Tensor();
     const auto dweight =
         phi_weight_.defined() ? at::empty({sequences(), shape_.heads, shape_.M}, in_fp32()) : Tensor();
-    reverse.weight = data_or_null(phi_weight_);
-    if (phi_weight_.defined()) reverse.dweight = dweight.mutable_data_ptr<float>();
-    reverse.dgammas = dgammas.mutable_data_ptr<float>();
-    reverse.dL = dlog_decay.defined() ? dlog_decay.mutable_data_ptr<float>() : nullptr;
+    Tensor da[2], dx[2], dinitial[2], dchunk_start[2], dlast_chunk_start[2], dlast[2];
+    kernels::TrellisBackward p{};
+    fill(p);
+    p.dout = input<4>(dout), p.dq = output<4>(dq);
+    p.dgamma = output<3>(dgamma), p.dg = output<3>(dg);
+    if (phi_weight_.defined()) p.dweight = dweight.mutable_data_ptr<float>();
     for (int m = 0; m < memory_count_; ++m) {
       da[m] = new_rows(shape_.M), dx[m] = new_rows(shape_.width(m)), dinitial[m] = new_state(m);
       if (position_.defined()) dchunk_start[m] = new_state(m);
-      // The gradient of a state goes to the first head of each group; the other heads get zeros.
-      const auto expand_to_heads = [&](const OptionalTensor& gradient) {
-        if (!is_defined(gradient)) return Tensor();
-        const auto padded = pad_state(*gradient, false, slots_, shape_.width(m));
-        const auto group = shape_.heads / H_;
-        if (group == 1) return padded;
-        return at::constant_pad_nd(padded.unsqueeze(2), {0, 0, 0, 0, 0, group - 1}).flatten(1, 2);
-      };
-      dlast_chunk_start[m] = expand_to_heads(grads.chunk_start[m]),
-      dlast[m] = expand_to_heads(grads.memory[m]);
-      reverse.chunk_start[m] = input<4>(chunk_start_[m]),
-      reverse.memories[m] = saved.chunk_memories[m].const_data_ptr();
-      reverse.w[m] = input<4>(read_right[m]), reverse.l[m] = input<4>(read_left[m]),
-      reverse.u[m] = input<4>(saved.u[m]);
-      reverse.z[m] = input<4>(saved.z[m]), reverse.row_stats[m] = input<4>(saved.map_stats[m]);
-      reverse.dlast_chunk_start[m] = input<4>(dlast_chunk_start[m]), reverse.dlast[m] = input<4>(dlast[m]);
-      reverse.dchunk_start[m] = output<4>(dchunk_start[m]), reverse.dinitial[m] = output<4>(dinitial[m]);
-      reverse.da[m] = output<4>(da[m]), reverse.dx[m] = output<4>(dx[m]);
+      dlast_chunk_start[m] = expand_to_heads(grads.chunk_start[m], m),
+      dlast[m] = expand_to_heads(grads.memory[m], m);
+      p.u[m] = input<4>(saved.u[m]), p.z[m] = input<4>(saved.z[m]);
+      p.row_stats[m] = input<4>(saved.map_stats[m]);
+      p.memories[m] = saved.chunk_memories[m].const_data_ptr();
+      p.dlast_chunk_start[m] = input<4>(dlast_chunk_start[m]), p.dlast[m] = input<4>(dlast[m]);
+      p.dchunk_start[m] = output<4>(dchunk_start[m]), p.dinitial[m] = output<4>(dinitial[m]);
+      p.da[m] = output<4>(da[m]), p.dx[m] = output<4>(dx[m]);
     }
-    GIRIH_LAUNCH(trellis_reverse, reverse);
-
-    const auto dgamma = new_token_scalars(), dg = g_.defined() ? new_token_scalars() : Tensor();
-    const kernels::TrellisGateGradients sums{shape_, dgammas.const_data_ptr<float>(), reverse.dL,
-                                             output<3>(dgamma), output<3>(dg)};
-    GIRIH_LAUNCH(trellis_gate_gradients, sums);
+    GIRIH_RUN(trellis_backward, p, q_);
 
     InputGradients input_gradients;
     input_gradients.q = crop_width(dq, call_.q.size(3));
@@ -185,19 +138,6 @@ class TensorCoreCall {
     const int64_t tile = kernels::trellis_tile_width(shape_);
     return at::empty({kernels::chunk_count(shape_.grid), shape_.heads, tile, tile}, q_.options());
   }
-  // Allocates `count` scalars per token and head.
-  Tensor new_token_partials(int64_t count) const {
-    return at::empty({count, q_.size(0), q_.size(1), shape_.heads}, in_fp32());
-  }
-  // Computes kernels::TokenGate of every token.
-  Tensor compute_token_gates() const {
-    const auto gates = at::empty(
-        {q_.size(0), q_.size(1), shape_.heads, sizeof(kernels::TokenGate) / sizeof(float)}, in_fp32());
-    const kernels::TrellisGates p{shape_, input<3>(gamma_), input<3>(g_),
-                                  static_cast<kernels::TokenGate*>(gates.mutable_data_ptr())};
-    GIRIH_LAUNCH(trellis_gates, p);
-    return gates;
-  }
   // Allocates a state [N, heads, M, X] with padded X.
   Tensor new_state(int memory) const {
     return at::empty({sequences(), shape_.heads, slots_, shape_.width(memory)}, in_fp32());
@@ -207,6 +147,15 @@ class TensorCoreCall {
     const auto group = shape_.heads / H_;
     const auto own = group == 1 ? state : state.unflatten(1, {H_, group}).select(2, 0);
     return own.narrow(-1, 0, call_.width(memory)).contiguous();
+  }
+  // The gradient of a final state for every head: the first head of each group has the gradient, the other
+  // heads have zeros.
+  Tensor expand_to_heads(const OptionalTensor& gradient, int memory) const {
+    if (!is_defined(gradient)) return Tensor();
+    const auto padded = pad_state(*gradient, false, slots_, shape_.width(memory));
+    const auto group = shape_.heads / H_;
+    if (group == 1) return padded;
+    return at::constant_pad_nd(padded.unsqueeze(2), {0, 0, 0, 0, 0, group - 1}).flatten(1, 2);
   }
   // The gradient of a state: the sum over the heads of a group, without padding.
   Tensor sum_over_group(const Tensor& state, int memory) const {
@@ -220,13 +169,13 @@ class TensorCoreCall {
     return sum_head_groups(gradient, H_, x.size(3), x);
   }
 
-  template <class KernelArguments>
-  void fill(KernelArguments& p, const Tensor& token_gates) const {
+  void fill(kernels::TrellisArguments& p) const {
     p.shape = shape_;
-    p.gates = static_cast<const kernels::TokenGate*>(token_gates.const_data_ptr());
-    if constexpr (requires { p.a; }) p.a = input<4>(a_);
-    if constexpr (requires { p.q; }) p.q = input<4>(q_);
-    for (int m = 0; m < memory_count_; ++m) p.x[m] = input<4>(x_[m]);
+    p.q = input<4>(q_), p.a = input<4>(a_);
+    p.gamma = input<3>(gamma_), p.g = input<3>(g_), p.weight = data_or_null(phi_weight_);
+    for (int m = 0; m < memory_count_; ++m) {
+      p.x[m] = input<4>(x_[m]), p.chunk_start[m] = input<4>(chunk_start_[m]);
+    }
   }
 
   const Call& call_;

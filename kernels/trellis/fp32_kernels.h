@@ -1,5 +1,6 @@
-// Trellis in fp32 on the CUDA cores: all products, sums and memories are fp32, without tf32. For fp32 inputs,
-// and for widths that the tensor-core kernels do not support.
+// The kernels of Trellis in fp32 on the CUDA cores, which fp32_plan.cu launches: all products, sums and
+// memories are fp32, without tf32. For fp32 inputs, and for widths that the tensor-core kernels do not
+// support.
 //
 // For either memory A [M, X], as in trellis.h, with s_t = -gamma_t u_t:
 //
@@ -30,30 +31,9 @@
 // and dr is do.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
-#include "time/chunks.h"
 #include "trellis/trellis.h"
 
 namespace girih::kernels {
-
-constexpr int kTrellisFp32MaxWidth = 256;  // M, D and V
-
-struct TrellisFp32Shape {
-  ChunkGrid grid;
-  int heads, query_heads;  // H, and HQ, a multiple of H
-  // number of memories; 1: the memory of keys only; V is 0, and arrays of values are absent
-  int memories = 2;
-  int D, V, M;  // without padding
-  TrellisMap phi, f;
-
-  __host__ __device__ int width(int memory) const { return memory == kKeyMemory ? D : V; }
-};
-
-// Row length of tensors that the kernels exchange: `width` rounded up to 8 columns. The padding is 0.
-__host__ __device__ inline int trellis_fp32_padded_width(int width) { return (width + 7) / 8 * 8; }
 
 // Arrays of two have an entry for each memory, by MemoryIndex. InputTensor<> and OutputTensor<> have any
 // strides and types.
@@ -77,6 +57,13 @@ struct TrellisFp32Scan {
   float* states[2];                     // A before every segment
 };
 cudaError_t trellis_fp32_scan(const TrellisFp32Scan& problem, cudaStream_t stream);
+
+// A tensor [B, T, heads, width] with padded rows, which the kernels exchange.
+__host__ __device__ inline InputTensor<4> padded_rows(const float* data, const SequenceLayout& tokens,
+                                                      int heads, int width) {
+  const int64_t row = trellis_fp32_padded_width(width);
+  return {data, DType::f32, {tokens.tokens * heads * row, heads * row, row, 1}};
+}
 
 // Replaces y by r = f(y) and, if present, dr by dy = J_f(y)^T dr.
 struct TrellisFp32ReadMap {
@@ -122,8 +109,5 @@ struct TrellisFp32Dkv {
   float* dg;
 };
 cudaError_t trellis_fp32_dkv(const TrellisFp32Dkv& problem, cudaStream_t stream);
-
-// Whether the current device has enough shared memory for these kernels.
-cudaError_t trellis_fp32_fits(const TrellisFp32Shape& shape, bool& fits);
 
 }  // namespace girih::kernels
