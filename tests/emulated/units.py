@@ -23,7 +23,10 @@ UNITS = {
         *(f"instances/{prefix}{type}.cu" for prefix in ("gla/*", "gsa/dkv_") for type in HALVES),
         *("gla/step.cu", "gla/[gh]*.cu", "gsa/[js]*n.cu", *FP32),
     ),
-    "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
+    "lattice": (
+        *(f"lattice/{name}.cu" for name in ("lattice", "fits", "fp32_scan", "fp32_backward", "step")),
+        *(f"instances/lattice/{name}_{HALVES[1]}.cu" for name in ("scan*", "read*", "reverse*", "dkv")),
+    ),
     "gsa": (
         *(f"instances/gsa/*{type}.cu" for type in HALVES),
         *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),
