@@ -126,6 +126,9 @@ struct Block {
 // Attributes of the emulated device.
 inline int shared_bytes = kSharedBytes;  // maximum shared memory of a block
 inline int processors = 4;               // multiprocessors
+// The current device. The launchers cache the architecture of a device by its number.
+enum : int { kSm90, kSm80 };
+inline int device = kSm90;
 // Random groups of wgmma complete when they are committed (wgmma.h).
 inline bool has_early_products = false;
 inline jmp_buf scheduler;

@@ -1,4 +1,4 @@
-// Replaces the CUDA runtime: one device, where a launch runs the kernel to its end. Macros replace the
+// Replaces the CUDA runtime: a launch runs the kernel to its end. Macros replace the
 // runtime functions that the launchers call by the functions of this file.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace emulated {
 
-inline cudaError_t get_device(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t get_device(int* current) { return *current = device, cudaSuccess; }
 inline cudaError_t get_last_error() { return cudaSuccess; }
 
 inline cudaError_t get_device_attribute(int* value, cudaDeviceAttr attribute, int) {
@@ -18,7 +18,7 @@ inline cudaError_t get_device_attribute(int* value, cudaDeviceAttr attribute, in
 }
 template <class Kernel>
 cudaError_t get_function_attributes(cudaFuncAttributes* attributes, Kernel) {
-  return attributes->ptxVersion = 90, cudaSuccess;
+  return attributes->ptxVersion = device == kSm90 ? 90 : 80, cudaSuccess;
 }
 template <class Kernel>
 cudaError_t set_function_attribute(Kernel, cudaFuncAttribute, int) {

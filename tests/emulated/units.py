@@ -13,6 +13,10 @@ FP32 = tuple(f"fp32/{name}.cu" for name in ("scan", "key_read", "value_read", "g
 # For each operator, patterns of files in kernels/ or of instances. All files of a pattern are compiled as one
 # translation unit.
 UNITS = {
+    "cat_attention": (
+        "cat_attention/cat_attention.cu",
+        *(f"instances/cat_attention/**/*_{type}.cu" for type in ("float", *HALVES)),
+    ),
     "delta_product": (
         *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
         "delta_product/channel_beta_rows.cu",
