@@ -1,8 +1,8 @@
-// Launches of the kernels of cat_attention: choice of the instance and of the kernel.
+// The launches of a call: choice of the instance and of the kernels, and the tensors between them.
 #include <algorithm>
 
 #include "cat_attention/header_list.h"
-#include "cat_attention/launch.h"
+#include "cat_attention/kernels.h"
 #include "cat_attention/sm90/launch.h"
 #include "tile/instance.h"
 
@@ -32,86 +32,101 @@ constexpr int max_shared_bytes() {
   return queries + stages + 2 * 64 * static_cast<int>(sizeof(CatQueryRecord));
 }
 
+// Whether the warpgroup kernels serve this type, tile and device.
+template <typename T, int Tile>
+cudaError_t uses_sm90(bool& uses) {
+  uses = false;
+  if constexpr (kHasCatSm90<T, Tile>) return has_cat_sm90<T, Tile>(uses);
+  return cudaSuccess;
+}
+
+template <class Arguments>
+Arguments fill_arguments(const CatBackward& call) {
+  Arguments p{};
+  p.shape = call.shape;
+  p.q = call.q, p.k = call.k, p.v = call.v, p.dout = call.dout;
+  return p;
+}
+
+template <typename T, int Tile>
+cudaError_t launch_query_gradients(const CatQueryGradients& p, bool is_sm90, cudaStream_t stream) {
+  if constexpr (kHasCatSm90<T, Tile>) {
+    if (is_sm90 && cat_fills_sm90_tiles(p.shape)) return launch_cat_query_gradients_sm90<T, Tile>(p, stream);
+  }
+  return launch_cat_query_gradients<T, Tile>(p, stream);
+}
+template <typename T, int Tile>
+cudaError_t launch_header_gradients(const CatHeaderGradients& p, bool is_sm90, cudaStream_t stream) {
+  if constexpr (kHasCatSm90<T, Tile>) {
+    if (is_sm90) return launch_cat_header_gradients_sm90<T, Tile>(p, stream);
+  }
+  return launch_cat_header_gradients<T, Tile>(p, stream);
+}
+template <typename T, int Tile>
+cudaError_t launch_own_gradients(const CatOwnGradients& p, cudaStream_t stream) {
+  if constexpr (kHasCatSm90<T, Tile>) {
+    if (p.is_sm90 && cat_has_fused_own_gradients(p.shape)) return launch_cat_sum_headers<T, Tile>(p, stream);
+  }
+  return launch_cat_own_gradients<T, Tile>(p, stream);
+}
+
+// Number of floats in `partials`, which the three kernels of backward share.
+template <typename T, int Tile>
+int64_t count_partials(const CatShape& shape, bool is_sm90) {
+  if (!is_sm90) return CatHeaderList(shape, Tile, header_list_sizes<T, Tile>()).float_count();
+  return CatHeaderList(shape, Tile, sm90_header_list_sizes<Tile>()).float_count() +
+         cat_shares_size<Tile>(shape);
+}
+
+template <typename T, int Tile>
+cudaError_t launch_backward(const CatBackward& call, Workspace& workspace, cudaStream_t stream) {
+  const CatShape& shape = call.shape;
+  bool is_sm90 = false;
+  GIRIH_TRY(uses_sm90<T, Tile>(is_sm90));
+  auto* const records =
+      workspace.array<CatQueryRecord>(shape.chunks.batch * shape.query_heads * int64_t{shape.rows});
+  auto* const partials = workspace.array<float>(count_partials<T, Tile>(shape, is_sm90));
+
+  auto queries = fill_arguments<CatQueryGradients>(call);
+  queries.o = call.o, queries.lse = call.lse, queries.queries = records, queries.partials = partials;
+  queries.dq = call.dq, queries.dk = call.dk, queries.dv = call.dv;
+  GIRIH_TRY(launch_query_gradients<T, Tile>(queries, is_sm90, stream));
+
+  auto headers = fill_arguments<CatHeaderGradients>(call);
+  headers.queries = records, headers.partials = partials;
+  GIRIH_TRY(launch_header_gradients<T, Tile>(headers, is_sm90, stream));
+
+  auto own = fill_arguments<CatOwnGradients>(call);
+  own.queries = records, own.partials = partials, own.is_sm90 = is_sm90;
+  own.dk = call.dk, own.dv = call.dv;
+  return launch_own_gradients<T, Tile>(own, stream);
+}
+
 }  // namespace
 
-cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream) {
-  return dispatch_instance(problem.shape, [&](auto element, auto tile) {
+cudaError_t cat_forward(const CatForward& call, cudaStream_t stream) {
+  return dispatch_instance(call.shape, [&](auto element, auto tile) {
     using T = decltype(element);
     constexpr int kTile = decltype(tile)::value;
+    bool is_sm90 = false;
+    GIRIH_TRY(uses_sm90<T, kTile>(is_sm90));
     if constexpr (kHasCatSm90<T, kTile>) {
-      bool is_launched = false;
-      const cudaError_t error = try_cat_forward_sm90<T, kTile>(problem, stream, is_launched);
-      if (is_launched || error != cudaSuccess) return error;
+      if (is_sm90 && cat_fills_sm90_tiles(call.shape)) return launch_cat_forward_sm90<T, kTile>(call, stream);
     }
-    return launch_cat_forward<T, kTile>(problem, stream);
+    return launch_cat_forward<T, kTile>(call, stream);
   });
 }
 
-cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream) {
-  return dispatch_instance(problem.shape, [&](auto element, auto tile) {
-    using T = decltype(element);
-    constexpr int kTile = decltype(tile)::value;
-    if constexpr (kHasCatSm90<T, kTile>) {
-      bool is_launched = false;
-      const cudaError_t error = try_cat_query_gradients_sm90<T, kTile>(problem, stream, is_launched);
-      if (is_launched || error != cudaSuccess) return error;
-    }
-    return launch_cat_query_gradients<T, kTile>(problem, stream);
+cudaError_t cat_backward(const CatBackward& call, Workspace& workspace, cudaStream_t stream) {
+  return dispatch_instance(call.shape, [&](auto element, auto tile) {
+    return launch_backward<decltype(element), decltype(tile)::value>(call, workspace, stream);
   });
-}
-
-cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream) {
-  return dispatch_instance(problem.shape, [&](auto element, auto tile) {
-    using T = decltype(element);
-    constexpr int kTile = decltype(tile)::value;
-    if constexpr (kHasCatSm90<T, kTile>) {
-      bool has = false;
-      if (const cudaError_t error = has_cat_header_gradients_sm90<T, kTile>(has); error != cudaSuccess)
-        return error;
-      if (has) return launch_cat_header_gradients_sm90<T, kTile>(problem, stream);
-    }
-    return launch_cat_header_gradients<T, kTile>(problem, stream);
-  });
-}
-
-cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream) {
-  CatOwnGradients own = problem;
-  return dispatch_instance(problem.shape, [&](auto element, auto tile) {
-    using T = decltype(element);
-    constexpr int kTile = decltype(tile)::value;
-    if constexpr (kHasCatSm90<T, kTile>) {
-      if (const cudaError_t error = has_cat_header_gradients_sm90<T, kTile>(own.is_sm90);
-          error != cudaSuccess)
-        return error;
-      if (own.is_sm90 && cat_has_fused_own_gradients(own.shape))
-        return launch_cat_sum_headers<T, kTile>(own, stream);
-    }
-    return launch_cat_own_gradients<T, kTile>(own, stream);
-  });
-}
-
-// The maximum over the kernels that may compute the partials.
-int64_t cat_partials_size(const CatShape& shape) {
-  int64_t float_count = 0;
-  dispatch_tile(shape.D, shape.V, [&](auto tile) {
-    constexpr int kTile = decltype(tile)::value;
-    const bool is_float = shape.dtype == DType::f32;
-    const CatHeaderListSizes tiles =
-        is_float ? header_list_sizes<float, kTile>() : header_list_sizes<__half, kTile>();
-    float_count = CatHeaderList(shape, kTile, tiles).float_count();
-    if (!is_float && kTile <= kCatSm90MaxWidth) {
-      const CatHeaderList of_groups(shape, kTile, sm90_header_list_sizes<kTile>());
-      float_count = std::max(float_count, of_groups.float_count() + cat_shares_size<kTile>(shape));
-    }
-    return cudaSuccess;
-  });
-  return float_count;
 }
 
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits) {
   fits = false;
   int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  GIRIH_TRY(shared_limit(limit));
   return dispatch_tile(D, V, [&](auto tile) {
     constexpr int kTile = decltype(tile)::value;
     fits =

@@ -22,6 +22,7 @@
 
 #include "tile/array.h"
 #include "tile/sequence.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
@@ -48,46 +49,15 @@ struct CatForward {
   OutputTensor<4> o;       // [B, T, HQ, V]
   OutputTensor<3> lse;     // [B, T, HQ] fp32, optional; infinite for rows outside of all sequences
 };
-cudaError_t cat_forward(const CatForward& problem, cudaStream_t stream);
+cudaError_t cat_forward(const CatForward& call, cudaStream_t stream);
 
-// The record of a query for backward. The query attends to the headers from `first` to before `chunk`, its
-// own chunk.
-struct CatQueryRecord {
-  float lse, delta;  // lse times kCatUnit (softmax.h)
-  int first, chunk;
-};
-
-struct CatQueryGradients {
+struct CatBackward {
   CatShape shape;
-  InputTensor<4> q, k, v, o, dout;
-  InputTensor<3> lse;
-  OutputTensor<4> dq;
-  CatQueryRecord* queries;  // [B, HQ, T], output
-  OutputTensor<4> dk, dv;   // output, if cat_has_fused_own_gradients(): rows other than headers
-  float* partials;          // output, if cat_has_fused_own_gradients(): shares of headers
+  InputTensor<4> q, k, v, o, dout;  // o and dout [B, T, HQ, V]
+  InputTensor<3> lse;               // of CatForward
+  OutputTensor<4> dq, dk, dv;       // shapes of q, k, v
 };
-cudaError_t cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream);
-
-struct CatHeaderGradients {
-  CatShape shape;
-  InputTensor<4> q, k, v, dout;
-  const CatQueryRecord* queries;
-  float* partials;  // output
-};
-cudaError_t cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
-
-struct CatOwnGradients {
-  CatShape shape;
-  InputTensor<4> q, k, v, dout;
-  const CatQueryRecord* queries;
-  const float* partials;
-  OutputTensor<4> dk, dv;
-  bool is_sm90 = false;  // whether the partials are from the warpgroup kernel; set by cat_own_gradients()
-};
-cudaError_t cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
-
-// Number of floats in `partials`, which the three kernels of backward share.
-int64_t cat_partials_size(const CatShape& shape);
+cudaError_t cat_backward(const CatBackward& call, Workspace& workspace, cudaStream_t stream);
 
 // fits: whether the current device has enough shared memory for these widths.
 cudaError_t cat_fits(int D, int V, DType dtype, bool& fits);

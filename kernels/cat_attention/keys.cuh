@@ -2,7 +2,7 @@
 // that every row has a finite maximum after the first block, then headers.
 #pragma once
 
-#include "cat_attention/cat_attention.h"
+#include "cat_attention/kernels.h"
 #include "cat_attention/tiles.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"

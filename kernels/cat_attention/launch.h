@@ -1,20 +1,11 @@
-// Launch functions for each element type and tile of columns. Each instance is compiled in its own file.
+// Launches of kernels with one block for each tile.
 #pragma once
 
-#include "cat_attention/cat_attention.h"
+#include "cat_attention/kernels.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
 
 namespace girih::kernels {
-
-template <typename T, int Tile>
-cudaError_t launch_cat_forward(const CatForward& problem, cudaStream_t stream);
-template <typename T, int Tile>
-cudaError_t launch_cat_query_gradients(const CatQueryGradients& problem, cudaStream_t stream);
-template <typename T, int Tile>
-cudaError_t launch_cat_header_gradients(const CatHeaderGradients& problem, cudaStream_t stream);
-template <typename T, int Tile>
-cudaError_t launch_cat_own_gradients(const CatOwnGradients& problem, cudaStream_t stream);
 
 // Number of blocks for q, o and dq: one block for each `rows` rows of a query head.
 inline int64_t count_query_blocks(const CatShape& shape, int rows) {

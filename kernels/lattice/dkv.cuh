@@ -106,13 +106,14 @@ struct DkvBlock {
   // Stores the cancelling sum over the warp's vectors that are mostly steps.
   __device__ void store_cancelling_sum(const float (&sums)[2]) const {
     if (p.dg.data == nullptr) return;
-    const float* const ends = p.ends + (coord.number * p.shape.heads + coord.head) * 2 * p.shape.M;
+    const float* const cancelling_sums =
+        p.cancelling_sums + (coord.number * p.shape.heads + coord.head) * 2 * p.shape.M;
     float total = 0.f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int m = intra_chunk.first_vector() + lane_row() + 8 * j;
-      if (m >= p.shape.M || ends[p.shape.M + m] == 0.f) continue;
-      total += sums[j] + ((lane() & 3) == 0 ? ends[m] : 0.f);
+      if (m >= p.shape.M || cancelling_sums[p.shape.M + m] == 0.f) continue;
+      total += sums[j] + ((lane() & 3) == 0 ? cancelling_sums[m] : 0.f);
     }
     total = sum_over_col(sum_over_row(total));
     if (lane() == 0) table[(S::kWarps + 1) * S::R + intra_chunk.warp] = total;

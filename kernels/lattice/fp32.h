@@ -35,75 +35,13 @@
 //
 // This needs y and S of every token. Forward stores S before every segment of whole chunks, at most 64
 // tokens. Backward recomputes y, h, a and 1 / |x| of a segment's tokens in a workspace.
-// tokens; backward makes y, h, a and 1 / |x| of a segment's tokens once more, in a workspace.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
 #include "lattice/lattice.h"
-#include "time/chunks.h"
 
-namespace girih::kernels {
+namespace girih::kernels::lattice {
 
-constexpr int kLatticeSegment = 64;  // tokens, at most
+// Whether `limit` bytes of shared memory suffice for forward.
+cudaError_t fp32_scan_fits(const LatticeFp32Shape& shape, int limit, bool& fits);
 
-struct LatticeFp32Shape {
-  SequenceLayout tokens;
-  const int64_t* position;  // see ChunkGrid
-  int chunk;                // 1..kMaxChunk
-  int heads, query_heads;   // H, and HQ, a multiple of H
-  int D, M;                 // up to kLatticeMaxWidth
-  LatticeObjective objective;
-  bool normalize;   // without it, and with shrinkage, chunks have one token
-  float shrinkage;  // lambda
-};
-
-// Segments are whole chunks.
-__host__ __device__ inline int lattice_segment_tokens(int chunk) { return kLatticeSegment / chunk * chunk; }
-__host__ __device__ inline ChunkGrid lattice_segment_grid(const LatticeFp32Shape& shape) {
-  return {shape.tokens, lattice_segment_tokens(shape.chunk), shape.position};
-}
-// Columns of stored memories: M rounded up to packs of 16 bytes.
-__host__ __device__ inline int lattice_stored_columns(const LatticeFp32Shape& shape) {
-  return (shape.M + 3) / 4 * 4;
-}
-
-// Any strides and types. Without positions, `step` and `decay` of the start are not used.
-struct LatticeFp32Inputs {
-  LatticeFp32Shape shape;
-  InputTensor<4> q, k, v;   // [B, T, HQ, M], [B, T, H, M], [B, T, H, D]
-  InputTensor<3> gamma, g;  // [B, T, H], g optional
-  LatticeStart start;
-};
-
-struct LatticeFp32Scan {
-  LatticeFp32Inputs of;
-  LatticeEnd end;
-  int64_t* last_position;  // [N]
-  float* memories;         // [segments, H, D, M padded to packs]: S before every segment, optional
-  OutputTensor<4> o;       // [B, T, HQ, D]
-};
-cudaError_t lattice_fp32_scan(const LatticeFp32Scan& problem, cudaStream_t stream);
-
-struct LatticeFp32Backward {
-  LatticeFp32Inputs of;
-  const float* memories;
-  InputTensor<4> dout;               // [B, T, HQ, D]; absent: zero
-  InputTensor<4> dlast, dlast_step;  // [N, H, D, M]; absent: zero
-  InputTensor<2> dlast_decay;        // [N, H]; absent: zero
-  OutputTensor<4> dq, dk, dv;        // shapes of q, k, v
-  OutputTensor<3> dgamma, dg;        // [B, T, H], dg optional
-  // [N, H, D, M]; with normalisation dmemory is tangent; dstep is present if there are positions
-  OutputTensor<4> dmemory, dstep;
-  OutputTensor<2> ddecay;  // [N, H], present if there are positions and g
-  float* workspace;        // lattice_fp32_workspace() floats
-};
-cudaError_t lattice_fp32_workspace(const LatticeFp32Shape& shape, int64_t& floats);
-cudaError_t lattice_fp32_backward(const LatticeFp32Backward& problem, cudaStream_t stream);
-
-// Whether the current device has enough shared memory for forward and backward.
-cudaError_t lattice_fp32_fits(const LatticeFp32Shape& shape, bool& fits);
-
-}  // namespace girih::kernels
+}  // namespace girih::kernels::lattice

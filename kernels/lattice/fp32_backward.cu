@@ -9,10 +9,10 @@ namespace girih::kernels {
 namespace lattice {
 namespace {
 
-// A block's workspace: S before a segment and y of its tokens in the layout of threads, and vectors of
-// tokens.
+// The memory of a block in the workspace: S before a segment and y of its tokens in the layout of threads,
+// and vectors of tokens.
 template <class Sizes>
-struct Workspace {
+struct BlockWorkspace {
   static constexpr int64_t kMemories = int64_t{kLatticeSegment + 1} * Sizes::kMemory;
   static constexpr int64_t kFloats = kMemories + kLatticeSegment * TokenRowLayout<Sizes>::kVectors;
   float* floats;
@@ -50,21 +50,21 @@ struct Backward {
   const LatticeFp32Shape& shape;
   const BackwardLayout<Sizes> layout;
   float* const shared;
-  const Workspace<Sizes> work;
+  const BlockWorkspace<Sizes> work;
   const ThreadTile place;
   const bool is_helper;
   const int helper;
 
-  __device__ Backward(const LatticeFp32Backward& p, int tile, float* shared)
+  __device__ Backward(const LatticeFp32Backward& p, int tile, float* workspace, float* shared)
       : p(p),
-        shape(p.of.shape),
+        shape(p.inputs.shape),
         layout(shape, tile),
         shared(shared),
-        work{p.workspace + blockIdx.x * Workspace<Sizes>::kFloats},
+        work{workspace + blockIdx.x * BlockWorkspace<Sizes>::kFloats},
         is_helper(place.thread >= Sizes::kThreads),
         helper(place.thread - Sizes::kThreads) {}
 
-  __device__ bool gated() const { return p.of.g.data != nullptr; }
+  __device__ bool gated() const { return p.inputs.g.data != nullptr; }
   __device__ float* buffer(int i) const { return layout.buffer(shared, i); }
   __device__ TokenScalars<Sizes> scalars() const { return {buffer(3)}; }
   __device__ TokenTile<Sizes> at(const Fp32SequenceCoord& coord, const Segment& segment, int i) const {
@@ -77,14 +77,15 @@ struct Backward {
 
   // Gates of the chunk before this call.
   __device__ float start_gates(const Fp32SequenceCoord& coord) const {
-    const InputTensor<2>& decay = p.of.start.decay;
+    const InputTensor<2>& decay = p.inputs.start.decay;
     return coord.resumed && decay.data != nullptr ? load_element(decay, coord.index(), coord.head) : 0.f;
   }
 
   // Recomputes y, h, a and 1 / |x| of a segment's tokens, and the sums of its gates.
   __device__ void forward(const Fp32SequenceCoord& coord, const Segment& segment) const {
     const auto load_rows = [&](int i) {
-      TokenInputs<Sizes>::load_rows(layout.inputs(shared, i % 2), layout.row.in, p.of, at(coord, segment, i));
+      TokenInputs<Sizes>::load_rows(layout.inputs(shared, i % 2), layout.row.in, p.inputs,
+                                    at(coord, segment, i));
     };
     ChunkState<Sizes> state;
     if (is_helper) {
@@ -95,7 +96,7 @@ struct Backward {
       for_each_stored_pack<Sizes>(shape, segment.number, coord.head, [&](int j, int e, int64_t at) {
         state.S.at[j][e] = load<4>(p.memories + at);
       });
-      load_memory(state.Delta, resumed ? p.of.start.step : InputTensor<4>(), coord.index(), coord.head,
+      load_memory(state.Delta, resumed ? p.inputs.start.step : InputTensor<4>(), coord.index(), coord.head,
                   shape);
       state.L = resumed ? start_gates(coord) : 0.f;
       store_packs(work.memory(0), state.S);
@@ -132,17 +133,17 @@ struct Backward {
     using Row = TokenRowLayout<Sizes>;
     const auto tile = at(coord, segment, i);
     const int in = layout.row.in, group = layout.row.group;
-    tile.template load_rows<Sizes::M>(to, in, p.of.k, coord.head, shape.M);
+    tile.template load_rows<Sizes::M>(to, in, p.inputs.k, coord.head, shape.M);
     for (int member = 0; member < group; ++member) {
       const int head = coord.head * group + member;
-      tile.template load_rows<Sizes::M>(to + layout.row.q(member), in, p.of.q, head, shape.M);
+      tile.template load_rows<Sizes::M>(to + layout.row.q(member), in, p.inputs.q, head, shape.M);
       tile.template load_rows<Sizes::D>(to + layout.row.dout(member), in, p.dout, head, shape.D);
     }
     tile.template each<Row::kVectors / 4>(Row::kVectors / 4, [&](int u, int pack) {
       store<4>(to + u * in + Row::kH + 4 * pack, load<4>(work.vectors(i * layout.tile + u) + 4 * pack));
     });
-    tile.load_rows(to + Row::kGamma, in, p.of.gamma);
-    tile.load_rows(to + Row::kGamma + 1, in, p.of.g);
+    tile.load_rows(to + Row::kGamma, in, p.inputs.gamma);
+    tile.load_rows(to + Row::kGamma + 1, in, p.inputs.g);
   }
   __device__ void store_tile_results(const float* from, const Fp32SequenceCoord& coord,
                                      const Segment& segment, int i) const {
@@ -242,7 +243,7 @@ struct Backward {
   __device__ void start(RegisterMemory<Sizes>& dS, RegisterMemory<Sizes>& dDelta, const Pack<4>& correction,
                         const Fp32SequenceCoord& coord) const {
     RegisterMemory<Sizes> x;
-    load_memory(x, p.of.start.step, coord.index(), coord.head, shape);
+    load_memory(x, p.inputs.start.step, coord.index(), coord.head, shape);
     float sum = 0.f;
     each_entry<Sizes>([&](int j, int e, int c) {
       sum = fmaf(dDelta.at[j][e].at[c], x.at[j][e].at[c], sum);
@@ -250,7 +251,7 @@ struct Backward {
     });
     sum = sum_lanes(sum);
     if (gated() && place.lane == 0) *scalars().before(0, place.warp) = sum;
-    load_memory(x, p.of.start.memory, coord.index(), coord.head, shape);
+    load_memory(x, p.inputs.start.memory, coord.index(), coord.head, shape);
     each_entry<Sizes>([&](int j, int e, int c) {
       dDelta.at[j][e].at[c] = fmaf(correction.at[c], x.at[j][e].at[c], dDelta.at[j][e].at[c]);
     });
@@ -280,7 +281,7 @@ struct Backward {
   }
 
   __device__ void run(int64_t item) const {
-    const Fp32SequenceCoord coord(p.of, item);
+    const Fp32SequenceCoord coord(p.inputs, item);
     const int64_t length = coord.length();
     const bool is_complete =
         length > 0 && (coord.begun + length) % shape.chunk == 0;  // the last chunk is complete
@@ -309,7 +310,7 @@ struct Backward {
     RegisterMemory<Sizes> x, S;
     load_packs(x, buffer(0));
     if (shape.normalize) {
-      load_memory(S, p.of.start.memory, coord.index(), coord.head, shape);
+      load_memory(S, p.inputs.start.memory, coord.index(), coord.head, shape);
       Pack<4> along = zeros<4>();
       each_entry<Sizes>(
           [&](int j, int e, int c) { along.at[c] = fmaf(S.at[j][e].at[c], x.at[j][e].at[c], along.at[c]); });
@@ -327,10 +328,11 @@ struct Backward {
 
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kAll, 1)
-    fp32_backward_kernel(const __grid_constant__ LatticeFp32Backward p, const int tile) {
+    fp32_backward_kernel(const __grid_constant__ LatticeFp32Backward p, const int tile,
+                         float* const workspace) {
   GIRIH_DYNAMIC_SHARED(float, shared, 16);
-  const Backward<Sizes> backward(p, tile, shared);
-  const int64_t items = p.of.shape.tokens.sequences * p.of.shape.heads;
+  const Backward<Sizes> backward(p, tile, workspace, shared);
+  const int64_t items = p.inputs.shape.tokens.sequences * p.inputs.shape.heads;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     backward.run(item);
     __syncthreads();
@@ -363,43 +365,34 @@ cudaError_t fp32_backward_fits(const LatticeFp32Shape& shape, int limit, bool& f
 
 }  // namespace lattice
 
-cudaError_t lattice_fp32_workspace(const LatticeFp32Shape& shape, int64_t& floats) {
-  int64_t blocks = 0;
-  if (const cudaError_t error = lattice::block_count(shape, blocks); error != cudaSuccess) return error;
-  return lattice::dispatch_fp32_size(shape, [&](auto sizes) {
-    floats = blocks * lattice::Workspace<decltype(sizes)>::kFloats;
-    return cudaSuccess;
-  });
-}
-
-cudaError_t lattice_fp32_backward(const LatticeFp32Backward& p, cudaStream_t stream) {
-  const LatticeFp32Shape& shape = p.of.shape;
+cudaError_t lattice_fp32_backward(const LatticeFp32Backward& p, Workspace& workspace, cudaStream_t stream) {
+  const LatticeFp32Shape& shape = p.inputs.shape;
   int64_t blocks = 0;
   int limit = 0;
-  if (const cudaError_t error = lattice::block_count(shape, blocks); error != cudaSuccess) return error;
+  GIRIH_TRY(lattice::block_count(shape, blocks));
   if (blocks == 0) return cudaSuccess;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  GIRIH_TRY(shared_limit(limit));
   return lattice::dispatch_fp32_size(shape, [&](auto sizes) {
     using namespace lattice;
     using Sizes = decltype(sizes);
     const int tile = gradient_tile<Sizes>(shape, limit);
     if (tile == 0) return cudaErrorInvalidValue;
     const int bytes = BackwardLayout<Sizes>(shape, tile).floats() * 4;
-    if (const cudaError_t error = allow_shared<fp32_backward_kernel<Sizes>>(limit); error != cudaSuccess)
-      return error;
-    return launch_grid<fp32_backward_kernel<Sizes>>(blocks, Sizes::kAll, bytes, stream, p, tile);
+    GIRIH_TRY(allow_shared<fp32_backward_kernel<Sizes>>(limit));
+    return launch_grid<fp32_backward_kernel<Sizes>>(
+        blocks, Sizes::kAll, bytes, stream, p, tile,
+        workspace.array<float>(blocks * BlockWorkspace<Sizes>::kFloats));
   });
 }
 
 cudaError_t lattice_fp32_fits(const LatticeFp32Shape& shape, bool& fits) {
   int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
+  GIRIH_TRY(shared_limit(limit));
   bool forward = false, backward = false;
-  if (const cudaError_t error = lattice::fp32_scan_fits(shape, limit, forward); error != cudaSuccess)
-    return error;
-  const cudaError_t error = lattice::fp32_backward_fits(shape, limit, backward);
+  GIRIH_TRY(lattice::fp32_scan_fits(shape, limit, forward));
+  GIRIH_TRY(lattice::fp32_backward_fits(shape, limit, backward));
   fits = forward && backward;
-  return error;
+  return cudaSuccess;
 }
 
 }  // namespace girih::kernels

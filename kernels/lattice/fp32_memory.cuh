@@ -386,9 +386,6 @@ inline cudaError_t dispatch_fp32_size(const LatticeFp32Shape& shape, const Launc
   return shape.M <= 64 ? launch(Fp32Sizes<128, 64>()) : launch(Fp32Sizes<128, 128>());
 }
 
-// Whether `limit` bytes of shared memory suffice for forward.
-cudaError_t fp32_scan_fits(const LatticeFp32Shape& shape, int limit, bool& fits);
-
 // Tokens of a tile, such that two buffers fit in `floats`.
 inline int tile_tokens(int64_t floats, int64_t a_token) {
   const int64_t tokens = floats / (2 * a_token);

@@ -41,10 +41,10 @@ __device__ void load_rows(float* to, const LatticeFp32Inputs& of, const ScanLayo
   }
 }
 template <class Sizes>
-__device__ void store_tile_results(const float* from, const LatticeFp32Scan& p,
+__device__ void store_tile_results(const float* from, const LatticeFp32Forward& p,
                                    const ScanLayout<Sizes>& layout, const TokenTile<Sizes>& tile) {
   for (int i = 0; i < layout.group; ++i) {
-    tile.template each<Sizes::D>(p.of.shape.D, [&](int u, int d) {
+    tile.template each<Sizes::D>(p.inputs.shape.D, [&](int u, int d) {
       const float* const parts = from + u * layout.out + i * Sizes::kWarps * Sizes::D + d;
       float sum = 0.f;
 #pragma unroll
@@ -56,11 +56,11 @@ __device__ void store_tile_results(const float* from, const LatticeFp32Scan& p,
 
 template <class Sizes>
 __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2 : 1)
-    fp32_scan_kernel(const __grid_constant__ LatticeFp32Scan p, const int tile) {
+    fp32_scan_kernel(const __grid_constant__ LatticeFp32Forward p, const int tile) {
   GIRIH_DYNAMIC_SHARED(float, shared, 16);
-  const LatticeFp32Shape& shape = p.of.shape;
+  const LatticeFp32Shape& shape = p.inputs.shape;
   const ScanLayout<Sizes> layout(shape, tile);
-  const Fp32SequenceCoord coord(p.of, blockIdx.x);
+  const Fp32SequenceCoord coord(p.inputs, blockIdx.x);
   const ThreadTile place;
   const bool is_helper = place.thread >= Sizes::kThreads;
   const int64_t length = coord.length(), tiles = (length + tile - 1) / tile;
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2
 
   ChunkState<Sizes> state;
   if (is_helper) {
-    if (tiles > 0) load_rows(layout.inputs(shared, 0), p.of, layout, at(0));
+    if (tiles > 0) load_rows(layout.inputs(shared, 0), p.inputs, layout, at(0));
   } else {
-    const LatticeStart& start = p.of.start;
+    const LatticeStart& start = p.inputs.start;
     load_memory(state.S, start.memory, coord.index(), coord.head, shape);
     load_memory(state.Delta, coord.resumed ? start.step : InputTensor<4>(), coord.index(), coord.head, shape);
     state.L = coord.resumed && start.decay.data != nullptr
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Sizes::kAll, Sizes::D* Sizes::M == 64 * 64 ? 2
     const int buffer_index = i % 2;
     if (is_helper) {
       if (i > 0) store_tile_results(layout.outputs(shared, 1 - buffer_index), p, layout, at(i - 1));
-      if (i + 1 < tiles) load_rows(layout.inputs(shared, 1 - buffer_index), p.of, layout, at(i + 1));
+      if (i + 1 < tiles) load_rows(layout.inputs(shared, 1 - buffer_index), p.inputs, layout, at(i + 1));
       match_barriers<Sizes>(shape, at(i).count);
     }
     for (int u = 0; !is_helper && u < at(i).count; ++u) {
@@ -154,8 +154,8 @@ cudaError_t fp32_scan_fits(const LatticeFp32Shape& shape, int limit, bool& fits)
 
 }  // namespace lattice
 
-cudaError_t lattice_fp32_scan(const LatticeFp32Scan& p, cudaStream_t stream) {
-  const LatticeFp32Shape& shape = p.of.shape;
+cudaError_t lattice_fp32_forward(const LatticeFp32Forward& p, cudaStream_t stream) {
+  const LatticeFp32Shape& shape = p.inputs.shape;
   const int64_t blocks = shape.tokens.sequences * shape.heads;
   if (blocks == 0) return cudaSuccess;
   int limit = 0;

@@ -10,9 +10,10 @@
 //     scan      updates the memory chunk by chunk; stores the memory before every chunk
 //     read      computes o of all chunks in parallel
 // Backward, from the memories that forward stores:
-//     read backward    computes dq and the terms of the reads in all other gradients, of all chunks in
-//     parallel reverse          computes the gradient of the memory chunk by chunk, from the end dkv adds the
-//     terms of the memory after a chunk to dk, dv, dgamma and dg, all chunks in parallel
+//     read backward    computes dq and the terms of the reads in all other gradients; all chunks in parallel
+//     reverse          computes the gradient of the memory chunk by chunk, from the end
+//     dkv              adds the terms of the memory after a chunk to dk, dv, dgamma and dg; all chunks in
+//                      parallel
 // A chunk is short if it has at most 16 tokens. The `short` kernels are for short chunks and for D and M of
 // at most 64: scan and read are one kernel, and so are reverse and dkv.
 //
@@ -24,6 +25,7 @@
 #include <cstdint>
 
 #include "tile/array.h"
+#include "tile/workspace.h"
 #include "time/chunks.h"
 
 namespace girih::kernels {
@@ -54,85 +56,102 @@ struct LatticeEnd {
   OutputTensor<2> decay;         // optional
 };
 
-struct LatticeScan {
+// The inputs of a call.
+struct LatticeInputs {
   LatticeShape shape;
-  InputTensor<4> k, v;      // [B, T, H, M], [B, T, H, D]
+  InputTensor<4> q, k, v;   // [B, T, HQ, M], [B, T, H, M], [B, T, H, D]
   InputTensor<3> gamma, g;  // [B, T, H], g optional
   LatticeStart start;
+};
+
+struct LatticeForward {
+  LatticeInputs inputs;
   LatticeEnd end;
   int64_t* last_position;  // [N], optional
-  void* memories;          // dtype [chunk_count, H, M, D]: S^T before every chunk
-  float* ends;             // [chunk_count, H, 2, M]: alpha and rho of every chunk (scan.cuh)
-};
-
-struct LatticeRead {
-  LatticeShape shape;
-  InputTensor<4> q, k, v;  // [B, T, HQ, M], and k and v of LatticeScan
-  InputTensor<3> gamma, g;
-  LatticeStart start;
-  const void* memories;
+  // Saved for backward, both optional:
+  void* memories;     // dtype [chunk_count, H, M, D]: S^T before every chunk
+  float* ends;        // [chunk_count, H, 2, M]: alpha and rho of every chunk (scan.cuh)
   OutputTensor<4> o;  // [B, T, HQ, D]
 };
-cudaError_t lattice_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
-// Whether scan and read are one kernel on the current device. Then `memories` and `ends` are needed for
-// backward only, and may be null.
-cudaError_t lattice_uses_short_scan(const LatticeShape& shape, bool& is);
+cudaError_t lattice_forward(const LatticeForward& call, Workspace& workspace, cudaStream_t stream);
 
-struct LatticeReadBackward {
-  LatticeShape shape;
-  InputTensor<4> q, k, v;
-  InputTensor<3> gamma, g;
-  LatticeStart start;
-  const void* memories;
-  InputTensor<4> dout;     // [B, T, HQ, D]
-  OutputTensor<4> dq;      // [B, T, HQ, M]
-  OutputTensor<4> dk, dv;  // [B, T, H, ...], terms of the reads
-  OutputTensor<3> dgamma;  // [B, T, H] fp32, terms of the reads
-  // [B, T, H] fp32, present if g is: the gradient of the decay of rows whose n is at its floor
-  OutputTensor<3> ddecay_at_floor;
-  void* gradients;  // dtype [chunk_count, H, M, D]: gradient of S^T, terms of the reads
-  // [N, H, D, M] fp32, present if there are positions: gradient of Delta, terms of the reads
-  OutputTensor<4> dstep;
-  OutputTensor<2> ddecay;  // [N, H] fp32, present if there are positions and g: terms of the reads
-};
-cudaError_t lattice_read_backward(const LatticeReadBackward& problem, cudaStream_t stream);
-
-struct LatticeReverse {
-  LatticeShape shape;
-  InputTensor<4> k, v;
-  InputTensor<3> gamma, g;
-  LatticeStart start;
-  const void* memories;
-  float* ends;                     // of LatticeScan; with g, replaced by the values that dkv.cuh needs for dg
-  InputTensor<4> last, last_step;  // state after the scan, [N, H, D, M] fp32; last_step optional
+struct LatticeBackward {
+  LatticeInputs inputs;
+  const void* memories;              // of LatticeForward
+  const float* ends;                 // of LatticeForward
+  InputTensor<4> last, last_step;    // of LatticeForward: the final state, [N, H, D, M] fp32
+  InputTensor<4> dout;               // [B, T, HQ, D]
   InputTensor<4> dlast, dlast_step;  // [N, H, D, M] fp32; absent: zero
   InputTensor<2> dlast_decay;        // [N, H] fp32; absent: zero
-  // of LatticeReadBackward; replaced by the gradient of X^T at the end of every chunk, tangent at S
-  void* gradients;
-  OutputTensor<4> dmemory;  // [N, H, D, M] fp32, tangent at S
-  OutputTensor<4> dstep;    // of LatticeReadBackward, present if there are positions
-  OutputTensor<2> ddecay;   // of LatticeReadBackward, present if there are positions and g
-  OutputTensor<2>
-      dend_decay;  // [N, H] fp32, present if g is: gradient of the decay at the end of an incomplete chunk
+  OutputTensor<4> dq, dk, dv;        // shapes of q, k, v
+  OutputTensor<3> dgamma, dg;        // [B, T, H] fp32, dg present if g is
+  OutputTensor<4> dmemory;           // [N, H, D, M] fp32, tangent at S
+  OutputTensor<4> dstep;             // [N, H, D, M] fp32, present if there are positions
+  OutputTensor<2> ddecay;            // [N, H] fp32, present if there are positions and g
 };
-
-struct LatticeDkv {
-  LatticeShape shape;
-  InputTensor<4> k, v;
-  InputTensor<3> gamma, g;
-  const void *memories, *gradients;  // of LatticeReverse
-  const float* ends;                 // of LatticeReverse, present if g is
-  InputTensor<3> ddecay_at_floor;    // of LatticeReadBackward
-  InputTensor<2> dend_decay;         // of LatticeReverse
-  OutputTensor<4> dk, dv;  // of LatticeReadBackward; the kernel completes dk, dv and dgamma in place
-  OutputTensor<3> dgamma;
-  OutputTensor<3> dg;  // [B, T, H] fp32, optional
-};
-// If both are one kernel, `gradients` keeps the terms of the reads.
-cudaError_t lattice_reverse(const LatticeReverse& problem, const LatticeDkv& dkv, cudaStream_t stream);
+cudaError_t lattice_backward(const LatticeBackward& call, Workspace& workspace, cudaStream_t stream);
 
 // Whether the current device has enough shared memory for these kernels.
 cudaError_t lattice_fits(const LatticeShape& shape, bool& fits);
+
+// The calls in fp32 on the CUDA cores (fp32.h): fp32 inputs, chunks of fewer than 8 tokens, and the variants
+// of chunks of one token.
+constexpr int kLatticeSegment = 64;  // tokens, at most
+
+struct LatticeFp32Shape {
+  SequenceLayout tokens;
+  const int64_t* position;  // see ChunkGrid
+  int chunk;                // 1..kMaxChunk
+  int heads, query_heads;   // H, and HQ, a multiple of H
+  int D, M;                 // up to kLatticeMaxWidth
+  LatticeObjective objective;
+  bool normalize;   // without it, and with shrinkage, chunks have one token
+  float shrinkage;  // lambda
+};
+
+// Segments are whole chunks.
+__host__ __device__ inline int lattice_segment_tokens(int chunk) { return kLatticeSegment / chunk * chunk; }
+__host__ __device__ inline ChunkGrid lattice_segment_grid(const LatticeFp32Shape& shape) {
+  return {shape.tokens, lattice_segment_tokens(shape.chunk), shape.position};
+}
+// Columns of stored memories: M rounded up to packs of 16 bytes.
+__host__ __device__ inline int lattice_stored_columns(const LatticeFp32Shape& shape) {
+  return (shape.M + 3) / 4 * 4;
+}
+
+// Any strides and types. Without positions, `step` and `decay` of the start are not used.
+struct LatticeFp32Inputs {
+  LatticeFp32Shape shape;
+  InputTensor<4> q, k, v;   // [B, T, HQ, M], [B, T, H, M], [B, T, H, D]
+  InputTensor<3> gamma, g;  // [B, T, H], g optional
+  LatticeStart start;
+};
+
+struct LatticeFp32Forward {
+  LatticeFp32Inputs inputs;
+  LatticeEnd end;
+  int64_t* last_position;  // [N]
+  float* memories;  // saved for backward, optional: S before every segment, [segments, H, D, stored columns]
+  OutputTensor<4> o;  // [B, T, HQ, D]
+};
+cudaError_t lattice_fp32_forward(const LatticeFp32Forward& call, cudaStream_t stream);
+
+struct LatticeFp32Backward {
+  LatticeFp32Inputs inputs;
+  const float* memories;             // of LatticeFp32Forward
+  InputTensor<4> dout;               // [B, T, HQ, D]; absent: zero
+  InputTensor<4> dlast, dlast_step;  // [N, H, D, M]; absent: zero
+  InputTensor<2> dlast_decay;        // [N, H]; absent: zero
+  OutputTensor<4> dq, dk, dv;        // shapes of q, k, v
+  OutputTensor<3> dgamma, dg;        // [B, T, H], dg optional
+  // [N, H, D, M]; with normalisation dmemory is tangent; dstep is present if there are positions
+  OutputTensor<4> dmemory, dstep;
+  OutputTensor<2> ddecay;  // [N, H], present if there are positions and g
+};
+cudaError_t lattice_fp32_backward(const LatticeFp32Backward& call, Workspace& workspace, cudaStream_t stream);
+
+// Whether the current device has enough shared memory for forward and backward.
+cudaError_t lattice_fp32_fits(const LatticeFp32Shape& shape, bool& fits);
 
 // One token; any strides, any types but fp64, any sizes whose vectors fit in shared memory. The state is
 // updated in place.

@@ -1,10 +1,10 @@
-// Launch functions by tile. Each is compiled in its own file.
+// Choice of the tile and of the objective, and launches of one block for each chunk.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
-#include "lattice/lattice.h"
+#include "lattice/kernels.h"
 #include "tile/instance.h"
 #include "tile/launch.h"
 
@@ -35,18 +35,6 @@ inline cudaError_t dispatch_objective(const LatticeShape& shape, const Launch& l
   }
   return cudaErrorInvalidValue;
 }
-
-// Launch functions by element type.
-template <typename T>
-cudaError_t launch_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_read(const LatticeRead& problem, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_read_backward(const LatticeReadBackward& problem, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_reverse(const LatticeReverse& problem, const LatticeDkv& dkv, cudaStream_t stream);
-template <typename T>
-cudaError_t launch_dkv(const LatticeDkv& problem, cudaStream_t stream);
 
 // Whether the instances with Sizes::kPlain serve the call.
 inline bool is_plain_call(const LatticeShape& shape) {

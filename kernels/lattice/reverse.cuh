@@ -240,7 +240,7 @@ class ReverseStateWarp {
         resumed_decay = ring.weights(stage)[S::R] * (values.c[0] + values.c[1]);
       step_sums = apply_step_gradient(p, dS, of.sequence.index, head, first, call_decay, values.rho);
     }
-    if (p.g.data != nullptr && (lane() & 3) == 0) store_gate_sums(values, step_sums);
+    if (p.g.data != nullptr && (lane() & 3) == 0) store_cancelling_sums(values, step_sums);
     __syncwarp();
     compute_dx_and_ds(values);
     __syncwarp();
@@ -293,10 +293,10 @@ class ReverseStateWarp {
   }
 
   // Stores m_C c + e^{L_C} Delta.dx, and whether x consists mostly of this call's steps, for dkv.cuh.
-  __device__ void store_gate_sums(const ChunkValues& values, const StepSums& step_sums) const {
+  __device__ void store_cancelling_sums(const ChunkValues& values, const StepSums& step_sums) const {
     const int M = p.shape.M;
     const float memory_decay = ring.weights(values.stage)[S::R];
-    float* const to = p.ends + (values.coord.number * p.shape.heads + head) * 2 * M;
+    float* const to = p.cancelling_sums + (values.coord.number * p.shape.heads + head) * 2 * M;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int m = first + lane_row() + 8 * j;
@@ -361,6 +361,15 @@ __global__ void __launch_bounds__(ReverseRing<S>::kThreads, 1)
     return;
   }
   ReverseStateWarp<S>(p, ring, block.of, block.head, warp, shared).run();
+}
+
+template <typename T>
+cudaError_t launch_reverse(const LatticeReverse& p, cudaStream_t stream) {
+  return dispatch_size(p.shape, [&](auto tokens, auto D, auto M) {
+    using S = Sizes<T, tokens(), D(), M()>;
+    return launch_sequences<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseStorage<S>::kBytes,
+                                               p.shape, stream);
+  });
 }
 
 }  // namespace girih::kernels::lattice

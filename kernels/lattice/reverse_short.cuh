@@ -21,7 +21,7 @@
 #pragma once
 
 #include "lattice/dkv_short.cuh"
-#include "lattice/reverse.cuh"
+#include "lattice/reverse_common.cuh"
 #include "tile/warpgroup.h"
 
 namespace girih::kernels::lattice {
@@ -299,34 +299,14 @@ __global__ void __launch_bounds__(ShortReverseRing<T>::kThreads, 1)
   }
 }
 
-// Whether the short kernel supports the chunks, the memory and the device.
 template <typename T>
-inline cudaError_t uses_short_reverse(const LatticeShape& shape, bool& is_short) {
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  is_short = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && ShortReverseRing<T>::kBytes <= limit;
-  return cudaSuccess;
-}
-
-template <typename T>
-cudaError_t launch_reverse(const LatticeReverse& p, const LatticeDkv& dkv, cudaStream_t stream) {
-  bool is_short = false;
-  if (const cudaError_t error = uses_short_reverse<T>(p.shape, is_short); error != cudaSuccess) return error;
-  if (is_short) {
-    using Ring = ShortReverseRing<T>;
-    int shares = 1;
-    if (const cudaError_t error = choose_shares(p.shape, Ring::kMostShares, shares); error != cudaSuccess) {
-      return error;
-    }
-    return launch_scan<reverse_short_kernel<T>>(ShortReverseArguments{p, dkv, shares}, Ring::kThreads,
-                                                Ring::kBytes, p.shape, stream, shares);
-  }
-  const cudaError_t error = dispatch_size(p.shape, [&](auto tokens, auto D, auto M) {
-    using S = Sizes<T, tokens(), D(), M()>;
-    return launch_scan<reverse_kernel<S>>(p, ReverseRing<S>::kThreads, ReverseStorage<S>::kBytes, p.shape,
-                                          stream);
-  });
-  return error == cudaSuccess ? launch_dkv<T>(dkv, stream) : error;
+cudaError_t launch_short_reverse(const LatticeReverse& reverse, const LatticeDkv& dkv, cudaStream_t stream) {
+  using Ring = ShortReverseRing<T>;
+  int shares = 1;
+  GIRIH_TRY(choose_shares(reverse.shape, Ring::kMostShares, shares));
+  return launch_sequences<reverse_short_kernel<T>>(ShortReverseArguments{reverse, dkv, shares},
+                                                   Ring::kThreads, Ring::kBytes, reverse.shape, stream,
+                                                   shares);
 }
 
 }  // namespace girih::kernels::lattice

@@ -145,4 +145,12 @@ __global__ void __launch_bounds__(Ring<S>::kThreads, 1) scan_kernel(const __grid
   }
 }
 
+template <typename T>
+cudaError_t launch_scan(const LatticeScan& p, cudaStream_t stream) {
+  return dispatch_size(p.shape, [&](auto tokens, auto D, auto M) {
+    using S = Sizes<T, tokens(), D(), M()>;
+    return launch_sequences<scan_kernel<S>>(p, Ring<S>::kThreads, ScanStorage<S>::kBytes, p.shape, stream);
+  });
+}
+
 }  // namespace girih::kernels::lattice

@@ -208,8 +208,8 @@ inline cudaError_t choose_shares(const LatticeShape& shape, int most, int& share
 
 // Launches `shares` blocks for every sequence and head.
 template <auto Kernel, class Problem>
-cudaError_t launch_scan(const Problem& p, int threads, int bytes, const LatticeShape& shape,
-                        cudaStream_t stream, int shares = 1) {
+cudaError_t launch_sequences(const Problem& p, int threads, int bytes, const LatticeShape& shape,
+                             cudaStream_t stream, int shares = 1) {
   const int64_t blocks = shape.grid.tokens.sequences * shape.heads * shares;
   return launch_kernel<Kernel>(p, blocks, threads, bytes, stream);
 }

@@ -8,7 +8,6 @@
 // If half of the multiprocessors would be idle, two blocks share these roles (scan_short_cluster.cuh).
 #pragma once
 
-#include "lattice/scan.cuh"
 #include "lattice/scan_short_cluster.cuh"
 
 namespace girih::kernels::lattice {
@@ -35,31 +34,20 @@ __global__ void __launch_bounds__(ShortScanRing<T, kObjective, false>::kThreads,
 }
 
 template <typename T, LatticeObjective kObjective>
-cudaError_t launch_short(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
+cudaError_t launch_objective(const ShortScanArguments& p, cudaStream_t stream) {
   using Ring = ShortScanRing<T, kObjective, false>;
   bool has_cluster = false;
-  if (const cudaError_t error = uses_cluster<T, kObjective>(scan.shape, has_cluster); error != cudaSuccess) {
-    return error;
-  }
-  if (has_cluster) return launch_short_cluster<T, kObjective>(ShortScanArguments{scan, read}, stream);
-  return launch_scan<scan_short_kernel<T, kObjective>>(ShortScanArguments{scan, read}, Ring::kThreads,
-                                                       Ring::kBytes, scan.shape, stream);
+  GIRIH_TRY(uses_cluster<T, kObjective>(p.scan.shape, has_cluster));
+  if (has_cluster) return launch_short_cluster<T, kObjective>(p, stream);
+  return launch_sequences<scan_short_kernel<T, kObjective>>(p, Ring::kThreads, Ring::kBytes, p.scan.shape,
+                                                            stream);
 }
 
 template <typename T>
-cudaError_t launch_forward(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
-  bool is = false;
-  if (const cudaError_t error = uses_short_scan(scan.shape, is); error != cudaSuccess) return error;
-  if (is) {
-    return dispatch_objective(scan.shape, [&](auto objective) {
-      return launch_short<T, decltype(objective)::value>(scan, read, stream);
-    });
-  }
-  const cudaError_t error = dispatch_size(scan.shape, [&](auto tokens, auto D, auto M) {
-    using S = Sizes<T, tokens(), D(), M()>;
-    return launch_scan<scan_kernel<S>>(scan, Ring<S>::kThreads, ScanStorage<S>::kBytes, scan.shape, stream);
+cudaError_t launch_short_scan(const LatticeScan& scan, const LatticeRead& read, cudaStream_t stream) {
+  return dispatch_objective(scan.shape, [&](auto objective) {
+    return launch_objective<T, decltype(objective)::value>(ShortScanArguments{scan, read}, stream);
   });
-  return error == cudaSuccess ? launch_read<T>(read, stream) : error;
 }
 
 }  // namespace girih::kernels::lattice

@@ -165,15 +165,4 @@ struct ShortScanRing {
   }
 };
 
-// Whether the short kernel supports the chunks, the memory and the device.
-inline cudaError_t uses_short_scan(const LatticeShape& shape, bool& is) {
-  int limit = 0;
-  if (const cudaError_t error = shared_limit(limit); error != cudaSuccess) return error;
-  constexpr auto kAny = LatticeObjective::decode;
-  using Ring = ShortScanRing<__half, kAny, false>;  // the larger ring of the two
-  static_assert(ShortScanRing<__half, kAny, true>::kBytes <= Ring::kBytes);
-  is = shape.grid.size <= 16 && shape.D <= 64 && shape.M <= 64 && Ring::kBytes <= limit;
-  return cudaSuccess;
-}
-
 }  // namespace girih::kernels::lattice

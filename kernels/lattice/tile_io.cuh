@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "lattice/lattice.h"
+#include "lattice/kernels.h"
 #include "tile/launch.h"
 #include "tile/matrix.h"
 #include "tile/pack.h"

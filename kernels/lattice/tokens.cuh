@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "lattice/lattice.h"
+#include "lattice/kernels.h"
 #include "tile/gates.h"
 #include "tile/grid.h"
 #include "tile/matrix.h"

@@ -1,10 +1,8 @@
 // Lattice's kernels on the emulator, for test_emulated_lattice.py, which fills a Call.
 #include "call.h"
-#include "lattice/read.cuh"
-#include "lattice/scan_short.cuh"
+#include "lattice/kernels.h"
 
 using namespace girih::kernels;
-using Element = __nv_bfloat16;
 
 struct Call {
   int64_t shared;      // maximum shared memory of a block, in bytes
@@ -19,13 +17,42 @@ struct Call {
   int64_t* last_position;
   void* memories;
   float* ends;
-  Array o, dout, dq, dk, dv, dgamma, ddecay_at_floor;
-  void* gradients;
-  Array dstep, ddecay, dlast, dlast_step, dlast_decay, dmemory, dend_decay, dg;
+  Array o, dout, dq, dk, dv, dgamma;
+  Array dstep, ddecay, dlast, dlast_step, dlast_decay, dmemory, dg;
 };
 
-// Defined in lattice_backward.cpp.
-bool uses_short_reverse(const LatticeShape& shape);
+// The plan refers to the kernels of both 16-bit types. The tests compile those of bf16 only, because
+// compiling takes longer than running.
+namespace girih::kernels::lattice {
+template <>
+cudaError_t launch_scan<__half>(const LatticeScan&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_read<__half>(const LatticeRead&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_short_scan<__half>(const LatticeScan&, const LatticeRead&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_read_backward<__half>(const LatticeReadBackward&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_reverse<__half>(const LatticeReverse&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_dkv<__half>(const LatticeDkv&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+template <>
+cudaError_t launch_short_reverse<__half>(const LatticeReverse&, const LatticeDkv&, cudaStream_t) {
+  emulated::fail("fp16 is not compiled");
+}
+}  // namespace girih::kernels::lattice
 
 namespace {
 
@@ -40,13 +67,48 @@ LatticeShape make_shape(const Call& c) {
   return shape;
 }
 
-template <class Problem>
-Problem make_problem(const Call& c) {
-  Problem problem{};
-  problem.shape = make_shape(c);
-  problem.k = as_input<4>(c.k), problem.v = as_input<4>(c.v), problem.gamma = as_input<3>(c.gamma),
-  problem.g = as_input<3>(c.g);
-  return problem;
+LatticeInputs make_inputs(const Call& c) {
+  LatticeInputs inputs{};
+  inputs.shape = make_shape(c);
+  inputs.q = as_input<4>(c.q), inputs.k = as_input<4>(c.k), inputs.v = as_input<4>(c.v);
+  inputs.gamma = as_input<3>(c.gamma), inputs.g = as_input<3>(c.g);
+  inputs.start = {as_input<4>(c.memory), as_input<4>(c.step), as_input<2>(c.decay)};
+  return inputs;
+}
+
+LatticeForward make_forward(const Call& c) {
+  LatticeForward forward{};
+  forward.inputs = make_inputs(c);
+  forward.end = {as_output<4>(c.last), as_output<4>(c.last_step), as_output<2>(c.last_decay)};
+  forward.last_position = c.last_position, forward.o = as_output<4>(c.o);
+  return forward;
+}
+
+LatticeBackward make_backward(const Call& c) {
+  LatticeBackward backward{};
+  backward.inputs = make_inputs(c);
+  backward.memories = c.memories, backward.ends = c.ends;
+  backward.last = as_input<4>(c.last), backward.last_step = as_input<4>(c.last_step);
+  backward.dout = as_input<4>(c.dout), backward.dlast = as_input<4>(c.dlast);
+  backward.dlast_step = as_input<4>(c.dlast_step), backward.dlast_decay = as_input<2>(c.dlast_decay);
+  backward.dq = as_output<4>(c.dq), backward.dk = as_output<4>(c.dk), backward.dv = as_output<4>(c.dv);
+  backward.dgamma = as_output<3>(c.dgamma), backward.dg = as_output<3>(c.dg);
+  backward.dmemory = as_output<4>(c.dmemory), backward.dstep = as_output<4>(c.dstep);
+  backward.ddecay = as_output<2>(c.ddecay);
+  return backward;
+}
+
+// The results do not show which kernels ran.
+void check_choice(const Call& c) {
+  const LatticeShape shape = make_shape(c);
+  bool fits = false, is_short_scan = false, is_short_reverse = false;
+  check_launch(lattice_fits(shape, fits));
+  check_launch(lattice::uses_short_scan(shape, is_short_scan));
+  check_launch(lattice::uses_short_reverse(shape, is_short_reverse));
+  const bool expects_short = c.shared == emulated::kSharedBytes && c.chunk <= 16 && c.D <= 64 && c.M <= 64;
+  if (!fits) emulated::fail("the kernels need more shared memory than the device has");
+  if (is_short_scan != expects_short || is_short_reverse != expects_short)
+    emulated::fail("the choice of the kernels of short chunks is not the expected one");
 }
 
 }  // namespace
@@ -56,50 +118,13 @@ extern "C" void run(const Call* call) {
   const Call& c = *call;
   emulated::shared_bytes = static_cast<int>(c.shared);
   emulated::processors = static_cast<int>(c.processors);
-  const LatticeStart start{as_input<4>(c.memory), as_input<4>(c.step), as_input<2>(c.decay)};
-
-  auto scan = make_problem<LatticeScan>(c);
-  scan.start = start;
-  scan.end = {as_output<4>(c.last), as_output<4>(c.last_step), as_output<2>(c.last_decay)};
-  scan.last_position = c.last_position, scan.memories = c.memories, scan.ends = c.ends;
-  auto read = make_problem<LatticeRead>(c);
-  read.q = as_input<4>(c.q), read.start = start, read.memories = c.memories, read.o = as_output<4>(c.o);
-  check_launch(lattice::launch_forward<Element>(scan, read, nullptr));
-  bool is_short = false;
-  check_launch(lattice::uses_short_scan(scan.shape, is_short));
-  const bool expects_short = c.shared == emulated::kSharedBytes && c.chunk <= 16 && c.D <= 64 && c.M <= 64;
-  if (is_short != expects_short || uses_short_reverse(scan.shape) != expects_short)
-    emulated::fail("the choice of the kernels of short chunks is not the expected one");
-  if (is_short) {
-    // The scan of a call without backward. The test checks its results.
-    auto inference_scan = scan;
-    inference_scan.memories = nullptr, inference_scan.ends = nullptr;
-    check_launch(lattice::launch_forward<Element>(inference_scan, read, nullptr));
-  }
-
-  auto read_backward = make_problem<LatticeReadBackward>(c);
-  read_backward.q = as_input<4>(c.q), read_backward.start = start, read_backward.memories = c.memories,
-  read_backward.dout = as_input<4>(c.dout);
-  read_backward.dq = as_output<4>(c.dq), read_backward.dk = as_output<4>(c.dk),
-  read_backward.dv = as_output<4>(c.dv);
-  read_backward.dgamma = as_output<3>(c.dgamma),
-  read_backward.ddecay_at_floor = as_output<3>(c.ddecay_at_floor), read_backward.gradients = c.gradients;
-  read_backward.dstep = as_output<4>(c.dstep), read_backward.ddecay = as_output<2>(c.ddecay);
-  check_launch(lattice::launch_read_backward<Element>(read_backward, nullptr));
-
-  auto reverse = make_problem<LatticeReverse>(c);
-  reverse.start = start, reverse.memories = c.memories, reverse.ends = c.ends;
-  reverse.last = as_input<4>(c.last), reverse.last_step = as_input<4>(c.last_step);
-  reverse.dlast = as_input<4>(c.dlast), reverse.dlast_step = as_input<4>(c.dlast_step);
-  reverse.dlast_decay = as_input<2>(c.dlast_decay), reverse.gradients = c.gradients;
-  reverse.dmemory = as_output<4>(c.dmemory), reverse.dstep = as_output<4>(c.dstep);
-  reverse.ddecay = as_output<2>(c.ddecay), reverse.dend_decay = as_output<2>(c.dend_decay);
-
-  auto dkv = make_problem<LatticeDkv>(c);
-  dkv.memories = c.memories, dkv.gradients = c.gradients, dkv.ends = c.ends;
-  dkv.ddecay_at_floor = as_input<3>(c.ddecay_at_floor), dkv.dend_decay = as_input<2>(c.dend_decay);
-  dkv.dk = as_output<4>(c.dk), dkv.dv = as_output<4>(c.dv);
-  dkv.dgamma = as_output<3>(c.dgamma), dkv.dg = as_output<3>(c.dg);
-  check_launch(lattice::launch_reverse<Element>(reverse, dkv, nullptr));
+  check_choice(c);
+  Buffers buffers;
+  auto forward = make_forward(c);
+  // First a call without backward. The second call overwrites its results.
+  check_launch(lattice_forward(forward, buffers, nullptr));
+  forward.memories = c.memories, forward.ends = c.ends;
+  check_launch(lattice_forward(forward, buffers, nullptr));
+  check_launch(lattice_backward(make_backward(c), buffers, nullptr));
   emulated::shared_bytes = emulated::kSharedBytes;
 }

@@ -1,6 +1,6 @@
 // The fp32 kernels of lattice on the emulator, for test_emulated_lattice_fp32.py, which fills an Fp32Call.
 #include "call.h"
-#include "lattice/fp32.h"
+#include "lattice/lattice.h"
 
 using namespace girih::kernels;
 
@@ -34,25 +34,22 @@ extern "C" void run_fp32(const Fp32Call* call) {
   if (!fits) emulated::fail("the kernels need more shared memory than the device has");
 
   Buffers buffers;
-  LatticeFp32Scan scan{};
-  scan.of = inputs;
-  scan.end = {as_output<4>(c.last), as_output<4>(c.last_step), as_output<2>(c.last_decay)};
-  scan.last_position = c.last_position, scan.o = as_output<4>(c.o);
-  // First the scan of a call without backward. The second scan overwrites its results.
-  check_launch(lattice_fp32_scan(scan, nullptr));
+  LatticeFp32Forward forward{};
+  forward.inputs = inputs;
+  forward.end = {as_output<4>(c.last), as_output<4>(c.last_step), as_output<2>(c.last_decay)};
+  forward.last_position = c.last_position, forward.o = as_output<4>(c.o);
+  // First a call without backward. The second call overwrites its results.
+  check_launch(lattice_fp32_forward(forward, nullptr));
   const int64_t columns = lattice_stored_columns(shape), segments = chunk_count(lattice_segment_grid(shape));
-  scan.memories = static_cast<float*>(buffers.bytes(4 * segments * c.heads * c.D * columns));
-  check_launch(lattice_fp32_scan(scan, nullptr));
+  forward.memories = buffers.array<float>(segments * c.heads * c.D * columns);
+  check_launch(lattice_fp32_forward(forward, nullptr));
 
-  int64_t floats = 0;
-  check_launch(lattice_fp32_workspace(shape, floats));
   LatticeFp32Backward p{};
-  p.of = inputs, p.memories = scan.memories, p.dout = as_input<4>(c.dout);
+  p.inputs = inputs, p.memories = forward.memories, p.dout = as_input<4>(c.dout);
   p.dlast = as_input<4>(c.dlast), p.dlast_step = as_input<4>(c.dlast_step),
   p.dlast_decay = as_input<2>(c.dlast_decay);
   p.dq = as_output<4>(c.dq), p.dk = as_output<4>(c.dk), p.dv = as_output<4>(c.dv),
   p.dgamma = as_output<3>(c.dgamma), p.dg = as_output<3>(c.dg);
   p.dmemory = as_output<4>(c.dmemory), p.dstep = as_output<4>(c.dstep), p.ddecay = as_output<2>(c.ddecay);
-  p.workspace = static_cast<float*>(buffers.bytes(4 * floats));
-  check_launch(lattice_fp32_backward(p, nullptr));
+  check_launch(lattice_fp32_backward(p, buffers, nullptr));
 }

@@ -39,9 +39,8 @@ Call = structure(
     (NUMBER, "heads query_heads D M objective"),
     (Array, "q k v gamma g memory step decay last last_step last_decay"),
     (POINTER, "last_position memories ends"),
-    (Array, "o dout dq dk dv dgamma ddecay_at_floor"),
-    (POINTER, "gradients"),
-    (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dend_decay dg"),
+    (Array, "o dout dq dk dv dgamma"),
+    (Array, "dstep ddecay dlast dlast_step dlast_decay dmemory dg"),
 )
 
 
@@ -105,7 +104,7 @@ def run(
     tensors |= {"dstep": guarded_nan(*sizes) if resumed else None, "dlast": state(normal(N, H, D, M))}
     tensors["dlast_step"] = state(normal(N, H, D, M))
     tensors["dlast_decay"] = guarded_copy(normal(N, H)) if gated else None
-    tensors |= {name: guarded_nan(N, H) if gated else None for name in ("last_decay", "dend_decay")}
+    tensors["last_decay"] = guarded_nan(N, H) if gated else None
     tensors["ddecay"] = guarded_nan(N, H) if gated and resumed else None
     tensors |= {
         "o": padded_rows(B, T, HQ, D),
@@ -114,7 +113,7 @@ def run(
         "dv": padded_rows(B, T, H, D),
     }
     tensors["dgamma"] = guarded_nan(B, T, H)
-    tensors |= {name: guarded_nan(B, T, H) if gated else None for name in ("ddecay_at_floor", "dg")}
+    tensors["dg"] = guarded_nan(B, T, H) if gated else None
 
     starts = [sum(lengths[:i]) for i in range(N)]
     cu_seqlens, last_position = (
@@ -133,11 +132,9 @@ def run(
     for name, tensor in tensors.items():
         setattr(call, name, Array.of(tensor))
     chunks = kernels.chunks(ctypes.byref(call))
-    memories, gradients = (
-        guarded_nan(chunks, H, round_up_8(M), round_up_8(D), dtype=torch.bfloat16) for _ in range(2)
-    )
+    memories = guarded_nan(chunks, H, round_up_8(M), round_up_8(D), dtype=torch.bfloat16)
     ends = guarded_nan(chunks, H, 2, round_up_8(M))
-    call.memories, call.gradients, call.ends = memories.data_ptr(), gradients.data_ptr(), ends.data_ptr()
+    call.memories, call.ends = memories.data_ptr(), ends.data_ptr()
     kernels.run(ctypes.byref(call))
     return tensors, last_position
 
@@ -184,7 +181,7 @@ def check(kernels, objective, chunk, lengths, *, position=None, D=64, M=64, pack
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     tokens = slice(0, sum(lengths) if packed else T)
-    for name in ("o", "dq", "dk", "dv", "dgamma", *(["ddecay_at_floor", "dg"] if gated else [])):
+    for name in ("o", "dq", "dk", "dv", "dgamma", *(["dg"] if gated else [])):
         assert_rest_unwritten(name, tensors[name], tokens)
     want = {"o": torch.cat(o, 1 if packed else 0), "last": torch.cat([x[0] for x in finals])}
     want |= {f"d{n}": x if n in state_tensors else x[:, tokens] for n, x in zip(leaves, found, strict=True)}

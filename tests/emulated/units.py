@@ -13,6 +13,10 @@ FP32 = tuple(f"fp32/{name}.cu" for name in ("scan", "key_read", "value_read", "g
 # For each operator, patterns of files in kernels/ or of instances. All files of a pattern are compiled as one
 # translation unit.
 UNITS = {
+    "cat_attention": (
+        "cat_attention/cat_attention.cu",
+        *(f"instances/cat_attention/**/*_{type}.cu" for type in ("float", *HALVES)),
+    ),
     "delta_product": (
         *(f"delta_product/fp32_{name}.cu" for name in ("rows", "scan", "gradients")),
         "delta_product/channel_beta_rows.cu",
@@ -24,7 +28,10 @@ UNITS = {
         *(f"instances/{prefix}{type}.cu" for prefix in ("gla/*", "gsa/dkv_") for type in HALVES),
         *("gla/step.cu", "gla/[gh]*.cu", "gsa/fits.cu", "gsa/[js]*n.cu", "gla/fp32_plan.cu", *FP32),
     ),
-    "lattice": tuple(f"lattice/{name}.cu" for name in ("fp32_scan", "fp32_backward", "step")),
+    "lattice": (
+        *(f"lattice/{name}.cu" for name in ("lattice", "fits", "fp32_scan", "fp32_backward", "step")),
+        *(f"instances/lattice/{name}_{HALVES[1]}.cu" for name in ("scan*", "read*", "reverse*", "dkv")),
+    ),
     "gsa": (
         *(f"instances/gsa/*{type}.cu" for type in HALVES),
         *("gsa/step.cu", "gsa/[fg]*.cu", "gsa/[js]*n.cu"),

@@ -75,35 +75,13 @@ std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& 
   check_saved_tensor("cat_attention", "o", o, {B, T, HQ, call.v.size(3)}, call.q.scalar_type());
   const Arguments args(call);
   const auto dout = align_rows(grads.o->to(call.q.scalar_type())), out = align_rows(o);
-  const auto fp32_options = call.q.options().dtype(at::kFloat);
-  const auto queries =
-      at::empty({B, HQ, T, int64_t(sizeof(kernels::CatQueryRecord) / sizeof(float))}, fp32_options);
-  auto* const query_data = static_cast<kernels::CatQueryRecord*>(queries.mutable_data_ptr());
-
-  const auto partials = at::empty({kernels::cat_partials_size(args.shape)}, fp32_options);
   const auto dq = args.empty_like_rows(args.q), dk = args.empty_like_rows(args.k),
              dv = args.empty_like_rows(args.v);
-  kernels::CatQueryGradients query_gradients;
-  args.fill(query_gradients);
-  query_gradients.o = input<4>(out), query_gradients.dout = input<4>(dout),
-  query_gradients.lse = input<3>(lse);
-  query_gradients.dq = output<4>(dq), query_gradients.queries = query_data;
-  query_gradients.dk = output<4>(dk), query_gradients.dv = output<4>(dv),
-  query_gradients.partials = partials.mutable_data_ptr<float>();
-  GIRIH_LAUNCH(cat_query_gradients, query_gradients);
-
-  kernels::CatHeaderGradients header_gradients;
-  args.fill(header_gradients);
-  header_gradients.dout = input<4>(dout), header_gradients.queries = query_data;
-  header_gradients.partials = query_gradients.partials;
-  GIRIH_LAUNCH(cat_header_gradients, header_gradients);
-
-  kernels::CatOwnGradients own_gradients;
-  args.fill(own_gradients);
-  own_gradients.dout = input<4>(dout), own_gradients.queries = query_data,
-  own_gradients.partials = query_gradients.partials;
-  own_gradients.dk = output<4>(dk), own_gradients.dv = output<4>(dv);
-  GIRIH_LAUNCH(cat_own_gradients, own_gradients);
+  kernels::CatBackward p;
+  args.fill(p);
+  p.o = input<4>(out), p.dout = input<4>(dout), p.lse = input<3>(lse);
+  p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
+  GIRIH_RUN(cat_backward, p, call.q);
   return Gradients{crop_width(dq, call.q.size(3)), crop_width(dk, call.k.size(3)),
                    crop_width(dv, call.v.size(3)), std::nullopt};
 }

@@ -38,7 +38,15 @@ struct Arguments {
     shape.grid = make_chunk_grid(q, cu_seqlens, position, call.chunk);
   }
 
-  kernels::LatticeStart start() const { return {input<4>(memory), input<4>(step), input<2>(decay)}; }
+  kernels::LatticeInputs inputs() const {
+    return {shape,
+            input<4>(q),
+            input<4>(k),
+            input<4>(v),
+            input<3>(gamma),
+            input<3>(g),
+            {input<4>(memory), input<4>(step), input<2>(decay)}};
+  }
   int64_t sequences() const { return shape.grid.tokens.sequences; }
   Tensor new_rows(int64_t heads, int64_t width, at::ScalarType type) const {
     return girih::new_rows(q, q.size(1), cu_seqlens, heads, width, type);
@@ -52,12 +60,6 @@ struct Arguments {
   }
   Tensor new_memories() const {
     return at::empty({kernels::chunk_count(shape.grid), shape.heads, shape.M, shape.D}, q.options());
-  }
-
-  template <class KernelArguments>
-  void fill(KernelArguments& p) const {
-    p.shape = shape;
-    p.k = input<4>(k), p.v = input<4>(v), p.gamma = input<3>(gamma), p.g = input<3>(g);
   }
 };
 
@@ -92,30 +94,19 @@ Results forward_cuda(const Call& call, bool save) {
   const Arguments args(call);
   const auto last = args.new_state(), last_step = args.new_state();
   const auto new_empty = [&] { return at::empty({0}, last.options()); };
-  bool is_short = false;
-  GIRIH_QUERY(lattice_uses_short_scan, args.shape, is_short);
-  const bool stores_memories = save || !is_short;
-  const auto memories = stores_memories ? args.new_memories() : at::empty({0}, call.q.options());
-  const auto ends = stores_memories
-                        ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options())
-                        : new_empty();
+  const auto memories = save ? args.new_memories() : at::empty({0}, call.q.options());
+  const auto ends =
+      save ? at::empty({memories.size(0), args.shape.heads, 2, args.shape.M}, last.options()) : new_empty();
   const auto decay = args.g.defined() ? args.new_sequence_scalars() : Tensor();
   const auto position = at::empty({args.sequences()}, call.q.options().dtype(at::kLong));
   const auto o = args.new_rows(args.shape.query_heads, args.shape.D, call.q.scalar_type());
-  kernels::LatticeScan scan;
-  args.fill(scan);
-  scan.start = args.start();
-  scan.end = {output<4>(last), output<4>(last_step), output<2>(decay)};
-  scan.last_position = position.mutable_data_ptr<int64_t>();
-  scan.memories = stores_memories ? memories.mutable_data_ptr() : nullptr;
-  scan.ends = stores_memories ? ends.mutable_data_ptr<float>() : nullptr;
-  kernels::LatticeRead read;
-  args.fill(read);
-  read.q = input<4>(args.q);
-  read.start = args.start();
-  read.memories = scan.memories;
-  read.o = output<4>(o);
-  GIRIH_LAUNCH(lattice_forward, scan, read);
+  kernels::LatticeForward p{};
+  p.inputs = args.inputs();
+  p.end = {output<4>(last), output<4>(last_step), output<2>(decay)};
+  p.last_position = position.mutable_data_ptr<int64_t>();
+  if (save) p.memories = memories.mutable_data_ptr(), p.ends = ends.mutable_data_ptr<float>();
+  p.o = output<4>(o);
+  GIRIH_RUN(lattice_forward, p, call.q);
 
   // The returned states may be overwritten by a step, so saved states are copied.
   const auto clone_if_saved = [&](const Tensor& state) {
@@ -126,8 +117,8 @@ Results forward_cuda(const Call& call, bool save) {
           clone_if_saved(last_step),
           args.g.defined() ? OptionalTensor(decay) : std::nullopt,
           position,
-          save ? memories : at::empty({0}, call.q.options()),
-          save ? ends : new_empty(),
+          memories,
+          ends,
           save ? last : new_empty(),
           save ? last_step : new_empty()};
 }
@@ -150,49 +141,24 @@ std::optional<Gradients> backward_cuda(const Call& call, const OutputGradients& 
   const bool has_gates = args.g.defined(), has_position = args.position.defined();
   const auto type = call.q.scalar_type();
   const auto dout = align_output_gradient(grads.o, call.q, shape.query_heads, shape.D, type);
+  const auto dlast = pad_state(grads.first, false, shape.D, shape.M),
+             dlast_step = pad_state(grads.step, false, shape.D, shape.M);
 
   const auto dq = args.new_rows(shape.query_heads, shape.M, type),
              dk = args.new_rows(shape.heads, shape.M, type), dv = args.new_rows(shape.heads, shape.D, type),
-             dgamma = args.new_token_scalars();
-  const auto ddecay_at_floor = has_gates ? args.new_token_scalars() : Tensor(),
-             gradients = args.new_memories();
-  const auto dstep = has_position ? args.new_state() : Tensor(),
+             dgamma = args.new_token_scalars(), dg = has_gates ? args.new_token_scalars() : Tensor();
+  const auto dmemory = args.new_state(), dstep = has_position ? args.new_state() : Tensor(),
              ddecay = has_position && has_gates ? args.new_sequence_scalars() : Tensor();
-  kernels::LatticeReadBackward read_backward;
-  args.fill(read_backward);
-  read_backward.q = input<4>(args.q), read_backward.dout = input<4>(dout);
-  read_backward.start = args.start();
-  read_backward.memories = memories.const_data_ptr();
-  read_backward.dq = output<4>(dq), read_backward.dk = output<4>(dk), read_backward.dv = output<4>(dv);
-  read_backward.dgamma = output<3>(dgamma), read_backward.ddecay_at_floor = output<3>(ddecay_at_floor);
-  read_backward.gradients = gradients.mutable_data_ptr();
-  read_backward.dstep = output<4>(dstep), read_backward.ddecay = output<2>(ddecay);
-  GIRIH_LAUNCH(lattice_read_backward, read_backward);
-
-  const auto dmemory = args.new_state(), dend_decay = has_gates ? args.new_sequence_scalars() : Tensor();
-  const auto dlast = pad_state(grads.first, false, shape.D, shape.M),
-             dlast_step = pad_state(grads.step, false, shape.D, shape.M);
-  // With gates lattice_reverse overwrites ends; backward may run again with the saved tensor.
-  const auto ends_copy = has_gates ? ends.clone() : ends;
-  kernels::LatticeReverse reverse;
-  args.fill(reverse);
-  reverse.start = args.start();
-  reverse.memories = memories.const_data_ptr(), reverse.ends = ends_copy.mutable_data_ptr<float>();
-  reverse.last = input<4>(last), reverse.last_step = input<4>(last_step);
-  reverse.dlast = input<4>(dlast), reverse.dlast_step = input<4>(dlast_step);
-  reverse.dlast_decay = input<2>(grads.decay);
-  reverse.gradients = gradients.mutable_data_ptr();
-  reverse.dmemory = output<4>(dmemory), reverse.dstep = output<4>(dstep);
-  reverse.ddecay = output<2>(ddecay), reverse.dend_decay = output<2>(dend_decay);
-  const auto dg = has_gates ? args.new_token_scalars() : Tensor();
-  kernels::LatticeDkv dkv_arguments;
-  args.fill(dkv_arguments);
-  dkv_arguments.memories = memories.const_data_ptr(), dkv_arguments.gradients = gradients.const_data_ptr();
-  dkv_arguments.ends = has_gates ? ends_copy.const_data_ptr<float>() : nullptr;
-  dkv_arguments.ddecay_at_floor = input<3>(ddecay_at_floor), dkv_arguments.dend_decay = input<2>(dend_decay);
-  dkv_arguments.dk = output<4>(dk), dkv_arguments.dv = output<4>(dv);
-  dkv_arguments.dgamma = output<3>(dgamma), dkv_arguments.dg = output<3>(dg);
-  GIRIH_LAUNCH(lattice_reverse, reverse, dkv_arguments);
+  kernels::LatticeBackward p{};
+  p.inputs = args.inputs();
+  p.memories = memories.const_data_ptr(), p.ends = ends.const_data_ptr<float>();
+  p.last = input<4>(last), p.last_step = input<4>(last_step);
+  p.dout = input<4>(dout);
+  p.dlast = input<4>(dlast), p.dlast_step = input<4>(dlast_step), p.dlast_decay = input<2>(grads.decay);
+  p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
+  p.dgamma = output<3>(dgamma), p.dg = output<3>(dg);
+  p.dmemory = output<4>(dmemory), p.dstep = output<4>(dstep), p.ddecay = output<2>(ddecay);
+  GIRIH_RUN(lattice_backward, p, call.q);
 
   return Gradients{
       crop_width(dq, args.M),

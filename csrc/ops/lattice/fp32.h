@@ -3,7 +3,7 @@
 
 #include "../arguments/kernel_arguments.h"
 #include "aten.h"
-#include "lattice/fp32.h"
+#include "lattice/lattice.h"
 
 namespace girih::lattice {
 
@@ -54,8 +54,8 @@ class Fp32Call {
     const auto empty_fp32 = [&] { return at::empty({0}, in_fp32()); };
     const auto o = new_rows(call_.q, call_.q.size(1), cu_seqlens_, call_.q.size(2), call_.v.size(3),
                             call_.q.scalar_type());
-    kernels::LatticeFp32Scan p{};
-    p.of = inputs_;
+    kernels::LatticeFp32Forward p{};
+    p.inputs = inputs_;
     p.end = {output<4>(last), output<4>(step), output<2>(decay)};
     p.last_position = position.mutable_data_ptr<int64_t>();
     if (save) {
@@ -64,7 +64,7 @@ class Fp32Call {
       p.memories = memories.mutable_data_ptr<float>();
     }
     p.o = output<4>(o);
-    GIRIH_LAUNCH(lattice_fp32_scan, p);
+    GIRIH_LAUNCH(lattice_fp32_forward, p);
     return {o,           last,     step,         has_gates() ? OptionalTensor(decay) : std::nullopt,
             position,    memories, empty_fp32(), empty_fp32(),
             empty_fp32()};
@@ -80,11 +80,8 @@ class Fp32Call {
     const auto dg = has_gates() ? new_gradient(*call_.g) : Tensor(), dmemory = new_state();
     const auto dstep = is_resumed ? new_state() : Tensor(),
                ddecay = is_resumed && has_gates() ? sequence_scalars() : Tensor();
-    int64_t floats = 0;
-    GIRIH_QUERY(lattice_fp32_workspace, inputs_.shape, floats);
-    const auto workspace = at::empty({floats}, in_fp32());
-    kernels::LatticeFp32Backward p;
-    p.of = inputs_;
+    kernels::LatticeFp32Backward p{};
+    p.inputs = inputs_;
     p.memories = memories.const_data_ptr<float>();
     p.dout = input<4>(grads.o);
     p.dlast = input<4>(grads.first), p.dlast_step = input<4>(grads.step),
@@ -92,8 +89,7 @@ class Fp32Call {
     p.dq = output<4>(dq), p.dk = output<4>(dk), p.dv = output<4>(dv);
     p.dgamma = output<3>(dgamma), p.dg = output<3>(dg);
     p.dmemory = output<4>(dmemory), p.dstep = output<4>(dstep), p.ddecay = output<2>(ddecay);
-    p.workspace = workspace.mutable_data_ptr<float>();
-    GIRIH_LAUNCH(lattice_fp32_backward, p);
+    GIRIH_RUN(lattice_fp32_backward, p, call_.q);
     return {dq,
             dk,
             dv,

@@ -224,15 +224,9 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
 }
 
 template <typename T, int Tile>
-cudaError_t try_cat_forward_sm90(const CatForward& call, cudaStream_t stream, bool& is_launched) {
+cudaError_t launch_cat_forward_sm90(const CatForward& call, cudaStream_t stream) {
   using Storage = CatSm90ForwardStorage<T, Tile>;
   const CatShape& shape = call.shape;
-  is_launched = false;
-  bool has = false;
-  if (const cudaError_t error = has_warpgroups<cat_forward_sm90_kernel<T, Tile>>(has); error != cudaSuccess)
-    return error;
-  const int64_t tile_count = count_query_tiles(shape);
-  if (!has || !cat_fills_sm90_tiles(shape) || tile_count == 0) return cudaSuccess;
   CatSm90Forward p{call, {}, {}, {}, {}, {}};
   for (const cudaError_t error : {describe_tile(p.q, call.q, shape, shape.query_heads, shape.D),
                                   describe_tile(p.k, call.k, shape, shape.heads, shape.D),
@@ -241,8 +235,8 @@ cudaError_t try_cat_forward_sm90(const CatForward& call, cudaStream_t stream, bo
                                   describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  is_launched = true;
-  return launch_persistent<cat_forward_sm90_kernel<T, Tile>>(p, tile_count, Storage::kBytes, stream);
+  return launch_persistent<cat_forward_sm90_kernel<T, Tile>>(p, count_query_tiles(shape), Storage::kBytes,
+                                                             stream);
 }
 
 }  // namespace girih::kernels

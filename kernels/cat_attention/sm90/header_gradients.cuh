@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
 }
 
 template <typename T, int Tile>
-cudaError_t has_cat_header_gradients_sm90(bool& has) {
+cudaError_t has_cat_sm90(bool& has) {
   return has_warpgroups<cat_header_gradients_sm90_kernel<T, Tile>>(has);
 }
 

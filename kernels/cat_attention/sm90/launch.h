@@ -1,10 +1,9 @@
-// The warpgroup kernels (sm_90a), for calls whose chunks fill tiles of 128 rows and whose D and V are at most
-// 128. The try_ functions set is_launched if the device has the kernel and the kernel serves the call.
+// The warpgroup kernels (sm_90a), for 16-bit elements and D and V of at most 128.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "cat_attention/cat_attention.h"
+#include "cat_attention/kernels.h"
 #include "pipe/device.h"
 #include "tile/grid.h"
 #include "tile/launch.h"
@@ -25,11 +24,11 @@ __host__ __device__ inline int64_t count_query_tiles(const CatShape& shape) {
   return divide_up(shape.rows, kCatSm90Rows) * shape.chunks.batch * shape.query_heads;
 }
 
-// Whether each chunk is within one tile, so that a row attends to own rows of its tile only. C is then a
-// power of two.
+// Whether there are rows and each chunk is within one tile, so that a row attends to own rows of its tile
+// only. C is then a power of two.
 __host__ __device__ inline bool cat_fills_sm90_tiles(const CatShape& shape) {
   return kCatSm90Rows % shape.size == 0 && shape.D <= kCatSm90MaxWidth && shape.V <= kCatSm90MaxWidth &&
-         count_query_tiles(shape) <= 0x7fffffff;
+         0 < count_query_tiles(shape) && count_query_tiles(shape) <= 0x7fffffff;
 }
 
 // Whether the kernel of dq also computes the own-chunk terms of dk and dv: chunks are within 16 rows, and one
@@ -46,23 +45,23 @@ __host__ __device__ inline int64_t cat_shares_size(const CatShape& shape) {
              : 0;
 }
 
+// Whether the device has the warpgroup kernels. All are compiled for the same architectures.
 template <typename T, int Tile>
-cudaError_t try_cat_forward_sm90(const CatForward& problem, cudaStream_t stream, bool& is_launched);
+cudaError_t has_cat_sm90(bool& has);
 
+// For chunks that fill tiles (cat_fills_sm90_tiles()).
 template <typename T, int Tile>
-cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& problem, cudaStream_t stream,
-                                         bool& is_launched);
+cudaError_t launch_cat_forward_sm90(const CatForward& call, cudaStream_t stream);
+template <typename T, int Tile>
+cudaError_t launch_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStream_t stream);
 
-// Whether the device has the kernel; the kernels that read its sums check this too. The kernel serves every
-// call whose D and V fit in its tile.
+// For all calls whose D and V fit in the tile.
 template <typename T, int Tile>
-cudaError_t has_cat_header_gradients_sm90(bool& has);
-template <typename T, int Tile>
-cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& problem, cudaStream_t stream);
+cudaError_t launch_cat_header_gradients_sm90(const CatHeaderGradients& call, cudaStream_t stream);
 
 // dk and dv of headers, from their shares and the sums.
 template <typename T, int Tile>
-cudaError_t launch_cat_sum_headers(const CatOwnGradients& problem, cudaStream_t stream);
+cudaError_t launch_cat_sum_headers(const CatOwnGradients& call, cudaStream_t stream);
 
 // Tensor map for boxes of `box` rows of a head of x [B, rows, H, width], with a row stride of
 // `row_step` rows.

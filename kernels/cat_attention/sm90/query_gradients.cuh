@@ -274,16 +274,10 @@ __global__ void __launch_bounds__(kCatSm90Threads, 1)
 }
 
 template <typename T, int Tile>
-cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStream_t stream,
-                                         bool& is_launched) {
+cudaError_t launch_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStream_t stream) {
   constexpr auto kKernel = cat_query_gradients_sm90_kernel<T, Tile>;
   using Storage = CatSm90QueryStorage<T, Tile>;
   const CatShape& shape = call.shape;
-  is_launched = false;
-  bool has = false;
-  if (const cudaError_t error = has_warpgroups<kKernel>(has); error != cudaSuccess) return error;
-  const int64_t tile_count = count_query_tiles(shape);
-  if (!has || !cat_fills_sm90_tiles(shape) || tile_count == 0) return cudaSuccess;
   CatSm90QueryGradients p{call, {}, {}, {}, {}, {}, {}, {}, nullptr};
   if (cat_has_fused_own_gradients(shape)) {
     p.header_shares =
@@ -298,8 +292,7 @@ cudaError_t try_cat_query_gradients_sm90(const CatQueryGradients& call, cudaStre
                                   describe_headers(p.header_v, call.v, shape, shape.V)}) {
     if (error != cudaSuccess) return error;
   }
-  is_launched = true;
-  return launch_persistent<kKernel>(p, tile_count, Storage::kBytes, stream);
+  return launch_persistent<kKernel>(p, count_query_tiles(shape), Storage::kBytes, stream);
 }
 
 }  // namespace girih::kernels
