@@ -123,7 +123,7 @@ void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
       "cu_seqlens: attention has no cache for packed sequences; call it with use_cache = false");
 }
 
-void AttentionImpl::expect_state(const State& state, const Tensor& x) const {
+void AttentionImpl::expect_state(const State& state, const Tensor& x, const Tensor& /*cu_seqlens*/) const {
   check_state(state, 4, 0);
   if (state.empty()) return;
   const auto &k = state.tensors[0], &v = state.tensors[1], &valid = state.tensors[2],
@@ -150,7 +150,6 @@ Product AttentionImpl::output() const { return make_product(o_proj); }
 Output AttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto& x = projected[0];
   const auto qkv = x.unflatten(-1, {-1, head_dim_});
-  expect_state(call.state, x);
   const State before = call.state.empty() ? State{std::vector<Tensor>(4)} : call.state;
   const auto past = before.tokens, T = x.size(1);
   if (call.is_step(x) && past > 0 && !call.attention_mask.defined() && qkv.numel() > 0 &&

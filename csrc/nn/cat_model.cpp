@@ -72,6 +72,23 @@ void CatModelImpl::set_chunk(int64_t chunk) {
   chunk_ = chunk;
 }
 
+void CatModelImpl::expect_state(const State& state, const Tensor& ids, const Tensor& /*cu_seqlens*/) const {
+  check_state(state, 4, layers->size());
+  if (state.empty()) return;
+  const auto N = ids.size(0);
+  const auto& chunk = state.tensors[0];
+  TORCH_CHECK_VALUE(
+      chunk.defined() && chunk.dim() == 2 && at::isIntegralType(chunk.scalar_type(), /*includeBool=*/false),
+      "state: ids should be int64 or int32, [N, chunk]; pass the state that this model returned");
+  check_batch(chunk, N);
+  check_state_tensor("header", state.tensors[1], {N, header.size(-1)});
+  check_state_tensor("tokens", state.tensors[2], {N}, at::kLong);
+  check_state_tensor("host_tokens", state.tensors[3], {N}, at::kLong);
+  for (size_t i = 0; i < layers->size(); ++i)
+    dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(i).mixer)
+        .expect_cache(state.parts[i], N, chunk.size(1));
+}
+
 // State {ids, header, tokens, host_tokens} and {k, v} of each layer: tokens and header of the current chunk,
 // lengths of the sequences on the device and on the host, keys and values of the chunk's rows and of all
 // headers.
@@ -81,8 +98,7 @@ Output CatModelImpl::run(const Tensor& ids, const Call& call) {
   TORCH_CHECK_VALUE(!call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
                     "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache = false");
   const bool past = !call.state.empty();
-  check_state(call.state, 4, layers->size());
-  if (past) check_batch(call.state.tensors[0], ids.size(0));
+  expect_state(call.state, ids);
   const auto& before = call.state.tensors;
   const auto C = past ? before[0].size(1) : chunk_, T = ids.size(1);
   std::vector<State> cache(layers->size());

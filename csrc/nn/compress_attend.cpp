@@ -49,6 +49,17 @@ ChunkAttentionImpl::ChunkAttentionImpl(int64_t hidden_size, int64_t num_heads, C
   o_proj = register_module("o_proj", linear(num_heads * head_dim_, hidden_size));
 }
 
+void ChunkAttentionImpl::expect_cache(const State& cache, int64_t N, int64_t chunk) const {
+  check_state(cache, 2, 0);
+  if (cache.empty()) return;
+  const auto &k = cache.tensors[0], &v = cache.tensors[1];
+  TORCH_CHECK_VALUE(k.defined() && k.dim() == 4 && k.size(1) >= chunk, "state: k has shape ",
+                    k.defined() ? k.sizes() : at::IntArrayRef(),
+                    "; expected [N, slots, heads, head_dim] with ", chunk, " slots or more");
+  check_state_tensor("k", k, {N, k.size(1), heads_[1], head_dim_});
+  check_state_tensor("v", v, {N, k.size(1), heads_[2], head_dim_}, k.scalar_type());
+}
+
 Output ChunkAttentionImpl::run(const Tensor& x, const Call& call) {
   TORCH_CHECK_VALUE(!call.attention_mask.defined() && call.state.empty() && !call.use_cache,
                     "attention_mask, state, use_cache: rows of chunks have neither padding nor a state");
@@ -62,6 +73,7 @@ Tensor ChunkAttentionImpl::attend(const Tensor& x, const ChunkRows& call_rows, S
                                   const Tensor& cu_chunks, const RowInput& prologue, const Tensor& residual) {
   const auto qkv = nn::products(x, {make_product(qkv_proj)}, prologue)[0].unflatten(-1, {-1, head_dim_});
   auto rows = call_rows;
+  expect_cache(cache, x.size(0), rows.chunk);
   // The dtypes differ when only some calls run under autocast.
   for (auto& part : cache.tensors) part = part.to(qkv.scalar_type());
   if (rows.slot.defined() && rows.see.scalar_type() != qkv.scalar_type())
@@ -170,6 +182,18 @@ CompressAttendImpl::CompressAttendImpl(int64_t hidden_size, int64_t num_heads, C
 
 void CompressAttendImpl::reset_parameters() { torch::nn::init::normal_(header); }
 
+void CompressAttendImpl::expect_state(const State& state, const Tensor& x,
+                                      const Tensor& /*cu_seqlens*/) const {
+  check_state(state, 6, 0);
+  if (state.empty()) return;
+  const auto N = x.size(0);
+  check_state_tensor("x", state.tensors[0], {N, options.chunk, x.size(2)});
+  check_state_tensor("header", state.tensors[1], {N, x.size(2)});
+  attention->expect_cache({{state.tensors[2], state.tensors[3]}}, N, options.chunk + 1);
+  check_state_tensor("tokens", state.tensors[4], {N}, at::kLong);
+  check_state_tensor("host_tokens", state.tensors[5], {N}, at::kLong);
+}
+
 // State {x, header, k, v, tokens, host_tokens}: inputs and header of the current chunk, keys and values of
 // its tokens and of all headers, lengths of the sequences on the device and on the host.
 Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
@@ -187,8 +211,7 @@ Output CompressAttendImpl::run(const Tensor& x, const Call& call) {
             {}};
   }
   const bool past = !call.state.empty();
-  check_state(call.state, 6, 0);
-  if (past) check_batch(call.state.tensors[0], x.size(0));
+  expect_state(call.state, x);
   if (past && !call.attention_mask.defined() && x.size(1) == 1) {
     return step(x, call.is_step(x) ? call.state : call.state.map([](const Tensor& t) { return t.clone(); }));
   }

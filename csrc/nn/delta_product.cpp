@@ -11,7 +11,7 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
       value_dim_(head_widths(options).value) {
   // completed() has filled options.chunk from Config::chunk, so the caller's value is tested.
   TORCH_CHECK_VALUE(!options.between_chunks || settings.chunk,
-                    "chunk is missing; between_chunks requires it");
+                    "chunk is None; expected 1 to 64 with between_chunks");
   TORCH_CHECK_VALUE(options.between_chunks || !settings.chunk, "chunk is ", settings.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
@@ -44,10 +44,21 @@ std::vector<Product> DeltaProductImpl::products() const {
 
 Product DeltaProductImpl::output() const { return make_product(o_proj); }
 
+void DeltaProductImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  const bool has_position = options.between_chunks.has_value();
+  check_recurrent_state(state, x, cu_seqlens, {{"conv", conv}},
+                        {{"s", {*options.num_kv_heads, key_dim_, value_dim_}},
+                         {.name = "position", .is_present = has_position, .is_position = true}});
+}
+
 Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
-  const auto [q, k_rows, v_rows] = split_heads(qkv, heads_, key_dim_, value_dim_);
-  const auto k = split_steps(k_rows), v = split_steps(v_rows);
+  auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
+  k = split_steps(k);
+  v = split_steps(v);
+  // For n > 1 split_steps copies k and v. A copy of q too frees qkv: autograd saves q, not qkv.
+  if (options.n > 1 && at::GradMode::is_enabled()) q = q.contiguous();
+  qkv.reset();
   const auto beta = split_steps(projected[1]), g = decay ? projected[3] : Tensor();
   const ops::DeltaProductOptions op_options{.n = options.n,
                                             .l2norm_qk = true,
@@ -55,7 +66,7 @@ Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& 
                                             .between_chunks = options.between_chunks,
                                             .state = call.part(1).as<ops::DeltaProductState>(),
                                             .cu_seqlens = call.cu_seqlens};
-  auto [o, memory] = call.is_step(qkv)
+  auto [o, memory] = call.is_step(q)
                          ? std::pair(ops::delta_product_step(q, k, v, beta, g, op_options), op_options.state)
                          : ops::delta_product(q, k, v, beta, g, op_options);
   const auto gate = to_heads(projected[2], heads_[0]);

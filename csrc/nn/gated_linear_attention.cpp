@@ -58,8 +58,16 @@ std::pair<Tensor, Tensor> GatedLinearAttentionImpl::log_decay(const Tensor& x) {
   return {(at::log_sigmoid(logits) / options.gate_logit_normalizer).unflatten(-1, {-1, key_dim_}), {}};
 }
 
+void GatedLinearAttentionImpl::expect_state(const State& state, const Tensor& x,
+                                            const Tensor& cu_seqlens) const {
+  check_recurrent_state(state, x, cu_seqlens, {{"conv", conv}}, {{"s", {heads_[1], key_dim_, value_dim_}}},
+                        options.rotary ? 1 : 0);
+  if (options.rotary && !state.empty())
+    check_state_tensor("length", state.tensors[0], {count_sequences(x, cu_seqlens)}, at::kLong);
+}
+
 Output GatedLinearAttentionImpl::mix(const Tensor& x, const Call& call) {
-  check_state(call.state, options.rotary ? 1 : 0, 2);
+  expect_state(call.state, x, call.cu_seqlens);
   auto [qkv, conv_state] = run_part(*conv, qkv_proj(x), call, 0);
   auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
   Tensor position, length;

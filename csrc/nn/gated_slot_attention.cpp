@@ -50,6 +50,14 @@ RowInput GatedSlotAttentionImpl::output_prologue() const {
 
 Product GatedSlotAttentionImpl::output() const { return make_product(o_proj); }
 
+void GatedSlotAttentionImpl::expect_state(const State& state, const Tensor& x,
+                                          const Tensor& cu_seqlens) const {
+  const auto H = heads_[1], D = *options.head_dim, M = options.num_slots;
+  check_recurrent_state(
+      state, x, cu_seqlens, {{"conv", conv}},
+      {{"k", {H, D, M}}, {"v", {H, M, D}}, {.name = "z", .sizes = {H, M}, .is_present = !options.gated}});
+}
+
 Output GatedSlotAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto parts = to_heads(qkv, heads_[0] + 2 * heads_[1]).split_with_sizes(heads_, 2);

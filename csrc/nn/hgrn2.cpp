@@ -30,6 +30,10 @@ std::vector<Product> HGRN2Impl::products() const { return {make_product(qfv_proj
 
 Product HGRN2Impl::output() const { return make_product(o_proj); }
 
+void HGRN2Impl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  check_recurrent_state(state, x, cu_seqlens, {}, {{"s", {heads_[0], key_dim_, value_dim_}}});
+}
+
 Output HGRN2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto [q, f, v] = split_heads(projected[0], heads_, key_dim_, value_dim_);
   const auto logits = promote_to_fp32(f);

@@ -46,6 +46,10 @@ bool BlockImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   return mixer->stepped(state, kind);
 }
 
+void BlockImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  mixer->expect_state(state, x, cu_seqlens);
+}
+
 Tensor BlockImpl::around(const Tensor& x,
                          const std::function<Tensor(const Tensor&, const RowInput&, const Tensor&)>& mix) {
   if (is_decode_sized(x)) {
@@ -75,6 +79,9 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
   check_packing(ids, call.cu_seqlens);
   auto x = embed_tokens(ids), branch = Tensor();
   const bool has_few = is_decode_sized(x);
+  check_state(call.state, 0, layers->size());
+  for (size_t i = 0; i < layers->size(); ++i)  // before the first layer writes its state
+    layers->at<LayerImpl>(i).expect_state(call.part(i), x, call.cu_seqlens);
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);

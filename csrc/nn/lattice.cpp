@@ -40,6 +40,15 @@ std::vector<Product> LatticeImpl::products() const {
 
 Product LatticeImpl::output() const { return make_product(o_proj); }
 
+void LatticeImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  const std::vector<int64_t> sizes = {num_heads_, *options.head_dim, options.num_slots};
+  check_recurrent_state(state, x, cu_seqlens, {{"q_conv", q_conv}, {"k_conv", k_conv}},
+                        {{"first", sizes},
+                         {"step", sizes},
+                         {.name = "decay", .sizes = {num_heads_}, .is_present = options.gated},
+                         {.name = "position", .is_position = true}});
+}
+
 Output LatticeImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto &qk = projected[0], &gamma = projected[3];
   auto [q, q_state] = run_part(*q_conv, qk, call, 0);

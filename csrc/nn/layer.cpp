@@ -104,6 +104,7 @@ Output LayerImpl::core(const std::vector<Tensor>&, const Call&) {
 
 Output LayerImpl::run_products(const Tensor& x, const Call& call, const RowInput& prologue,
                                const Tensor& residual) {
+  expect_state(call.state, x, call.cu_seqlens);
   auto [o, state] = core(nn::products(x, products(), prologue), call);
   if (!call.use_cache) state = {};
   return {nn::products(o, {output()}, output_prologue(), residual)[0], state};
@@ -152,11 +153,47 @@ void check_batch(const Tensor& part, int64_t sequences) {
 
 void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef shape,
                         std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_VALUE(part.defined(), "state: ", name, " is missing; pass the state that this layer returned");
   check_batch(part, shape[0]);
   const bool fits = dtype ? part.scalar_type() == *dtype : part.is_floating_point();
   TORCH_CHECK_VALUE(fits && part.sizes() == shape, "state: ", name, " is ", part.scalar_type(), " of shape ",
                     part.sizes(), "; expected ", dtype ? c10::toString(*dtype) : "a floating dtype",
                     " and shape ", shape, "; pass the state that this layer returned");
+}
+
+void check_conv_state(const char* name, const State& state, const ShortConvImpl& conv, int64_t sequences) {
+  const auto width = conv.options.kernel_size;
+  check_state(state, width > 0 ? 1 : 0, 0);
+  if (!state.empty()) check_state_tensor(name, state.tensors[0], {sequences, width - 1, conv.weight.size(0)});
+}
+
+void check_recurrent_state(const State& state, const Tensor& x, const Tensor& cu_seqlens,
+                           std::initializer_list<std::pair<const char*, ShortConv>> convolutions,
+                           std::initializer_list<MemoryTensor> memory, size_t tensors) {
+  check_state(state, tensors, convolutions.size() + 1);
+  if (state.empty()) return;
+  const auto N = count_sequences(x, cu_seqlens);
+  const auto memory_dtype = at::promote_types(x.scalar_type(), at::kFloat);
+  const auto check_present = [](const char* name, const State& part) {
+    TORCH_CHECK_VALUE(!part.empty(), "state: ", name, " is missing; pass the state that this layer returned");
+  };
+  auto part = state.parts.begin();
+  for (const auto& [name, conv] : convolutions) {
+    if (conv->options.kernel_size > 0) check_present(name, *part);
+    check_conv_state(name, *part++, *conv, N);
+  }
+  check_present("memory", *part);
+  check_state(*part, memory.size(), 0);
+  auto tensor = part->tensors.begin();
+  for (const auto& expected : memory) {
+    const auto& found = *tensor++;
+    TORCH_CHECK_VALUE(expected.is_present || !found.defined(), "state: ", expected.name,
+                      " is defined; expected none; pass the state that this layer returned");
+    if (!expected.is_present) continue;
+    auto shape = expected.sizes;
+    shape.insert(shape.begin(), N);
+    check_state_tensor(expected.name, found, shape, expected.is_position ? at::kLong : memory_dtype);
+  }
 }
 
 void check_packing(const Tensor& x, const Tensor& cu_seqlens) {

@@ -8,6 +8,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <array>
+#include <initializer_list>
 #include <utility>
 
 namespace girih::nn {
@@ -76,6 +77,23 @@ void check_state(const State& state, size_t tensors, size_t parts);
 // is accepted.
 void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef shape,
                         std::optional<at::ScalarType> dtype = {});
+
+// Throws unless the state of a convolution is empty or has its last inputs for this number of sequences, in
+// any floating dtype.
+void check_conv_state(const char* name, const State& state, const ShortConvImpl& conv, int64_t sequences);
+
+// A tensor [N, ...] of a memory's state, as a layer expects it.
+struct MemoryTensor {
+  const char* name;
+  std::vector<int64_t> sizes;  // after N
+  bool is_present = true;      // false: the state has an undefined tensor in this place
+  bool is_position = false;    // int64; otherwise fp32, or fp64 if x is fp64
+};
+// Throws unless `state` is empty or the state of a recurrent layer for the sequences of x [B, T, ...]: its
+// parts are the states of the convolutions, by name, and the memory; it has `tensors` tensors of its own.
+void check_recurrent_state(const State& state, const Tensor& x, const Tensor& cu_seqlens,
+                           std::initializer_list<std::pair<const char*, ShortConv>> convolutions,
+                           std::initializer_list<MemoryTensor> memory, size_t tensors = 0);
 
 // The state of a convolution, in the dtype in which x is convolved. The dtype differs between calls when only
 // some of the calls run under autocast.

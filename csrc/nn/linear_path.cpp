@@ -193,6 +193,10 @@ LizaImpl::LizaImpl(LinearPath beside, MixAttentionOptions settings)
 
 bool LizaImpl::stepped(State& state, std::vector<int64_t>& kind) const { return path->stepped(state, kind); }
 
+void LizaImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  path->expect_state(state, x, cu_seqlens);
+}
+
 Output LizaImpl::run(const Tensor& x, const Call& call) {
   return path->forward(x, call.attention_mask, call.state, call.use_cache, call.cu_seqlens);
 }
@@ -217,16 +221,20 @@ std::vector<Product> InjectedAttentionImpl::products() const {
   return girih->options.cross ? std::vector<Product>() : AttentionImpl::products();
 }
 
+void InjectedAttentionImpl::expect_state(const State& state, const Tensor& x,
+                                         const Tensor& cu_seqlens) const {
+  check_state(state, 0, 2);
+  if (state.empty()) return;
+  TORCH_CHECK_VALUE(
+      state.parts[0].empty() == state.parts[1].empty(),
+      "state: one of attention's state and the linear path's state is empty; expected both or neither");
+  AttentionImpl::expect_state(state.parts[0], x, cu_seqlens);
+  girih->expect_state(state.parts[1], x, cu_seqlens);
+}
+
 // The mixture of both paths before the output projection. The mixture is linear, so one projection suffices.
 // With `cross`: both paths, [2, B, T, heads head_dim].
 Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const Call& call) {
-  check_state(call.state, 0, 2);
-  if (!call.state.empty()) {  // check before attention writes its state
-    TORCH_CHECK_VALUE(
-        call.state.parts[0].empty() == call.state.parts[1].empty(),
-        "state: one of attention's state and the linear path's state is empty; expected both or neither");
-    girih->path->expect_state(call.state.parts[1], projected[0]);
-  }
   const auto [a, attention] =
       AttentionImpl::core(projected, {call.attention_mask, call.part(0), call.use_cache, call.cu_seqlens});
   const auto [o, path] = run_part(*girih, projected[0], call, 1);
@@ -236,6 +244,7 @@ Output InjectedAttentionImpl::core(const std::vector<Tensor>& projected, const C
 Output InjectedAttentionImpl::run(const Tensor& x, const Call& call) {
   if (!girih->options.cross) return AttentionImpl::run(x, call);
   check_packed(x, call);
+  expect_state(call.state, x, call.cu_seqlens);
   const auto [both, state] = core(nn::products(x, AttentionImpl::products()), call);
   const auto y = nn::products(both, {output()})[0];
   return {girih->mixture(y[0], y[1]), state};

@@ -51,6 +51,11 @@ std::vector<Product> Mamba2Impl::products() const {
 
 Product Mamba2Impl::output() const { return make_product(o_proj); }
 
+void Mamba2Impl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  check_recurrent_state(state, x, cu_seqlens, {{"conv", conv}},
+                        {{"s", {heads_, options.state_size, *options.head_dim}}});
+}
+
 Output Mamba2Impl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [xbc, conv_state] = run_part(*conv, projected[0], call, 0);
   const auto N = options.state_size;

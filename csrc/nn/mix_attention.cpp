@@ -63,8 +63,15 @@ bool MixAttentionImpl::stepped(State& state, std::vector<int64_t>& kind) const {
   return base->stepped(state.parts[0], kind) && mixer->stepped(state.parts[1], kind);
 }
 
+void MixAttentionImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  check_state(state, 0, 2);
+  if (state.empty()) return;
+  base->expect_state(state.parts[0], x, cu_seqlens);
+  mixer->expect_state(state.parts[1], x, cu_seqlens);
+}
+
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {
-  check_state(call.state, 0, 2);
+  expect_state(call.state, x, call.cu_seqlens);  // before base writes its state
   const auto [b, base_state] = run_part(*base, x, call, 0);
   const auto [y, mixer_state] = run_part(*mixer, x, call, 1);
   return {mixture(b, y), {{}, {base_state, mixer_state}}};

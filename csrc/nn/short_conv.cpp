@@ -25,6 +25,10 @@ void ShortConvImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
+void ShortConvImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  check_conv_state("x", state, *this, count_sequences(x, cu_seqlens));
+}
+
 State cast_conv_state(const State& state, const Tensor& x) {
   const auto dtype = autocast_dtype(x, x.scalar_type());
   return state.map([&](const Tensor& rows) { return rows.to(dtype); });
@@ -32,6 +36,7 @@ State cast_conv_state(const State& state, const Tensor& x) {
 
 Output ShortConvImpl::mix(const Tensor& x, const Call& call) {
   if (!weight.defined()) return {options.activation ? at::silu(x) : x, {}};
+  expect_state(call.state, x, call.cu_seqlens);
   const auto before = cast_conv_state(call.state, x);
   const ops::ShortConvOptions conv{.activation = options.activation,
                                    .state = before.as<ops::ShortConvState>(),

@@ -52,6 +52,16 @@ std::vector<Product> TrellisImpl::products() const {
 
 Product TrellisImpl::output() const { return make_product(o_proj); }
 
+void TrellisImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  const std::vector<int64_t> sizes = {num_heads_, options.num_slots, *options.head_dim};
+  check_recurrent_state(state, x, cu_seqlens, {{"q_conv", q_conv}, {"k_conv", k_conv}},
+                        {{"first_k", sizes},
+                         {"k", sizes},
+                         {"first_v", sizes},
+                         {"v", sizes},
+                         {.name = "position", .is_position = true}});
+}
+
 Output TrellisImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto &gamma = projected[3], &k_projection = projected[qk_proj ? 4 : 5];
   auto [q, q_state] = run_part(*q_conv, projected[4], call, 0);

@@ -40,6 +40,12 @@ std::vector<Product> TTTLinearImpl::products() const {
 
 Product TTTLinearImpl::output() const { return make_product(o_proj); }
 
+void TTTLinearImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
+  const std::vector<int64_t> sizes = {num_heads_, *options.head_dim, *options.head_dim};
+  check_recurrent_state(state, x, cu_seqlens, {{"q_conv", q_conv}, {"k_conv", k_conv}},
+                        {{"first_k", sizes}, {"k", sizes}, {.name = "position", .is_position = true}});
+}
+
 Output TTTLinearImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   const auto &gamma = projected[2], &k_projection = projected[4];
   auto [q, q_state] = run_part(*q_conv, projected[3], call, 0);

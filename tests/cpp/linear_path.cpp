@@ -198,23 +198,6 @@ TEST_CASE("The weight of a mixture must be a number from 0 to 1", "[nn]") {
   }
 }
 
-namespace {
-
-// Appends every defined tensor of a state to `found`, in order.
-void collect(nn::State& state, std::vector<Tensor*>& found) {
-  for (auto& tensor : state.tensors)
-    if (tensor.defined()) found.push_back(&tensor);
-  for (auto& part : state.parts) collect(part, found);
-}
-
-std::vector<Tensor*> tensors_of(nn::State& state) {
-  std::vector<Tensor*> found;
-  collect(state, found);
-  return found;
-}
-
-}  // namespace
-
 TEST_CASE("An invalid state of an injected layer is refused before any tensor is written", "[nn]") {
   const at::NoGradGuard no_grad;
   for (const auto& options : paths()) {

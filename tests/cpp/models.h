@@ -74,6 +74,20 @@ inline std::string name_of(const nn::Config& config) {
   return name;
 }
 
+inline void collect_tensors(nn::State& state, std::vector<at::Tensor*>& found) {
+  for (auto& tensor : state.tensors) {
+    if (tensor.defined()) found.push_back(&tensor);
+  }
+  for (auto& part : state.parts) collect_tensors(part, found);
+}
+
+// The defined tensors of a state and of its parts.
+inline std::vector<at::Tensor*> tensors_of(nn::State& state) {
+  std::vector<at::Tensor*> found;
+  collect_tensors(state, found);
+  return found;
+}
+
 inline at::Tensor ids(int64_t B, int64_t T) { return at::randint(11, {B, T}, at::kLong); }
 
 inline nn::LanguageModel in_double(const nn::Config& config) {

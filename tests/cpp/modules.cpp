@@ -1,5 +1,6 @@
 // Layers and language models from C++.
 #include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
 #include <girih/girih.h>
 #include <torch/optim/adamw.h>
@@ -136,6 +137,73 @@ TEST_CASE("A state of another batch is refused in every mixer", "[nn]") {
       }
     }
   }
+}
+
+TEST_CASE("A wrong part of a state is refused before a step writes in every mixer", "[nn]") {
+  const at::NoGradGuard no_grad;
+  const std::vector<std::function<Tensor(const Tensor&)>> changes = {
+      [](const Tensor& t) { return t.to(t.is_floating_point() ? at::kLong : at::kFloat); },
+      [](const Tensor& t) {
+        return at::cat({t, t.slice(-1, 0, 1)}, -1);
+      },
+      [](const Tensor& t) { return t.slice(0, 0, 1); }};
+  const auto clone = [](const Tensor& t) { return t.clone(); };
+  for (const auto& config : configurations()) {
+    auto model = in_double(config);
+    auto state = model->forward(ids(2, kChunk - 1), {}, {}, /*use_cache=*/true).second;
+    const auto token = ids(2, 1);
+    const auto count = tensors_of(state).size();
+    for (size_t i = 0; i < count; ++i) {
+      for (size_t c = 0; c < changes.size(); ++c) {
+        INFO(name_of(config) << ", tensor " << i << ", change " << c);
+        auto given = state.map(clone);
+        auto& part = *tensors_of(given)[i];
+        part = changes[c](part);
+        auto before = given.map(clone);
+        CHECK_THROWS_WITH(model->forward(token, {}, given, true), ContainsSubstring("state"));
+        const auto found = tensors_of(given), expected = tensors_of(before);
+        for (size_t k = 0; k < count; ++k) CHECK(found[k]->equal(*expected[k]));
+      }
+    }
+  }
+}
+
+TEST_CASE("A short convolution refuses an integer state by name", "[nn]") {
+  nn::ShortConv conv(6);
+  const auto x = at::randn({2, 1, 6});
+  const nn::State state{{at::zeros({2, 3, 6}, at::kInt)}};
+  for (const bool use_cache : {true, false})
+    CHECK_THROWS_WITH(conv->forward(x, {}, state, use_cache),
+                      ContainsSubstring("state: x is Int of shape [2, 3, 6]; expected a floating dtype"));
+}
+
+namespace {
+
+// The bytes of CPU memory that this thread has allocated and not freed during the object's lifetime.
+class AllocatedBytes : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device) override { bytes += size; }
+  bool memoryProfilingEnabled() const override { return true; }
+
+  int64_t bytes = 0;
+};
+
+}  // namespace
+
+TEST_CASE("DeltaProduct with several steps does not save the projection beside q, k and v", "[nn]") {
+  const int64_t T = 256, width = 64;
+  nn::DeltaProduct layer(width, 2, nn::DeltaProductOptions{.n = 2});
+  const auto x = at::randn({1, T, width});
+  const auto meter = std::make_shared<AllocatedBytes>();
+  Tensor y;
+  {
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+    y = layer(x).first;
+  }
+  // For a token, in multiples of `width` numbers: 5 of the input of the convolution, 5 of q, k and v, and one
+  // each of the gate, the operator's output, the norm's output and y. 5 more for the output of the
+  // convolution would be 19.
+  CHECK(double(meter->bytes) / double(T * width * 4) < 16);
 }
 
 TEST_CASE("A state may move between autocast and full precision in every mixer", "[nn]") {
@@ -539,7 +607,10 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
       [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "relu", .chunk = 4}); },
       "between_chunks is 'relu'");
   check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu"}); },
-                "chunk is missing");
+                "chunk is None; expected 1 to 64 with between_chunks");
+  check_refused(
+      [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu", .chunk = 65}); },
+      "chunk is 65; expected 1 to 64 for between_chunks");
   check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
                 "chunk is 4; expected none: it is for between_chunks");
   check_refused([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },

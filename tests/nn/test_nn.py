@@ -542,7 +542,15 @@ def test_map_state_keeps_structure():
         (lambda: ShortConv(HIDDEN, activation="gelu"), "activation is 'gelu'"),
         (lambda: MixAttention(Attention(HIDDEN, 2), Attention(HIDDEN, 2), weight=1.5), "weight is 1.5"),
         (lambda: girih.nn.GatedRMSNorm(4, activation="tanh"), "activation is 'tanh'"),
-        (lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu"), "chunk is null; expected an integer"),
+        (
+            lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu"),
+            "chunk is None; expected 1 to 64 with between_chunks",
+        ),
+        (lambda: DeltaProduct(HIDDEN, 2, chunk=4), "chunk is 4; expected none: it is for between_chunks"),
+        (
+            lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu", chunk=65),
+            "chunk is 65; expected 1 to 64 for between_chunks",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(make, message):
@@ -683,9 +691,37 @@ def test_refused_step_leaves_retnet_state_unchanged():
             with pytest.raises(ValueError, match=f"state has {parts} parts; expected {5 - parts}"):
                 each(x[:, :1], state=wrong, use_cache=True)
         memory = girih.ops.GLAState(state.memory.s[:1])
-        with pytest.raises(ValueError, match="state_s has shape"):
+        with pytest.raises(ValueError, match="state has 1 sequences; expected 2"):
             layer(x[:, :1], state=state._replace(memory=memory), use_cache=True)
     assert state.length.tolist() == [5, 5]
+
+
+def with_changed_part(state, index, change):
+    """The state with `change` applied to its tensor number `index`."""
+    count = itertools.count()
+    return map_state(lambda part: change(part) if next(count) == index else part, state)
+
+
+WRONG_PARTS = {
+    "dtype": lambda part: part.long() if part.is_floating_point() else part.float(),
+    "shape": lambda part: torch.cat((part, part[..., :1]), -1),
+    "sequences": lambda part: part[:1],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+@torch.no_grad()
+def test_a_wrong_part_of_a_state_is_refused_before_a_step_writes(layer, wrong):
+    _, state = layer(torch.randn(2, CHUNK - 1, HIDDEN, dtype=torch.double), use_cache=True)
+    token = torch.randn(2, 1, HIDDEN, dtype=torch.double)
+    parts = []
+    map_state(parts.append, state)
+    for index in range(len(parts)):
+        given = with_changed_part(map_state(torch.clone, state), index, WRONG_PARTS[wrong])
+        before = map_state(torch.clone, given)
+        with pytest.raises(ValueError, match="state"):
+            layer(token, state=given, use_cache=True)
+        assert all(a.equal(b) for a, b in zip(tensors_of(given), tensors_of(before), strict=True)), index
 
 
 @pytest.mark.parametrize("name", ["retnet", "attention"])

@@ -57,6 +57,28 @@ def test_vmap_over_any_dimension_with_shared_tensors(device):
         assert_within(found[:, :, i], want, 1e-5)
 
 
+@pytest.mark.parametrize("case", ONE_EACH, ids=str)
+def test_nested_vmap_where_only_the_outer_level_maps_tensors(case, device):
+    inputs = case.draw(5, resumed=case.has_state, dtype=float_of(device), device=device)
+    name, x = next(iter(inputs.data.items()))
+    xs, count = torch.stack([x, -x, 2 * x]), torch.zeros(4, device=device)
+    call = lambda x: operator(inputs.with_floats(inputs.floats | {name: x}))["o"]  # noqa: E731
+    want = torch.stack([call(x) for x in xs])[:, None].expand(-1, 4, *[-1] * x.dim())
+    outer_only = torch.vmap(lambda x: torch.vmap(lambda _: call(x))(count))(xs)
+    assert_within(outer_only, want, 1e-5)
+    three_levels = torch.vmap(lambda x: torch.vmap(lambda y: torch.vmap(lambda _: call(x) + y)(count))(count))
+    assert_within(three_levels(xs), want[:, None].expand(-1, 4, *[-1] * want[0].dim()), 1e-5)
+    inner_only = torch.vmap(lambda _: torch.vmap(call)(xs))(count)
+    assert_within(inner_only, want.transpose(0, 1), 1e-5)
+
+
+def test_nested_vmap_maps_each_tensor_at_its_own_level(device):
+    q, k, v = torch.randn(3, 3, 2, 5, 4, 8, device=device).unbind(0)
+    found = torch.vmap(lambda q: torch.vmap(lambda k: ops.gla(q, k, v[0])[0])(k))(q)
+    want = torch.stack([torch.stack([ops.gla(x, y, v[0])[0] for y in k]) for x in q])
+    assert_within(found, want, 1e-5)
+
+
 def test_vmap_over_a_dimension_of_size_0(device):
     q, k, v = torch.randn(3, 0, 2, 5, 7, 4, device=device).unbind(0)
     assert torch.vmap(lambda *x: ops.gla(*x)[0])(q, k, v).shape == (0, 2, 5, 7, 4)

@@ -157,6 +157,7 @@ class CatModelImpl : public LayerImpl {
   // Sets the chunk of sequences that begin after this call, one of `chunks` of the configuration.
   void set_chunk(int64_t chunk);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& ids, const Tensor& cu_seqlens = {}) const override;
 
   torch::nn::Embedding embed_tokens{nullptr};
   Tensor header;

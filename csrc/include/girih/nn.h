@@ -152,6 +152,10 @@ class LayerImpl : public Module {
   // advanced by one token, and the numbers that select the step's kernels are appended to `kind`; layers
   // whose kernels are always the same append none. If false, `state` and `kind` are unspecified.
   virtual bool stepped(State& state, std::vector<int64_t>& kind) const;
+  // Throws unless `state` is empty or a state of this layer for the sequences of x [B, T, ...]. A call checks
+  // all of its state before it writes any part in place.
+  virtual void expect_state(const State& /*state*/, const Tensor& /*x*/,
+                            const Tensor& /*cu_seqlens*/ = {}) const {}
   // A model calls set_depth once for each of its layers, from 0: for options that depend on the depth.
   virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
 
@@ -270,6 +274,7 @@ class ShortConvImpl : public RecurrentLayerImpl {
  public:
   explicit ShortConvImpl(int64_t channels, ShortConvOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   ShortConvOptions options;
   Tensor weight, bias;
@@ -305,6 +310,7 @@ class GatedSlotAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedSlotAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedSlotAttentionOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   GatedSlotAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr};
@@ -349,6 +355,7 @@ class GatedLinearAttentionImpl : public RecurrentLayerImpl {
  public:
   GatedLinearAttentionImpl(int64_t hidden_size, int64_t num_heads, GatedLinearAttentionOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   GatedLinearAttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr};
@@ -387,6 +394,7 @@ class Mamba2Impl : public RecurrentLayerImpl {
  public:
   Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   Mamba2Options options;
   torch::nn::Linear in_proj{nullptr};
@@ -425,6 +433,7 @@ class HGRN2Impl : public RecurrentLayerImpl {
   HGRN2Impl(int64_t hidden_size, int64_t num_heads, HGRN2Options options = {});
   void set_lower_bound(double lower_bound);
   void set_depth(int64_t layer, int64_t num_layers) override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   HGRN2Options options;
   torch::nn::Linear qfv_proj{nullptr};
@@ -463,6 +472,7 @@ struct DeltaProductOptions {
 class DeltaProductImpl : public RecurrentLayerImpl {
  public:
   DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions options = {});
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   DeltaProductOptions options;
   torch::nn::Linear qkv_proj{nullptr};
@@ -508,6 +518,7 @@ class TrellisImpl : public RecurrentLayerImpl {
  public:
   TrellisImpl(int64_t hidden_size, int64_t num_heads, TrellisOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   TrellisOptions options;
   torch::nn::Linear qk_proj{nullptr};  // with shared_qk
@@ -546,6 +557,7 @@ class TTTLinearImpl : public RecurrentLayerImpl {
  public:
   TTTLinearImpl(int64_t hidden_size, int64_t num_heads, TTTLinearOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   TTTLinearOptions options;
   torch::nn::Linear q_proj{nullptr}, k_proj{nullptr};
@@ -589,6 +601,7 @@ class LatticeImpl : public RecurrentLayerImpl {
  public:
   LatticeImpl(int64_t hidden_size, int64_t num_heads, LatticeOptions options = {});
   void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   LatticeOptions options;
   torch::nn::Linear qk_proj{nullptr};
@@ -626,6 +639,7 @@ class AttentionImpl : public LayerImpl {
  public:
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   AttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -641,8 +655,6 @@ class AttentionImpl : public LayerImpl {
  private:
   Tensor make_mask(int64_t past, int64_t T, const Tensor& valid, const Tensor& cu_seqlens,
                    at::Device device) const;
-  // Throws if `state` is not a state of this layer for the sequences of x.
-  void expect_state(const State& state, const Tensor& x) const;
   Output step(const Tensor& qkv, State state) const;
   std::vector<int64_t> heads_;
   int64_t head_dim_;
@@ -680,6 +692,8 @@ class ChunkAttentionImpl : public LayerImpl {
   // row writes its slot in place. prologue, residual: as in run_products.
   Tensor attend(const Tensor& x, const ChunkRows& rows, State& cache, const Tensor& cu_chunks = {},
                 const RowInput& prologue = {}, const Tensor& residual = {});
+  // Throws unless `cache` is empty or a cache of `attend` for N sequences and chunks of `chunk` rows.
+  void expect_cache(const State& cache, int64_t N, int64_t chunk) const;
   // Queries, keys and values of x [N, rows, hidden_size]; queries and keys are rotated.
   std::vector<Tensor> project(const Tensor& x, const ChunkRows& rows);
   // The ChunkRows of one row per sequence. place [N]: its position in the sequence. The row reads the keys k
@@ -712,6 +726,7 @@ class CompressAttendImpl : public LayerImpl {
   CompressAttendImpl(int64_t hidden_size, int64_t num_heads, ChunkAttentionOptions options = {});
   void reset_parameters();
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   ChunkAttentionOptions options;
   Tensor header;
@@ -757,6 +772,7 @@ class MixAttentionImpl : public MemoryAsGateImpl {
  public:
   MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   AnyLayer base, mixer;
 
@@ -787,8 +803,7 @@ struct LinearPathOptions {
 class LinearPathImpl : public RecurrentLayerImpl {
  public:
   LinearPathImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, LinearPathOptions options = {});
-  // Throws if `state` is not a state of this path for the sequences of x.
-  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   LinearPathOptions options;
   RMSNorm norm{nullptr};
@@ -811,6 +826,7 @@ class LizaImpl : public MemoryAsGateImpl {
  public:
   LizaImpl(LinearPath path, MixAttentionOptions options = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   LinearPath path{nullptr};
 
@@ -829,6 +845,7 @@ class InjectedAttentionImpl : public AttentionImpl {
   InjectedAttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions attention = {},
                         LinearPathOptions path = {}, MixAttentionOptions mix = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
 
   Liza girih{nullptr};
 
@@ -878,6 +895,7 @@ class BlockImpl : public LayerImpl {
   BlockImpl(AnyLayer mixer, int64_t hidden_size, std::optional<int64_t> intermediate_size,
             double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
   // The block with a function as its mixer: mix(x, prologue, residual) returns mixer(prologue(x)) + residual;
   // the residual may be undefined.
   Tensor around(const Tensor& x,

@@ -1,5 +1,7 @@
 // torch.vmap of every operator: the mapped dimension becomes part of the batch, since the sequences of a
 // batch are independent.
+#include <algorithm>
+
 #include "../../torch_internals.h"
 #include "../arguments/check.h"
 #include "dispatch.h"
@@ -31,6 +33,12 @@ void map(const Operator& op, const c10::OperatorHandle& handle, Stack* stack) {
     if (dimension) count = unwrapped.sym_size(*dimension);
     arguments[i] = unwrapped;
     mapped[i] = dimension;
+  }
+  // Only an outer torch.vmap maps tensors of this call: its level follows.
+  if (std::ranges::none_of(mapped, [](const auto& dimension) { return dimension.has_value(); })) {
+    stack->insert(stack->end(), arguments.begin(), arguments.end());
+    handle.callBoxed(stack);
+    return;
   }
   for (size_t i = 0; i < op.input_count(); ++i) {
     auto tensor = to_tensor(arguments[i]);

@@ -64,6 +64,9 @@ class ReplacedLayer(ConvertedAttention):
 
     prefix = "Replaced"
 
+    def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        self.girih.check_state(state, x, cu_seqlens)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         return self.girih(x, *args, **kwargs)
 
@@ -74,6 +77,16 @@ class InjectedLayer(ConvertedAttention):
 
     prefix = "Injected"
 
+    def check_state(self, state: MixState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        base_state, path_state = state or (None, None)
+        if (base_state is None) != (path_state is None):
+            raise ValueError(
+                "state: one of attention's state and the linear path's state is None; expected both, or "
+                "None alone"
+            )
+        self.original.check_state(self, base_state, x, cu_seqlens)
+        self.girih.path.check_state(path_state, x, cu_seqlens)
+
     def forward(
         self,
         x: Tensor,
@@ -82,14 +95,8 @@ class InjectedLayer(ConvertedAttention):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MixState | None]:
+        self.check_state(state, x, cu_seqlens)  # before attention writes its state
         base_state, path_state = state or (None, None)
-        if (base_state is None) != (path_state is None):
-            raise ValueError(
-                "state: one of attention's state and the linear path's state is None; expected both, or "
-                "None alone"
-            )
-        if path_state is not None:  # check before attention changes its own state
-            self.girih.path.check_state(path_state, x, cu_seqlens)
         softmax = RecordingAttention(self, self.projections.qkv)
         base, base_state = self.original.forward(
             softmax, x, attention_mask, base_state, use_cache, cu_seqlens

@@ -15,8 +15,8 @@ from girih.conversion.rows import MAX_STEPS, ChannelGate, PooledGate, VirtualRow
 from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.functional.gates import promote_to_fp32
-from girih.nn.functional.packing import count_sequences, token_positions
-from girih.nn.functional.state import TensorSpec, advance, check_state
+from girih.nn.functional.packing import token_positions
+from girih.nn.functional.state import TensorSpec, advance
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import cast_conv_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
@@ -73,8 +73,7 @@ class SharedPath(RecurrentLayer):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        if state is not None:
-            self.check_state(state, qkv[0], cu_seqlens)
+        self.check_state(state, qkv[0], cu_seqlens)
         if attention_mask is None:
             return self.read(qkv, state, use_cache, cu_seqlens)
         return super().forward(torch.cat(tuple(qkv), -1), attention_mask, state, use_cache, cu_seqlens)
@@ -88,15 +87,6 @@ class SharedPath(RecurrentLayer):
         Qwen, return q and k in fp32 while v is 16-bit."""
         wide = functools.reduce(torch.promote_types, (x.dtype for x in qkv))
         return tuple(x.to(wide).unflatten(-1, (-1, self.head_dim)) for x in qkv)
-
-    def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        """Raises unless this path can have returned the state for the sequences of x `[B, T, ...]`."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # of sums over tokens
-        check_state(state, self.state_like(count_sequences(x, cu_seqlens), dtype))
-
-    def state_like(self, sequences: int, dtype: torch.dtype) -> Any:
-        """A state of the path with a `TensorSpec` in place of each tensor; dtype: of sums over tokens."""
-        raise NotImplementedError
 
     def read(
         self, qkv: Sequence[Tensor], state: Any, use_cache: bool, cu_seqlens: Tensor | None

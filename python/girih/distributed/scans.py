@@ -450,6 +450,11 @@ def delta_product(
         return delta_product_between_chunks(
             q, k, v, beta, g, group=group, bounds=bounds, state=state, **options
         )
+    if chunk is not None:
+        raise ValueError(
+            f"girih.delta_product: chunk is {chunk} but should be None without between_chunks: it cannot "
+            "change the result"
+        )
     given = unpack_state("delta_product", DeltaProductState, state)
     o, after = run(DeltaProductRule(), group, bounds, (q, k, v, beta, g), given, options)
     return o, None if after[0] is None else DeltaProductState(*after)

@@ -14,7 +14,7 @@ from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_s
 from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
 from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.masking import check_mask, select_current_mask
-from girih.nn.functional.state import check_batch
+from girih.nn.functional.state import TensorSpec, check_state
 from girih.nn.layers.chunk_attention import KeyValues, with_room
 
 
@@ -203,6 +203,15 @@ class CatModel(Backbone):
             and max_tokens(layer.state.seq_lengths.host_tokens) < self.config.max_position_embeddings
         )
 
+    def check_state(self, state: CatState, sequences: int) -> None:
+        """Raises unless this model can have returned the state for this number of sequences."""
+        C = state.ids.shape[1]
+        check_state(state.ids, TensorSpec((sequences, C), state.ids.dtype), "state.ids")
+        check_state(state.header, TensorSpec((sequences, self.config.hidden_size)), "state.header")
+        for i, (block, kv) in enumerate(zip(self.layers, state.kv, strict=True)):
+            block.mixer.check_cache(kv, sequences, C, f"state.kv.{i}")
+        state.seq_lengths.check(sequences)
+
     def read(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool = True
     ) -> tuple[list[Tensor], CatState | None]:
@@ -210,7 +219,7 @@ class CatModel(Backbone):
         length."""
         T = ids.shape[1]
         if state is not None:
-            check_batch(state.ids, ids.shape[0])
+            self.check_state(state, ids.shape[0])
         # Counts masked tokens too: the number of valid tokens is on the device.
         longest = T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens))
         if longest > self.config.max_position_embeddings:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih.nn.functional.masking import sort_valid_first
+from girih.nn.functional.state import TensorSpec, check_state
 
 
 class ChunkTable(NamedTuple):
@@ -86,6 +87,13 @@ class SequenceLengths(NamedTuple):
     host_tokens: int | Tensor
 
     on_host = ("host_tokens",)
+
+    def check(self, sequences: int) -> None:
+        """Raises unless these are the lengths of this number of sequences."""
+        spec = TensorSpec((sequences,), torch.int64)
+        check_state(self.tokens, spec, "state.seq_lengths.tokens")
+        if isinstance(self.host_tokens, Tensor):
+            check_state(self.host_tokens, spec, "state.seq_lengths.host_tokens")
 
     def count_compressions(self, chunk: int) -> int:
         """Number of chunks that the last step compresses.

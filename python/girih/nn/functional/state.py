@@ -44,7 +44,7 @@ def check_batch(part: Tensor, sequences: int) -> None:
 def check_state(state: Any, like: Any, name: str = "state") -> None:
     """Raises unless a state matches `like`: the same nested tuples, with a `TensorSpec` for each tensor.
 
-    Attention and LinearPath check all of their state before they write any part in place.
+    A layer checks all of its state before a step writes any part in place.
     """
     if isinstance(like, TensorSpec) and isinstance(state, Tensor):
         check_batch(state, like.shape[0])

@@ -97,8 +97,15 @@ class AttentionState(NamedTuple):
     place: Tensor | None = None
     slots: Slots | None = None
 
+    def has_room(self) -> bool:
+        """Whether the tables fit the keys and a slot is free for one more token."""
+        if self.slots is None or self.tokens >= self.k.shape[1]:
+            return False
+        turn = self.slots.turn
+        return (turn.shape[0], turn.dtype, turn.device) == (self.k.shape[1], self.k.dtype, self.k.device)
+
     def stepped(self) -> tuple[tuple, "AttentionState"] | None:
-        if self.slots is None or self.tokens == self.k.shape[1]:
+        if not self.has_room():
             return None
         return (), self._replace(tokens=self.tokens + 1)
 
@@ -170,8 +177,10 @@ class Attention(SequenceLayer):
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def check_state(self, state: AttentionState, x: Tensor) -> None:
-        """Raises unless this layer can have returned the state for the sequences of x."""
+    def check_state(self, state: AttentionState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Raises unless state is None or a state of this layer for the sequences of x `[B, T, ...]`."""
+        if state is None:
+            return
         if not isinstance(state, AttentionState):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
         slots = state.k.shape[1]
@@ -243,8 +252,7 @@ class Attention(SequenceLayer):
     ) -> tuple[Tensor, AttentionState | None]:
         x = projected[0]
         qkv = x.unflatten(-1, (-1, self.head_dim))
-        if state is not None:
-            self.check_state(state, x)
+        Attention.check_state(self, state, x)  # a converted layer's check_state expects more parts
         past, T = 0 if state is None else state.tokens, x.shape[1]
         if (pieces := current_pieces.get()) is not None:
             return self.attend_pieces(qkv, pieces, attention_mask), None
@@ -293,7 +301,7 @@ class Attention(SequenceLayer):
         """`core` for one token of each sequence, qkv `[N, 1, heads, head_dim]`; mask: `[N, 1]`. Writes the
         state's tensors in place. The device work does not depend on the host's token count, so that a CUDA
         graph can replay it."""
-        if state.slots is None or state.tokens == state.k.shape[1]:
+        if not state.has_room():
             state = state.grow_cache(choose_capacity(state.tokens + 1), self.rope_theta, self.window)
         slots, place, valid, n = state.slots, state.place[:1], state.valid, state.k.shape[1]
         turn = slots.turn.index_select(0, place)[:, None, None].unbind(3)

@@ -11,6 +11,7 @@ from girih import ops
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
+from girih.nn.functional.state import TensorSpec, check_state
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -123,11 +124,25 @@ class ChunkAttention(SequenceLayer):
     def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("qkv_proj"),)
 
+    def check_cache(self, cache: KeyValues, sequences: int, chunk: int, name: str = "state.past") -> None:
+        """Raises unless this layer can have returned the cache for chunks of `chunk` rows."""
+        if not isinstance(cache, KeyValues):
+            raise ValueError(f"{name} is a {type(cache).__name__}; expected a KeyValues")
+        slots = cache.k.shape[1] if cache.k.dim() == 4 else chunk
+        shape = (sequences, slots, self.heads[1], self.head_dim)
+        check_state(cache, KeyValues(TensorSpec(shape), TensorSpec(shape, cache.k.dtype)), name)
+        if slots < chunk:
+            raise ValueError(
+                f"{name}.k has {slots} slots; expected at least {chunk} for chunks of {chunk} rows"
+            )
+
     def core(
         self, projected: Sequence[Tensor], rows: ChunkRows, use_cache: bool, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, KeyValues | None]:
         qkv = projected[0].unflatten(-1, (-1, self.head_dim))
         past = rows.past
+        if past is not None:
+            self.check_cache(past, qkv.shape[0], rows.chunk)
         if past is not None and past.k.dtype != qkv.dtype:  # only one of two calls ran under autocast
             past = KeyValues(*(part.to(qkv.dtype) for part in past))
             rows = rows._replace(past=past)

@@ -10,7 +10,7 @@ from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_tabl
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
-from girih.nn.functional.state import check_batch, map_state
+from girih.nn.functional.state import TensorSpec, check_state, map_state
 from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
@@ -98,6 +98,20 @@ class CompressAttend(SequenceLayer):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.header)
 
+    def check_state(
+        self, state: CompressAttendState | None, x: Tensor, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Raises unless state is None or a state of this layer for the sequences of x `[B, T, ...]`."""
+        if state is None:
+            return
+        if not isinstance(state, CompressAttendState):
+            raise ValueError(f"state is a {type(state).__name__}; expected a CompressAttendState")
+        N, width = x.shape[0], x.shape[2]
+        check_state(state.x, TensorSpec((N, self.chunk, width)), "state.x")
+        check_state(state.header, TensorSpec((N, width)), "state.header")
+        self.attention.check_cache(state.kv, N, self.chunk + 1, "state.kv")
+        state.seq_lengths.check(N)
+
     def forward(
         self,
         x: Tensor,
@@ -118,8 +132,7 @@ class CompressAttend(SequenceLayer):
             headers = self.headers(tokens, self.header, table.first)
             y, _ = self.attend(headers, tokens, None, table.cu_chunks)
             return table.gather(y), None
-        if state is not None:
-            check_batch(state.x, x.shape[0])
+        self.check_state(state, x)
         if state is not None and attention_mask is None and x.shape[1] == 1:
             in_place = use_cache and not torch.is_grad_enabled()
             y, state = self.step(x, state if in_place else map_state(torch.clone, state))

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from girih.nn.functional.fields import head_widths, resolve_heads
-from girih.nn.functional.state import LayerState
+from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.mixers import make_builder, register
 from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection, decay_projections, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import DeltaProductState
 
 
 class DeltaProduct(RecurrentLayer):
@@ -53,8 +54,6 @@ class DeltaProduct(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        if between_chunks is None and chunk is not None:
-            raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
         kv_heads, head_dim = resolve_heads(
             "delta_product",
             hidden_size,
@@ -69,8 +68,12 @@ class DeltaProduct(RecurrentLayer):
             between_chunks=between_chunks,
             conv_size=conv_size,
             norm_eps=norm_eps,
-            **({} if between_chunks is None else {"chunk": chunk}),
+            **({} if chunk is None else {"chunk": chunk}),
         )
+        if between_chunks is not None and chunk is None:
+            raise ValueError("chunk is None; expected 1 to 64 with between_chunks")
+        if between_chunks is None and chunk is not None:
+            raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
         self.n, self.gated, self.allow_neg_eigval = n, gated, allow_neg_eigval
         self.between_chunks, self.chunk = between_chunks, chunk
         self.heads = (num_heads, n * kv_heads, n * kv_heads)  # of q, k, v: n keys and values for each memory
@@ -96,6 +99,11 @@ class DeltaProduct(RecurrentLayer):
         beta = Projection("beta_proj", "sigmoid", 2.0 if self.allow_neg_eigval else 1.0)
         return Projection("qkv_proj"), beta, Projection("g_proj"), *decay_projections(self)
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        memory = TensorSpec((sequences, self.heads[2] // self.n, self.key_dim, self.value_dim), dtype)
+        position = TensorSpec((sequences,), torch.int64) if self.between_chunks else None
+        return LayerState(self.conv.state_like(sequences, dtype), DeltaProductState(memory, position))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -105,18 +113,21 @@ class DeltaProduct(RecurrentLayer):
     ) -> tuple[Tensor, LayerState | None]:
         qkv, beta, gate, *decay = projected
         g = decay[0] if decay else None
+        self.check_state(state, qkv, cu_seqlens)
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
+        k, v, beta = (self.split_steps(rows) for rows in (k, v, beta))
+        # For n > 1 split_steps copies k and v. A copy of q too frees qkv: autograd saves q, not qkv.
         if self.n > 1 and torch.is_grad_enabled():
-            # split_steps copies k and v. Copy q too, so that autograd does not keep qkv alive.
             q = q.contiguous()
+        del qkv
         o, memory = self.scan(
             "delta_product",
             q,
-            self.split_steps(k),
-            self.split_steps(v),
-            self.split_steps(beta),
+            k,
+            v,
+            beta,
             g,
             n=self.n,
             l2norm_qk=True,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.packing import token_positions
 from girih.nn.functional.rotary import rotary
-from girih.nn.functional.state import LayerState, is_step
+from girih.nn.functional.state import LayerState, TensorSpec, is_step
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import Mixer, make_builder, register, register_layer
@@ -17,6 +17,7 @@ from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection, project, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import GLAState
 
 GATES = ("none", "fixed", "scalar", "vector")
 ROPE_THETA = 10000.0
@@ -125,6 +126,13 @@ class GatedLinearAttention(RecurrentLayer):
         g = F.logsigmoid(self.decay(x)) / self.gate_logit_normalizer
         return g.unflatten(-1, (-1, self.key_dim)), None
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState | RotaryState:
+        conv = self.conv.state_like(sequences, dtype)
+        memory = GLAState(TensorSpec((sequences, self.heads[1], self.key_dim, self.value_dim), dtype))
+        if not self.rotary:
+            return LayerState(conv, memory)
+        return RotaryState(conv, memory, TensorSpec((sequences,), torch.int64))
+
     def mix(
         self,
         x: Tensor,
@@ -137,6 +145,7 @@ class GatedLinearAttention(RecurrentLayer):
                 f"state has {len(state)} parts; expected {2 + self.rotary}; pass the state that this layer "
                 "returned"
             )
+        self.check_state(state, x, cu_seqlens)
         conv, memory, *length = state or (None, None)
         qkv, gate = project(self, (Projection("qkv_proj"), Projection("g_proj")), x)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)

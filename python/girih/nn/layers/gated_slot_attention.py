@@ -10,13 +10,14 @@ from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import silu_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
-from girih.nn.functional.state import LayerState
+from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.functional.step import RowInput
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import RMSNorm
 from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import GSAState
 
 
 class GatedSlotAttention(RecurrentLayer):
@@ -76,6 +77,7 @@ class GatedSlotAttention(RecurrentLayer):
             )
         self.gated, self.gate_logit_normalizer, self.feature = gated, gate_logit_normalizer, feature
         self.heads, self.num_slots = (num_heads, kv_heads, kv_heads), num_slots
+        self.head_dim = head_dim
         channels = sum(self.heads) * head_dim
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False)
         self.conv = ShortConv(channels, conv_size)
@@ -107,6 +109,12 @@ class GatedSlotAttention(RecurrentLayer):
     def output(self, o: Tensor) -> Tensor:
         return apply_linears(silu_norm(self.norm, o), [self.o_proj])[0]
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        heads, D, M = self.heads[1], self.head_dim, self.num_slots
+        k, v = TensorSpec((sequences, heads, D, M), dtype), TensorSpec((sequences, heads, M, D), dtype)
+        z = None if self.gated else TensorSpec((sequences, heads, M), dtype)
+        return LayerState(self.conv.state_like(sequences, dtype), GSAState(k, v, z))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -115,6 +123,7 @@ class GatedSlotAttention(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
         qkv, *slot_projections = projected
+        self.check_state(state, qkv, cu_seqlens)
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)

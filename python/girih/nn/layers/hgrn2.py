@@ -10,12 +10,13 @@ from girih.nn.functional.fields import head_widths, resolve_heads
 from girih.nn.functional.fused import residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
-from girih.nn.functional.state import LayerState
+from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.functional.step import RowInput
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import RMSNorm
 from girih.nn.layers.projections import Projection, split_heads
 from girih.nn.layers.recurrent_layer import RecurrentLayer
+from girih.ops import GLAState
 
 
 class HGRN2(RecurrentLayer):
@@ -74,6 +75,10 @@ class HGRN2(RecurrentLayer):
     def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("qfv_proj"),)
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        memory = TensorSpec((sequences, self.heads[0], self.key_dim, self.value_dim), dtype)
+        return LayerState(None, GLAState(memory))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -81,6 +86,7 @@ class HGRN2(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
+        self.check_state(state, projected[0], cu_seqlens)
         q, f, v = split_heads(projected[0], self.heads, self.key_dim, self.value_dim)
         logits, bound = promote_to_fp32(f), self.lower_bound
         # g = log f. sigmoid(logits) may underflow: without a bound use logsigmoid.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
-from girih.nn.functional.state import LayerState, advance
+from girih.nn.functional.state import LayerState, TensorSpec, advance
 from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
@@ -16,6 +16,7 @@ from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
 from girih.nn.layers.projections import Projection, decay_projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import LatticeState
 
 
 class Lattice(RecurrentLayer):
@@ -98,6 +99,14 @@ class Lattice(RecurrentLayer):
         qk, v, gate = (Projection(name) for name in ("qk_proj", "v_proj", "g_proj"))
         return qk, v, gate, Projection("gamma_proj", "sigmoid"), *decay_projections(self)
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        heads = sequences, self.num_heads
+        memory = TensorSpec((*heads, *self.memory.shape[1:]), dtype)
+        decay = TensorSpec(heads, dtype) if self.gated else None
+        position = TensorSpec((sequences,), torch.int64)
+        conv = self.q_conv.state_like(sequences, dtype)
+        return LayerState((conv, conv), LatticeState(memory, memory, decay, position))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -107,6 +116,7 @@ class Lattice(RecurrentLayer):
     ) -> tuple[Tensor, LayerState | None]:
         qk, v, gate, gamma, *decay = projected
         g = decay[0] if decay else None
+        self.check_state(state, qk, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         q, q_state = self.q_conv(qk, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(qk, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)

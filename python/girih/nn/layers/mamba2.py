@@ -11,7 +11,7 @@ from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import residual_norm, silu_product
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
-from girih.nn.functional.state import LayerState
+from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.functional.step import RowInput
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
 from girih.nn.layers.mixers import Mixer, make_builder, register
@@ -19,6 +19,7 @@ from girih.nn.layers.norm import RMSNorm
 from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import GLAState
 
 
 class Mamba2(RecurrentLayer):
@@ -85,6 +86,10 @@ class Mamba2(RecurrentLayer):
     def input_projections(self) -> tuple[Projection, ...]:
         return Projection("in_proj"), Projection("dt_proj", "linear"), Projection("z_proj")
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        memory = TensorSpec((sequences, self.heads, self.state_size, self.head_dim), dtype)
+        return LayerState(self.conv.state_like(sequences, dtype), GLAState(memory))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -93,6 +98,7 @@ class Mamba2(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
         xbc, dt, z = projected
+        self.check_state(state, xbc, cu_seqlens)
         conv, memory = state or (None, None)
         xbc, conv = self.conv(xbc, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         N = self.state_size

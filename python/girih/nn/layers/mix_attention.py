@@ -128,6 +128,19 @@ class MixAttention(SequenceLayer, MemoryAsGate):
         super().__init__(weight=weight, learned=learned, cross=cross)
         self.base, self.mixer = base, mixer
 
+    def check_state(self, state: MixState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Raises unless state is None or has states of both layers for the sequences of x `[B, T, ...]`."""
+        if state is None:
+            return
+        if not isinstance(state, MixState):
+            raise ValueError(
+                f"state is a {type(state).__name__}; expected a MixState; pass the state that this layer "
+                "returned"
+            )
+        for layer, part in zip((self.base, self.mixer), state, strict=True):
+            if hasattr(layer, "check_state"):  # layers of other packages have none
+                layer.check_state(part, x, cu_seqlens)
+
     def forward(
         self,
         x: Tensor,
@@ -136,6 +149,7 @@ class MixAttention(SequenceLayer, MemoryAsGate):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MixState | None]:
+        self.check_state(state, x, cu_seqlens)  # before base writes its state
         base_state, mixer_state = state or (None, None)
         base, base_state = self.base(x, attention_mask, base_state, use_cache, cu_seqlens)
         mixed, mixer_state = self.mixer(x, attention_mask, mixer_state, use_cache, cu_seqlens)

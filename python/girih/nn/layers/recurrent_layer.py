@@ -7,7 +7,8 @@ from torch import Tensor
 
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, sort_valid_first
-from girih.nn.functional.state import advance
+from girih.nn.functional.packing import count_sequences
+from girih.nn.functional.state import advance, check_state, current_pieces
 from girih.nn.layers.projections import project
 from girih.nn.layers.sequence_layer import SequenceLayer
 
@@ -41,6 +42,18 @@ class RecurrentLayer(SequenceLayer):
         each row."""
         o, state = self.core(project(self, self.input_projections(), x), state, use_cache, cu_seqlens)
         return self.output(o), state
+
+    def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Raises unless state is None or a state of this layer for the sequences of x `[B, T, ...]`. `core`
+        calls it before a step writes any part of the state in place."""
+        if state is None or current_pieces.get() is not None:  # a piece of a sequence is never a step
+            return
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        check_state(state, self.state_like(count_sequences(x, cu_seqlens), dtype))
+
+    def state_like(self, sequences: int, dtype: torch.dtype) -> Any:
+        """A state of this layer with a `TensorSpec` in place of each tensor; dtype: of memories and sums."""
+        raise NotImplementedError
 
     def scan(self, name: str, *data: Tensor | None, **call: Any) -> tuple[Tensor, Any]:
         """Calls the layer's operator (`state.advance`). `conversion.both_ways` overrides it for encoders, to

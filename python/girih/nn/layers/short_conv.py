@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from girih import ops
 from girih.nn.functional.fused import autocast_dtype
-from girih.nn.functional.state import advance
+from girih.nn.functional.state import TensorSpec, advance
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 
 ACTIVATIONS = ops.words("short_conv", "activation")
@@ -56,6 +56,11 @@ class ShortConv(RecurrentLayer):
             nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def state_like(self, sequences: int, dtype: torch.dtype) -> ops.ShortConvState | None:
+        if self.weight is None:
+            return None
+        return ops.ShortConvState(TensorSpec((sequences, self.kernel_size - 1, self.weight.shape[0])))
 
     def mix(
         self, x: Tensor, state: ops.ShortConvState | None, use_cache: bool, cu_seqlens: Tensor | None

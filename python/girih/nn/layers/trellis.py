@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
-from girih.nn.functional.state import LayerState, advance
+from girih.nn.functional.state import LayerState, TensorSpec, advance
 from girih.nn.layers.decay import DecayGate, initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
@@ -16,6 +16,7 @@ from girih.nn.layers.norm import GatedRMSNorm, apply_output_gate
 from girih.nn.layers.projections import Projection, decay_projections
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import TrellisState
 
 
 class Trellis(RecurrentLayer):
@@ -118,6 +119,12 @@ class Trellis(RecurrentLayer):
         qk = (Projection(name) for name in self.qk_names)
         return v, a, gate, Projection("gamma_proj", "sigmoid"), *qk, *decay_projections(self)
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        memory = TensorSpec((sequences, *self.key_memory.shape), dtype)
+        position = TensorSpec((sequences,), torch.int64)
+        conv = self.q_conv.state_like(sequences, dtype)
+        return LayerState((conv, conv), TrellisState(memory, memory, memory, memory, position))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -128,6 +135,7 @@ class Trellis(RecurrentLayer):
         v, a, gate, gamma, q, *optional = projected  # optional: k without shared_qk, then g if gated
         k = optional[0] if len(self.qk_names) == 2 else q
         g = None if self.decay is None else optional[-1]
+        self.check_state(state, v, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         q, q_state = self.q_conv(q, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(k, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)

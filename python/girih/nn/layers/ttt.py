@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.fused import unit_rows
 from girih.nn.functional.gates import promote_to_fp32
-from girih.nn.functional.state import LayerState
+from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.layers.decay import initial_step_size_bias
 from girih.nn.layers.layer import GateLinear
 from girih.nn.layers.mixers import register_layer
@@ -16,6 +16,7 @@ from girih.nn.layers.norm import GatedRMSNorm
 from girih.nn.layers.projections import Projection
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
+from girih.ops import TTTState
 
 
 class TTTLinear(RecurrentLayer):
@@ -86,6 +87,12 @@ class TTTLinear(RecurrentLayer):
         v, g, q, k = (Projection(name) for name in ("v_proj", "g_proj", "q_proj", "k_proj"))
         return v, g, Projection("gamma_proj", "sigmoid"), q, k
 
+    def state_like(self, sequences: int, dtype: torch.dtype) -> LayerState:
+        memory = TensorSpec((sequences, *self.memory.shape), dtype)
+        position = TensorSpec((sequences,), torch.int64)
+        conv = self.q_conv.state_like(sequences, dtype)
+        return LayerState((conv, conv), TTTState(memory, memory, position))
+
     def core(
         self,
         projected: Sequence[Tensor],
@@ -94,6 +101,7 @@ class TTTLinear(RecurrentLayer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, LayerState | None]:
         v, gate, gamma, q, k = projected
+        self.check_state(state, v, cu_seqlens)
         (q_state, k_state), memory = state or ((None, None), None)
         q, q_state = self.q_conv(q, state=q_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
         k, k_state = self.k_conv(k, state=k_state, use_cache=use_cache, cu_seqlens=cu_seqlens)
