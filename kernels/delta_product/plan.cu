@@ -77,7 +77,7 @@ cudaError_t reverse_chunks(const DeltaBackward& p, const InputTensor<4>& b, cons
   result.factors = workspace.array<float>(chunks * shape.output_heads * kDeltaChunkRows);
   result.initial = p.dfinal, result.final = p.dinitial;
   result.dz = dz, result.in_place = dz_is_dv;
-  result.gradients = workspace.bytes(states * element_bytes(shape.dtype));
+  result.gradients = workspace.bytes(states * dtype_size(shape.dtype));
   return delta_reverse(result, workspace, stream);
 }
 

@@ -106,7 +106,7 @@ cudaError_t head_gradients(HeadGradients p, Workspace& workspace, cudaStream_t s
 // The states of all pairs of chunks, [pairs, heads, V, D].
 void* new_pair_states(const HeadShape& shape, int heads, Workspace& workspace) {
   return workspace.bytes(token_range_count(shape.tokens, kHeadPair) * heads * shape.V * shape.D *
-                         element_bytes(shape.dtype));
+                         dtype_size(shape.dtype));
 }
 
 // `dinitial`, in the workspace if the caller does not ask for this result.

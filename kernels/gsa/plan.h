@@ -8,7 +8,7 @@ namespace girih::kernels {
 // The states before all chunks, or their gradients: [chunks, H, D + V, M].
 inline void* new_states(const GsaShape& shape, Workspace& workspace) {
   const int64_t rows = token_range_count(shape.tokens, kChunk) * shape.heads * (shape.D + shape.V);
-  return workspace.bytes(rows * shape.M * element_bytes(shape.dtype));
+  return workspace.bytes(rows * shape.M * dtype_size(shape.dtype));
 }
 
 // `state` [N, H, width, M], in the workspace if the caller does not ask for this result.

@@ -26,7 +26,7 @@ BackwardTensors allocate_backward(const LatticeInputs& inputs, bool is_short, Wo
   const SequenceLayout& tokens = shape.grid.tokens;
   const int64_t vectors = chunk_count(shape.grid) * shape.heads * shape.M;
   BackwardTensors between{};
-  between.gradients = workspace.bytes(vectors * shape.D * element_bytes(shape.dtype));
+  between.gradients = workspace.bytes(vectors * shape.D * dtype_size(shape.dtype));
   if (inputs.g.data == nullptr) return between;
   between.ddecay_at_floor = workspace.tensor(DType::f32, tokens.batch, tokens.tokens, shape.heads);
   if (is_short) return between;
@@ -75,7 +75,7 @@ cudaError_t lattice_forward(const LatticeForward& call, Workspace& workspace, cu
   scan.memories = call.memories, scan.ends = call.ends;
   if (!is_short && call.memories == nullptr) {  // the read needs the memories
     const int64_t vectors = chunk_count(shape.grid) * shape.heads * shape.M;
-    scan.memories = workspace.bytes(vectors * shape.D * element_bytes(shape.dtype));
+    scan.memories = workspace.bytes(vectors * shape.D * dtype_size(shape.dtype));
     scan.ends = workspace.array<float>(2 * vectors);
   }
   auto read = fill_arguments<LatticeRead>(call.inputs);

@@ -15,7 +15,7 @@ OutputTensor<4> allocate_rows(const TrellisShape& shape, Workspace& workspace) {
 // A before every chunk.
 void* allocate_memories(const TrellisShape& shape, Workspace& workspace) {
   const int64_t tile = trellis_tile_width(shape);
-  return workspace.bytes(chunk_count(shape.grid) * shape.heads * tile * tile * element_bytes(shape.dtype));
+  return workspace.bytes(chunk_count(shape.grid) * shape.heads * tile * tile * dtype_size(shape.dtype));
 }
 
 cudaError_t compute_gates(const TrellisArguments& problem, Workspace& workspace, const TokenGate*& gates,
