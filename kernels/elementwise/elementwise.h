@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "tile/array.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
@@ -52,10 +53,9 @@ struct ResidualNormBackward {
   void* ds;
   void* dbranch;            // ds in the type row_dtype; null: not computed
   OutputTensor<1> dweight;  // [dim]; null: not computed
-  float* partials;          // residual_norm_partials(shape) floats, with dweight
 };
-int64_t residual_norm_partials(const ResidualNormShape& shape);
-cudaError_t residual_norm_backward(const ResidualNormBackward& problem, cudaStream_t stream);
+cudaError_t residual_norm_backward(const ResidualNormBackward& problem, Workspace& workspace,
+                                   cudaStream_t stream);
 
 struct SiluProduct {
   int64_t elements;

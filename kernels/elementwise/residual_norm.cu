@@ -169,7 +169,7 @@ __device__ inline void sum_over_rows(typename R::Part& x) {
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads)
-    residual_norm_backward_kernel(const __grid_constant__ ResidualNormBackward p) {
+    residual_norm_backward_kernel(const __grid_constant__ ResidualNormBackward p, float* const partials) {
   const int dim = p.shape.dim;
   typename R::Part weight, s, dy, dweight;
   load_weight<R>(weight, p.weight, dim);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(R::kThreads)
   });
   if (p.dweight.data == nullptr) return;
   sum_over_rows<R>(dweight);
-  store_row<R, float>(p.partials, dweight, blockIdx.x, dim, threadIdx.x < R::kLanes);
+  store_row<R, float>(partials, dweight, blockIdx.x, dim, threadIdx.x < R::kLanes);
 }
 
 // Calls launch(RowTile) for the types and dim of the shape.
@@ -255,25 +255,15 @@ cudaError_t residual_norm(const ResidualNorm& p, cudaStream_t stream) {
   });
 }
 
-int64_t residual_norm_partials(const ResidualNormShape& shape) {
-  int64_t floats = 0;
-  elementwise::dispatch_tile(shape, [&](auto tile) {
-    using R = decltype(tile);
-    floats = static_cast<int64_t>(elementwise::block_count<R>(shape)) * shape.dim;
-    return cudaSuccess;
-  });
-  return floats;
-}
-
-cudaError_t residual_norm_backward(const ResidualNormBackward& p, cudaStream_t stream) {
+cudaError_t residual_norm_backward(const ResidualNormBackward& p, Workspace& workspace, cudaStream_t stream) {
   return elementwise::dispatch_tile(p.shape, [&](auto tile) {
     using R = decltype(tile);
     const unsigned blocks = elementwise::block_count<R>(p.shape);
-    const cudaError_t error =
-        launch_grid<elementwise::residual_norm_backward_kernel<R>>(blocks, R::kThreads, 0, stream, p);
-    if (error != cudaSuccess) return error;
-    if (p.dweight.data == nullptr) return cudaSuccess;
-    return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
+    const bool has_sum = p.dweight.data != nullptr;
+    auto* const partials = workspace.array<float>(has_sum ? int64_t{blocks} * p.shape.dim : 0);
+    GIRIH_TRY(launch_grid<elementwise::residual_norm_backward_kernel<R>>(blocks, R::kThreads, 0, stream, p,
+                                                                         partials));
+    return has_sum ? launch_sum_partials(partials, blocks, p.shape.dim, p.dweight, stream) : cudaSuccess;
   });
 }
 

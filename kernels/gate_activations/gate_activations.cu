@@ -94,7 +94,7 @@ __device__ inline void sum_block_rows(const Pack<N>& sum, float* to, int columns
 
 template <class R>
 __global__ void __launch_bounds__(kThreads)
-    gate_activations_backward_kernel(const __grid_constant__ GateActivationsBackward p,
+    gate_activations_backward_kernel(const __grid_constant__ GateActivationsBackward p, float* const partials,
                                      const __grid_constant__ LaunchGrid grid) {
   using T = typename R::T;
   constexpr int N = R::kPack;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     store(static_cast<T*>(p.dx) + row * forward.columns + own.first, dy);
   }
   if (p.sums == nullptr) return;
-  float* const to = p.partials + static_cast<int64_t>(blockIdx.x) / grid.parts * 2 * forward.columns;
+  float* const to = partials + static_cast<int64_t>(blockIdx.x) / grid.parts * 2 * forward.columns;
   sum_block_rows(dbias, to, forward.columns, grid);
   sum_block_rows(drate, to + forward.columns, forward.columns, grid);
 }
@@ -144,25 +144,24 @@ cudaError_t gate_activations(const GateActivations& p, cudaStream_t stream) {
   });
 }
 
-int64_t gate_activations_partials(const GateActivations& p) {
-  return gate_activations_detail::LaunchGrid(p, p.use_packs ? kGateActivationsPack : 1).row_blocks * 2 *
-         p.columns;
-}
-
-cudaError_t gate_activations_backward(const GateActivationsBackward& p, cudaStream_t stream) {
+cudaError_t gate_activations_backward(const GateActivationsBackward& p, Workspace& workspace,
+                                      cudaStream_t stream) {
   using namespace gate_activations_detail;
-  if (p.forward.columns == 0) return cudaSuccess;
-  int64_t partials = 0;
-  const cudaError_t error = dispatch_tile(p.forward, [&](auto tile) {
+  const GateActivations& forward = p.forward;
+  if (forward.columns == 0) return cudaSuccess;
+  return dispatch_tile(forward, [&](auto tile) {
     using R = decltype(tile);
-    const LaunchGrid grid(p.forward, R::kPack);
-    partials = grid.row_blocks;
-    if (p.forward.rows == 0) return cudaSuccess;
-    return launch_grid<gate_activations_backward_kernel<R>>(grid.blocks(), kThreads, 0, stream, p, grid);
+    const LaunchGrid grid(forward, R::kPack);
+    const int columns = p.sums == nullptr ? 0 : 2 * forward.columns;
+    auto* const partials = workspace.array<float>(grid.row_blocks * columns);
+    if (forward.rows > 0) {
+      GIRIH_TRY(launch_grid<gate_activations_backward_kernel<R>>(grid.blocks(), kThreads, 0, stream, p,
+                                                                 partials, grid));
+    }
+    if (p.sums == nullptr) return cudaSuccess;
+    const OutputTensor<1> sums{p.sums, DType::f32, {1}};
+    return launch_sum_partials(partials, grid.row_blocks, columns, sums, stream);
   });
-  if (error != cudaSuccess || p.sums == nullptr) return error;
-  const OutputTensor<1> sums{p.sums, DType::f32, {1}};
-  return launch_sum_partials(p.partials, partials, 2 * p.forward.columns, sums, stream);
 }
 
 }  // namespace girih::kernels

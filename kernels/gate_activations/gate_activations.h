@@ -11,6 +11,7 @@
 
 #include "tile/array.h"
 #include "tile/gate_function.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
@@ -36,9 +37,8 @@ struct GateActivationsBackward {
   const float* dy;          // [rows, columns], contiguous
   void* dx;                 // [rows, columns], contiguous
   float* sums;              // [2, columns]: db, dA (0 for gates other than `decay`); null: not computed
-  float* partials;          // gate_activations_partials() floats, with sums
 };
-int64_t gate_activations_partials(const GateActivations& problem);
-cudaError_t gate_activations_backward(const GateActivationsBackward& problem, cudaStream_t stream);
+cudaError_t gate_activations_backward(const GateActivationsBackward& problem, Workspace& workspace,
+                                      cudaStream_t stream);
 
 }  // namespace girih::kernels

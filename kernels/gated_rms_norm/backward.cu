@@ -20,11 +20,12 @@ namespace {
 // blocks would write more partials.
 constexpr int64_t kResidentBlocks = 3 * kH100Multiprocessors;
 
+// A function of the sizes only, since every block writes a partial.
 int64_t block_count(int64_t rows, int groups) { return std::min(divide_up(rows, groups), kResidentBlocks); }
 
 template <class R>
 __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
-    backward(const GatedRmsNormBackward p, const bool use_packs) {
+    backward(const GatedRmsNormBackward p, float* const partials, const bool use_packs) {
   using T = typename R::T;
   __shared__ __align__(16) float buffer[R::kGroups * R::kWidth];  // the weights, later dweight
   const int dim = p.shape.dim;
@@ -120,31 +121,23 @@ __global__ void __launch_bounds__(R::kThreads, 768 / R::kThreads)
     float sum = 0.f;
 #pragma unroll
     for (int g = 0; g < R::kGroups; ++g) sum += buffer[g * R::kWidth + column];
-    p.partials[static_cast<int64_t>(blockIdx.x) * dim + column] = sum;
+    partials[static_cast<int64_t>(blockIdx.x) * dim + column] = sum;
   }
 }
 
 }  // namespace
 }  // namespace gated_rms_norm
 
-int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape) {
-  int64_t floats = 0;
-  gated_rms_norm::dispatch_rows(shape, [&](auto rows) {
-    floats = gated_rms_norm::block_count(shape.rows, decltype(rows)::kGroups) * shape.dim;
-    return cudaSuccess;
-  });
-  return floats;
-}
-
-cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, cudaStream_t stream) {
+cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& p, Workspace& workspace,
+                                    cudaStream_t stream) {
   using namespace gated_rms_norm;
   const bool use_packs = are_pack_aligned(p.shape, p.dy, p.x, p.gate, p.dx, p.dgate);
   return dispatch_rows(p.shape, [&](auto rows) {
     using R = decltype(rows);
     const int64_t blocks = block_count(p.shape.rows, R::kGroups);
-    const cudaError_t error = launch_grid<backward<R>>(blocks, R::kThreads, 0, stream, p, use_packs);
-    if (error != cudaSuccess) return error;
-    return launch_sum_partials(p.partials, blocks, p.shape.dim, p.dweight, stream);
+    auto* const partials = workspace.array<float>(blocks * p.shape.dim);
+    GIRIH_TRY(launch_grid<backward<R>>(blocks, R::kThreads, 0, stream, p, partials, use_packs));
+    return launch_sum_partials(partials, blocks, p.shape.dim, p.dweight, stream);
   });
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "tile/array.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
@@ -44,13 +45,10 @@ struct GatedRmsNormBackward {
   void* dx;
   OutputTensor<1> dweight;  // [dim]
   void* dgate;              // null if gate is null
-  float* partials;          // gated_rms_norm_partials(shape) floats
 };
 
-// Floats of workspace for the sum of dweight over the rows: a function of the sizes only.
-int64_t gated_rms_norm_partials(const GatedRmsNormShape& shape);
-
 cudaError_t gated_rms_norm_forward(const GatedRmsNormForward& problem, cudaStream_t stream);
-cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& problem, cudaStream_t stream);
+cudaError_t gated_rms_norm_backward(const GatedRmsNormBackward& problem, Workspace& workspace,
+                                    cudaStream_t stream);
 
 }  // namespace girih::kernels

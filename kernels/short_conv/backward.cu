@@ -178,7 +178,7 @@ __device__ void run_backward(const ShortConvBackward& p, const Filter<T, W, N>& 
 
 template <typename T, int W, int N>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    backward(const ShortConvBackward p, const int run_length) {
+    backward(const ShortConvBackward p, float* const partials, const int run_length) {
   const ThreadWork<N> job(p.shape, blockIdx.x, run_length);
   job.template prefetch_first<T>(p.x);
   if (p.dy.data != nullptr) job.template prefetch_first<T>(p.dy);
@@ -207,14 +207,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     for (int y = 0; y < kRuns; ++y) sum += buffer[y][j][column];
     const int64_t channel = job.first_channel + column;
     if (channel < p.shape.channels) {
-      p.partials[(int64_t{job.group} * (W + 1) + j) * p.shape.channels + channel] = sum;
+      partials[(int64_t{job.group} * (W + 1) + j) * p.shape.channels + channel] = sum;
     }
   }
 }
 
 // Sums the partials in a fixed order: a thread adds every eighth group, then the sums of eight threads are
 // added.
-__global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward p, const int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    sum_partials(const ShortConvBackward p, const float* const partials, const int64_t count) {
   __shared__ float parts[kRuns][kLanes];
   const int64_t channels = p.shape.channels;
   const int64_t columns = (p.shape.width + 1) * channels;
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials(const ShortConvBackward
     float sum = 0.f;
     if (column < columns) {
       for (int64_t group = threadIdx.y; group < count; group += kRuns)
-        sum += p.partials[group * columns + column];
+        sum += partials[group * columns + column];
     }
     parts[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();  // the parts of all threads are stored
@@ -277,20 +278,10 @@ __global__ void __launch_bounds__(kThreads) state_backward(const ShortConvBackwa
   }
 }
 
-int64_t group_count(const ShortConvShape& shape, int pack) {
-  return run_group_count(shape.tokens, run_length(shape, pack, kBlocksPerMultiprocessor));
-}
-
 }  // namespace
 }  // namespace short_conv
 
-// Enough for both pack sizes: the choice between them depends on the alignment of the tensors.
-int64_t short_conv_partials(const ShortConvShape& shape) {
-  using namespace short_conv;
-  return std::max(group_count(shape, 1), group_count(shape, kPack)) * (shape.width + 1) * shape.channels;
-}
-
-cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream) {
+cudaError_t short_conv_backward(const ShortConvBackward& p, Workspace& workspace, cudaStream_t stream) {
   using namespace short_conv;
   const SequenceLayout& layout = p.shape.tokens;
   if (p.shape.channels == 0) return cudaSuccess;
@@ -300,21 +291,18 @@ cudaError_t short_conv_backward(const ShortConvBackward& p, cudaStream_t stream)
     using I = decltype(instance);
     using T = typename I::T;
     const int length = run_length(p.shape, I::N, kBlocksPerMultiprocessor);
-    const int64_t groups = run_group_count(layout, length);
+    const int64_t groups = run_group_count(layout, length), columns = (I::W + 1) * p.shape.channels;
     const int64_t blocks = divide_up(p.shape.channels, kLanes * I::N) * groups;
     if (blocks > 0x7fffffff / kRuns) return cudaErrorInvalidConfiguration;
+    auto* const partials = workspace.array<float>(groups * columns);
     if (blocks > 0) {
       constexpr auto kernel = backward<T, I::W, I::N>;
       constexpr int bytes = kSharedBytes<T, I::W, I::N>;
-      if (const cudaError_t error = allow_shared<kernel>(bytes); error != cudaSuccess) return error;
-      if (const cudaError_t error = launch_grid<kernel>(blocks, threads, bytes, stream, p, length);
-          error != cudaSuccess)
-        return error;
+      GIRIH_TRY(allow_shared<kernel>(bytes));
+      GIRIH_TRY(launch_grid<kernel>(blocks, threads, bytes, stream, p, partials, length));
     }
-    const int64_t columns = (I::W + 1) * p.shape.channels;
-    const cudaError_t error = launch_grid<sum_partials>(clamp_grid_blocks(divide_up(columns, kLanes)),
-                                                        threads, 0, stream, p, groups);
-    if (error != cudaSuccess) return error;
+    GIRIH_TRY(launch_grid<sum_partials>(clamp_grid_blocks(divide_up(columns, kLanes)), threads, 0, stream, p,
+                                        partials, groups));
     if constexpr (I::W > 1) {
       const int64_t rows = layout.sequences * (I::W - 1) * p.shape.channels;
       if (rows > 0 && p.dstate.data != nullptr) {

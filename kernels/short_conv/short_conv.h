@@ -14,6 +14,7 @@
 
 #include "tile/array.h"
 #include "tile/sequence.h"
+#include "tile/workspace.h"
 
 namespace girih::kernels {
 
@@ -49,7 +50,6 @@ struct ShortConvBackward {
   OutputTensor<2> dweight;  // [channels, W]
   OutputTensor<1> dbias;    // [channels]; absent if bias is absent
   OutputTensor<3> dstate;   // [N, W-1, channels]; absent if state is absent
-  float* partials;          // short_conv_partials(shape) floats
 };
 
 // One token, T = 1. The state is shifted in place.
@@ -62,11 +62,8 @@ struct ShortConvStep {
   OutputTensor<3> y;      // [B, 1, channels]
 };
 
-// Floats of workspace for the sums of dweight and dbias over tokens: a function of the sizes only.
-int64_t short_conv_partials(const ShortConvShape& shape);
-
 cudaError_t short_conv_forward(const ShortConvForward& problem, cudaStream_t stream);
-cudaError_t short_conv_backward(const ShortConvBackward& problem, cudaStream_t stream);
+cudaError_t short_conv_backward(const ShortConvBackward& problem, Workspace& workspace, cudaStream_t stream);
 cudaError_t short_conv_step(const ShortConvStep& problem, cudaStream_t stream);
 
 }  // namespace girih::kernels

@@ -7,9 +7,9 @@ using namespace girih::kernels;
 
 extern "C" {
 void run_norm(const ResidualNorm* call) { check_launch(residual_norm(*call, nullptr)); }
-int64_t norm_partials(const ResidualNormShape* shape) { return residual_norm_partials(*shape); }
 void run_norm_backward(const ResidualNormBackward* call) {
-  check_launch(residual_norm_backward(*call, nullptr));
+  Buffers buffers;
+  check_launch(residual_norm_backward(*call, buffers, nullptr));
 }
 void run_product(const SiluProduct* call) { check_launch(silu_product(*call, nullptr)); }
 void run_product_backward(const SiluProductBackward* call) {

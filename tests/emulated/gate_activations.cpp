@@ -8,8 +8,8 @@ using namespace girih::kernels;
 
 extern "C" {
 void run_gates(const GateActivations* call) { check_launch(gate_activations(*call, nullptr)); }
-int64_t gates_partials(const GateActivations* call) { return gate_activations_partials(*call); }
 void run_gates_backward(const GateActivationsBackward* call) {
-  check_launch(gate_activations_backward(*call, nullptr));
+  Buffers buffers;
+  check_launch(gate_activations_backward(*call, buffers, nullptr));
 }
 }

@@ -23,7 +23,7 @@ Norm = structure((Shape, "shape"), (POINTER, "x branch"), (Vector, "weight"), (P
 NormBackward = structure(
     (Shape, "shape"),
     *((POINTER, "s"), (Vector, "weight"), (POINTER, "dy after ds dbranch")),
-    *((Vector, "dweight"), (POINTER, "partials")),
+    (Vector, "dweight"),
 )
 Product = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up y"))
 ProductBackward = structure((NUMBER, "elements"), (INT, "dtype"), (POINTER, "gate up dy dgate dup y"))
@@ -45,7 +45,7 @@ RotaryBackward = structure((RotaryShape, "shape"), (POINTER, "dq dk dv dx"))
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return load_kernels(tmp_path_factory, "elementwise", sizes=("norm_partials",))
+    return load_kernels(tmp_path_factory, "elementwise", sizes=())
 
 
 class PaddedTensors:
@@ -102,9 +102,8 @@ def check_norm(kernels, rows, dim, pair, with_branch=True, with_after=True):
         s = x
     ds, dweight = pad.like(s), pad.like(weight)
     dbranch = pad.like(dy) if with_branch else None
-    partials = pad(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
     call = NormBackward(shape, address(s), vector(weight), address(dy), address(after), address(ds))
-    call.dbranch, call.dweight, call.partials = address(dbranch), vector(dweight), address(partials)
+    call.dbranch, call.dweight = address(dbranch), vector(dweight)
     kernels.run_norm_backward(ctypes.byref(call))
 
     wide, w = s.double().requires_grad_(), weight.double().requires_grad_()
@@ -189,9 +188,8 @@ def test_norms_of_silu(kernels, rows, dim, dtype):
     )
     shape = Shape(rows, dim, 1e-5, DTYPES[dtype], DTYPES[dtype], True)
     kernels.run_norm(ctypes.byref(Norm(shape, address(x), None, vector(weight), None, address(y))))
-    partials = pad(torch.full((kernels.norm_partials(ctypes.byref(shape)),), torch.nan))
     call = NormBackward(shape, address(x), vector(weight), address(dy), None, address(dx))
-    call.dweight, call.partials = vector(dweight), address(partials)
+    call.dweight = vector(dweight)
     kernels.run_norm_backward(ctypes.byref(call))
     wide, w = x.double().requires_grad_(), weight.double().requires_grad_()
     want = F.rms_norm(F.silu(wide), (dim,), w, 1e-5)

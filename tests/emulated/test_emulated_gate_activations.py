@@ -17,12 +17,12 @@ Gates = structure(
     *((NUMBER, "rows"), (INT, "columns gate dtype"), (POINTER, "x"), (NUMBER, "stride"), (BOOL, "use_packs")),
     *((POINTER, "bias rate"), (FLOAT, "scale"), (POINTER, "y")),
 )
-Backward = structure((Gates, "of"), (POINTER, "dy dx sums partials"))
+Backward = structure((Gates, "of"), (POINTER, "dy dx sums"))
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return load_kernels(tmp_path_factory, "gate_activations", sizes=("gates_partials",))
+    return load_kernels(tmp_path_factory, "gate_activations", sizes=())
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,7 @@ def runner(kernels, stride=None):
         gates.use_packs = columns % 8 == 0 and step % 8 == 0
         gates.bias, gates.rate, gates.scale, gates.y = address(bias), address(rate), scale, address(y)
         kernels.run_gates(ctypes.byref(gates))
-        partials = pad(torch.full((kernels.gates_partials(ctypes.byref(gates)),), torch.nan))
-        call = Backward(gates, *map(address, (dy, dx, sums, partials)))
+        call = Backward(gates, *map(address, (dy, dx, sums)))
         kernels.run_gates_backward(ctypes.byref(call))
         pad.assert_untouched()
         number_grads = [s for s, number in zip(sums, (bias, rate), strict=True) if number is not None]

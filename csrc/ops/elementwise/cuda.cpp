@@ -79,13 +79,11 @@ std::tuple<Tensor, Tensor, Tensor> run_norm_backward(const char* op, const Tenso
   const auto ds = at::empty(s.sizes(), s.options());
   const auto dbranch = of_branch ? at::empty(s.sizes(), dy.options()) : new_empty(dy);
   const auto dweight = of_weight ? at::empty(weight->sizes(), weight->options()) : new_empty(s);
-  const auto floats = of_weight ? kernels::residual_norm_partials(p.shape) : 0;
-  const auto partials = at::empty({floats}, s.options().dtype(at::kFloat));
   p.ds = ds.mutable_data_ptr();
   p.dbranch = of_branch ? dbranch.mutable_data_ptr() : nullptr;
   if (of_weight) p.dweight = output<1>(dweight);
-  p.partials = partials.mutable_data_ptr<float>();
-  check_launch(op, kernels::residual_norm_backward(p, c10::cuda::getCurrentCUDAStream()));
+  TensorWorkspace workspace(s);
+  check_launch(op, kernels::residual_norm_backward(p, workspace, c10::cuda::getCurrentCUDAStream()));
   return {ds, dbranch, dweight};
 }
 

@@ -66,12 +66,10 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_, const Tensor& x_, std::st
   const auto dx = at::empty(x_.sizes(), x.options());
   const auto wide = x.options().dtype(at::kFloat);
   const auto sums = of_sums ? at::empty({2, x.size(1)}, wide) : at::empty({0}, wide);
-  const auto partials = at::empty({of_sums ? kernels::gate_activations_partials(p.forward) : 0}, wide);
   p.dy = dy.const_data_ptr<float>();
   p.dx = dx.mutable_data_ptr();
   p.sums = of_sums ? sums.mutable_data_ptr<float>() : nullptr;
-  p.partials = partials.mutable_data_ptr<float>();
-  GIRIH_LAUNCH(gate_activations_backward, p);
+  GIRIH_RUN(gate_activations_backward, p, x);
   return {dx, sums};
 }
 

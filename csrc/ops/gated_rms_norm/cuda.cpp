@@ -54,7 +54,6 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Ten
   const auto dgate = if_defined(gate, [&] { return at::empty(x.sizes(), x.options()); });
   kernels::GatedRmsNormBackward p;
   p.shape = shape_of(x, gate, activation, eps);
-  const auto partials = at::empty({kernels::gated_rms_norm_partials(p.shape)}, x.options().dtype(at::kFloat));
   p.dy = data_or_null(dy);
   p.x = data_or_null(rows);
   p.weight = input<1>(weight);
@@ -62,8 +61,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const Tensor& x, const Ten
   p.dx = dx.mutable_data_ptr();
   p.dweight = output<1>(dweight);
   p.dgate = dgate ? dgate->mutable_data_ptr() : nullptr;
-  p.partials = partials.mutable_data_ptr<float>();
-  GIRIH_LAUNCH(gated_rms_norm_backward, p);
+  GIRIH_RUN(gated_rms_norm_backward, p, x);
   return {dx, dweight, dgate};
 }
 

@@ -55,7 +55,6 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
   p.shape = shape_of(x, weight, cu, activation);
   const auto dx = new_gradient(x), dweight = new_gradient(weight);
   const auto dbias = new_gradient_if_defined(bias), dstate = new_gradient_if_defined(state_x);
-  const auto partials = at::empty({kernels::short_conv_partials(p.shape)}, x.options().dtype(at::kFloat));
   p.dy = input<3>(grad_y);
   p.dfinal_state = input<3>(grad_state_x);
   p.x = input<3>(x);
@@ -66,8 +65,7 @@ Gradients backward_cuda(const OptionalTensor& grad_y, const OptionalTensor& grad
   p.dweight = output<2>(dweight);
   p.dbias = output<1>(dbias.value_or(Tensor()));
   p.dstate = output<3>(dstate.value_or(Tensor()));
-  p.partials = partials.mutable_data_ptr<float>();
-  GIRIH_LAUNCH(short_conv_backward, p);
+  GIRIH_RUN(short_conv_backward, p, x);
   return {dx, dweight, dbias, dstate, std::nullopt};
 }
 
