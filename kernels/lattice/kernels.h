@@ -59,10 +59,10 @@ struct LatticeReverse {
   OutputTensor<4> dmemory;  // [N, H, D, M] fp32, tangent at S
   OutputTensor<4> dstep;    // of LatticeReadBackward, present if there are positions
   OutputTensor<2> ddecay;   // of LatticeReadBackward, present if there are positions and g
-  // For LatticeDkv, present if g is:
-  float*
-      cancelling_sums;  // [chunk_count, H, 2, M]: for each vector, the sum, and whether it is added (dkv.cuh)
-  OutputTensor<2> dend_decay;  // [N, H] fp32: gradient of the decay at the end of an incomplete chunk
+  // For LatticeDkv, present if g is: for each vector the cancelling sum and whether dkv.cuh adds it,
+  // [chunk_count, H, 2, M]; and the gradient of the decay at the end of an incomplete chunk, [N, H] fp32.
+  float* cancelling_sums;
+  OutputTensor<2> dend_decay;
 };
 
 struct LatticeDkv {

@@ -68,7 +68,7 @@ struct LatticeForward {
   LatticeInputs inputs;
   LatticeEnd end;
   int64_t* last_position;  // [N], optional
-  // Saved for backward, both optional:
+  // Saved for backward, both present or both null:
   void* memories;     // dtype [chunk_count, H, M, D]: S^T before every chunk
   float* ends;        // [chunk_count, H, 2, M]: alpha and rho of every chunk (scan.cuh)
   OutputTensor<4> o;  // [B, T, HQ, D]
@@ -131,7 +131,8 @@ struct LatticeFp32Forward {
   LatticeFp32Inputs inputs;
   LatticeEnd end;
   int64_t* last_position;  // [N]
-  float* memories;  // saved for backward, optional: S before every segment, [segments, H, D, stored columns]
+  // Saved for backward, optional: [segments, H, D, lattice_stored_columns()], S before every segment.
+  float* memories;
   OutputTensor<4> o;  // [B, T, HQ, D]
 };
 cudaError_t lattice_fp32_forward(const LatticeFp32Forward& call, cudaStream_t stream);
