@@ -9,13 +9,14 @@
 
 namespace girih::delta_product {
 
-// The tensors of one call as the kernels read them: rows aligned to 16 bytes.
+// The tensors of one call as the kernels read them: rows are aligned to 16 bytes, widths are zero-padded to
+// multiples of 8.
 struct Arguments {
   Tensor q, k, v, beta, g, cu_seqlens;
   kernels::DeltaShape shape;
   int64_t D, V;  // widths without padding
 
-  // `beta`: that of the call, or with rows aligned to 16 bytes.
+  // beta: the beta of the call; a beta per channel is passed with aligned rows.
   Arguments(const Call& call, const Tensor& beta)
       : q(align_rows(call.q)),
         k(align_rows(call.k)),
