@@ -18,11 +18,14 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
   const auto kv_heads = *options.num_kv_heads, n = options.n;
   const auto width = num_heads * value_dim_,
              channels = num_heads * key_dim_ + n * kv_heads * (key_dim_ + value_dim_);
-  heads_ = {num_heads, n * kv_heads, n * kv_heads};
+  heads_ = {num_heads, n * kv_heads, n * kv_heads};  // of q, k and v: n keys and values for each memory
   qkv_proj = register_module("qkv_proj", linear(hidden_size, channels));
   conv = register_module("conv", ShortConv(channels, ShortConvOptions{.kernel_size = options.conv_size}));
   beta_proj = register_module("beta_proj", linear(hidden_size, n * kv_heads));
-  if (options.gated) decay = register_module("decay", DecayGate(hidden_size, kv_heads, 0.01));
+  // With the default initial dt, up to 0.1, the memory forgets a key before its query
+  // (girih.nn.DeltaProduct).
+  if (options.gated)
+    decay = register_module("decay", DecayGate(hidden_size, kv_heads, /*largest_step=*/0.01));
   g_proj = register_module("g_proj", linear(hidden_size, width));
   norm = register_module("norm", GatedRMSNorm(value_dim_, options.norm_eps));
   o_proj = register_module("o_proj", linear(width, hidden_size));
@@ -75,6 +78,7 @@ Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& 
 
 namespace {
 
+// expand_v: the default of the mixer.
 AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v = 1) {
   auto options = options_from_config(c, DeltaProductOptions{.expand_v = expand_v});
   options.n = n;
@@ -83,7 +87,7 @@ AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v
   return std::make_shared<DeltaProductImpl>(c.hidden_size, c.num_heads, options);
 }
 
-// Mixer::check of the delta-rule mixers; expand_v: the mixer's default.
+// Mixer::check of the mixers of this file. expand_v: the default of the mixer.
 template <int expand_v = 1>
 void check_delta_rule(const Config& c) {
   head_widths(c, 1, expand_v);
@@ -92,22 +96,23 @@ void check_delta_rule(const Config& c) {
                     int64_t(chunk.least), " to ", int64_t(chunk.most), " for between_chunks");
 }
 
-std::vector<MixerField> delta_fields(std::initializer_list<MixerField> own) {
+// The configuration fields of a mixer of this file: `specific` ones and those that all read.
+std::vector<MixerField> delta_fields(std::initializer_list<MixerField> specific) {
   std::vector<MixerField> all = {"num_kv_heads",   "head_dim", "expand_k",  "expand_v", "allow_neg_eigval",
                                  "between_chunks", "chunk",    "conv_size", "norm_eps"};
-  all.insert(all.begin(), own);
+  all.insert(all.begin(), specific);
   return all;
 }
 
-const MixerRegistration product({"delta_product",
-                                 [](const Config& c) { return make_delta_rule(c, c.n, c.gated); },
-                                 delta_fields({"n", "gated"}), check_delta_rule<>});
-const MixerRegistration net({"deltanet", [](const Config& c) { return make_delta_rule(c, 1, false); },
-                             delta_fields({}), check_delta_rule<>});
+const MixerRegistration delta_product({"delta_product",
+                                       [](const Config& c) { return make_delta_rule(c, c.n, c.gated); },
+                                       delta_fields({"n", "gated"}), check_delta_rule<>});
+const MixerRegistration deltanet({"deltanet", [](const Config& c) { return make_delta_rule(c, 1, false); },
+                                  delta_fields({}), check_delta_rule<>});
 // expand_v = 2 (Yang et al. 2025, Gated Delta Networks, appendix).
-const MixerRegistration gated_net({"gated_deltanet",
-                                   [](const Config& c) { return make_delta_rule(c, 1, true, 2); },
-                                   delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
+const MixerRegistration gated_deltanet({"gated_deltanet",
+                                        [](const Config& c) { return make_delta_rule(c, 1, true, 2); },
+                                        delta_fields({}), check_delta_rule<2>, "had expand_v = 1"});
 
 }  // namespace
 

@@ -9,7 +9,8 @@
 
 namespace girih::delta_product {
 
-// The tensors of one call as the kernels read them: rows aligned to 16 bytes.
+// The tensors of one call as the kernels read them: rows are aligned to 16 bytes, widths are zero-padded to
+// multiples of 8.
 struct Arguments {
   Tensor q, k, v, beta, g, cu_seqlens;
   kernels::DeltaShape shape;

@@ -6,7 +6,7 @@
 namespace girih::ops {
 namespace {
 
-// n from the rows of k if it is absent; 1 without tokens.
+// The option n, or if it is absent the rows of k per token of q; 1 without tokens.
 int64_t steps_per_token(const Tensor& q, const Tensor& k, OptionalIntArg n) {
   if (n) return *n;
   const auto tokens = q.dim() > 1 ? q.size(1) : 0, rows = k.dim() > 1 ? k.size(1) : 0;

@@ -1,4 +1,5 @@
-// delta_product on meta tensors: shapes of the results, and the path without a device.
+// delta_product on meta tensors, which computes the shapes of the results, and delta_product_explain without
+// the limits of a device.
 #include "aten.h"
 
 namespace girih::delta_product {

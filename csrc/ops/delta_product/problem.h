@@ -1,4 +1,6 @@
-// The arguments of delta_product, their conditions beyond the declaration, the path, and the saved tensors.
+// The arguments of delta_product, their conditions beyond those of csrc/schema.cpp, the path, and the saved
+// tensors. A step is one of the n delta-rule updates of a token. delta_product_step is another step: it reads
+// one token in decoding.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +12,12 @@
 
 namespace girih::delta_product {
 
-constexpr int64_t kMaxWidth = 256;             // D and V of the kernels
+constexpr int64_t kMaxWidth = 256;             // largest D and V of the kernels
 constexpr int64_t kMaxSteps = 16;              // largest n of the tensor-core kernels
-constexpr int64_t kMaxChannelBetaWidth = 128;  // D of the tensor-core kernels with one beta per channel
+constexpr int64_t kMaxChannelBetaWidth = 128;  // largest D of the tensor-core kernels with a beta per channel
 constexpr int64_t kPreparedBytes = 11648;  // tensor cores: bytes that delta_prepare writes per chunk and head
-constexpr int64_t kStepLimit = 8;    // step kernel: largest n, and largest number of query heads per memory
-constexpr int64_t kMinSegments = 3;  // of a sequence that the scan cuts into segments
+constexpr int64_t kStepLimit = 8;    // kernel of delta_product_step: largest n, and query heads per memory
+constexpr int64_t kMinSegments = 3;  // the least number of segments of a sequence that the scan cuts
 
 struct Call {
   static constexpr const char* name = "delta_product";
@@ -34,7 +36,7 @@ struct Call {
   std::optional<int64_t> chunk;
   std::optional<std::string_view> between_chunks;
 
-  // Whether beta [B, T * n, H, D] has one value per channel (else one per step).
+  // Whether beta is [B, T * n, H, D], one value per channel, and not [B, T * n, H], one per step.
   bool has_channel_beta() const { return beta.dim() == 4; }
   double query_scale() const { return scale_or_default(scale, q.size(3)); }
 };
@@ -52,8 +54,8 @@ struct Problem {
                 "delta_product: beta is a vector [B, T * n, H, D], so v's width V should be D = ", p.D,
                 " but is ", p.V);
     GIRIH_CHECK(!call.between_chunks || call.chunk,
-                "delta_product: chunk is None but should be 1 to 64 with between_chunks: it is part of the "
-                "model");
+                "delta_product: chunk is None but should be 1 to 64 with between_chunks, which is applied to "
+                "the memory after every chunk");
     GIRIH_CHECK(call.between_chunks || !call.chunk, "delta_product: chunk is ", call.chunk.value_or(0),
                 " but should be None without between_chunks: it cannot change the result");
     GIRIH_CHECK(has_position == (call.between_chunks.has_value() && is_defined(call.state_s)),
@@ -64,10 +66,12 @@ struct Problem {
   }
 
   Path path(const Call& call) const {
+    // The numbers in the texts below.
     static_assert(kMaxWidth == 256 && kMaxSteps == 16 && kChunkTokens == 64 && kMaxChannelBetaWidth == 128);
     if (call.q.scalar_type() == at::kDouble) return aten(kNoFloat64Kernels);
     if (D > kMaxWidth || V > kMaxWidth) return aten("keys or values wider than 256");
-    if (call.n > kChunkTokens) return aten("more than 64 steps a token");  // a block has 64 rows
+    // The kernels have chunks of 64 rows, one row per step, and do not split a token.
+    if (call.n > kChunkTokens) return aten("more than 64 steps a token");
     if (call.q.scalar_type() == at::kFloat) return fp32(k3xTF32);
     if (call.between_chunks) return fp32("between_chunks is set");
     if (call.n > kMaxSteps) return fp32("more than 16 steps a token");
@@ -79,7 +83,7 @@ struct Problem {
     return tensor_cores();
   }
   Path step_path(const Call& call) const {
-    static_assert(kMaxWidth == 256 && kStepLimit == 8);
+    static_assert(kMaxWidth == 256 && kStepLimit == 8);  // the numbers in the texts below
     if (call.q.scalar_type() == at::kDouble) return aten(kNoFloat64Kernels);
     if (call.between_chunks) return aten("between_chunks is set");
     if (D > kMaxWidth) return aten("keys wider than 256");
@@ -88,25 +92,28 @@ struct Problem {
     return fp32(kMemoryBound);
   }
 
-  // The saved tensors of forward; {0} each without kernels.
-  //   tensor cores: states, the transposed state before every chunk of 64 / n tokens; prepared, what
-  //     delta_prepare writes per chunk; transitions of the segments in fp32, if the sequences are cut into
-  //     segments
-  //   fp32 kernels: states, the fp32 state before every chunk (count_fp32_states); prepared, u, the rows that
-  //     the steps write
+  // Shapes and dtypes of the tensors that forward saves; shape {0} where nothing is saved.
+  //   tensor cores
+  //     states       the transposed state before every chunk of 64 / n tokens, in the dtype of q
+  //     prepared     the bytes that delta_prepare writes per chunk
+  //     transitions  the matrix [D, D] by which a segment multiplies the state, in fp32; {0} without
+  //                  segments
+  //   fp32 kernels
+  //     states       the state before every chunk, in fp32 (count_fp32_states)
+  //     prepared     u = w - S^T b of every step, in fp32
   struct SavedShapes {
     std::vector<c10::SymInt> states, prepared, transitions;
     at::ScalarType states_type, prepared_type;
     bool has_saved = false;
   };
   SavedShapes saved(const Call& call, bool save) const {
-    const auto chosen = path(call);
+    const auto call_path = path(call);
     const auto kernel_chunk = call.n > kChunkTokens ? 1 : kChunkTokens / call.n;
     SavedShapes saved_shapes{{0}, {0}, {0}, call.q.scalar_type(), at::kByte};
-    if (chosen == Path::Code::fp32) saved_shapes.states_type = saved_shapes.prepared_type = at::kFloat;
-    if (!save || chosen == Path::Code::aten) return saved_shapes;
+    if (call_path == Path::Code::fp32) saved_shapes.states_type = saved_shapes.prepared_type = at::kFloat;
+    if (!save || call_path == Path::Code::aten) return saved_shapes;
     saved_shapes.has_saved = true;
-    if (chosen == Path::Code::tensor_cores) {
+    if (call_path == Path::Code::tensor_cores) {
       saved_shapes.states = saved_states_shape(call.q, N, H, {V}, D, call.cu_seqlens, kernel_chunk);
       saved_shapes.prepared = {count_chunks(call.q, N, call.cu_seqlens, kernel_chunk), H, kPreparedBytes};
       saved_shapes.transitions = {count_segments(call.cu_seqlens, kernel_chunk), H, padded_width(D),
@@ -121,15 +128,19 @@ struct Problem {
   }
 
  private:
-  // The number of segments of all sequences, as kernels/tile/segments.h computes it; 0 if the cut has too few
-  // segments. Without a branch on sizes: torch.compile would guard on it.
+  // The number of segments of all sequences, as kernels/tile/segments.h computes it; 0 if a sequence would
+  // have fewer than kMinSegments segments. There is no branch on sizes, because torch.compile would guard on
+  // it.
   c10::SymInt count_segments(const OptionalTensor& cu_seqlens, int64_t chunk) const {
     const auto ceil_div = [](const c10::SymInt& a, const c10::SymInt& b) { return (a + b - 1) / b; };
     const auto sequences = N.max(1), chunks = ceil_div(ceil_div(B * T, sequences), chunk);
-    const auto each = (chunks / kernels::kMinSegmentChunks)
-                          .min(c10::SymInt(kernels::kMultiprocessors) / (sequences * H * ceil_div(V, 64)));
-    const auto tokens = (ceil_div(chunks, each.max(1)) * chunk).max(chunk);
-    return (each / kMinSegments).min(1) * count_chunks_of(cu_seqlens, tokens);
+    // Segments of a sequence: at least kMinSegmentChunks chunks each, and blocks for all multiprocessors.
+    const auto segments =
+        (chunks / kernels::kMinSegmentChunks)
+            .min(c10::SymInt(kernels::kMultiprocessors) / (sequences * H * ceil_div(V, 64)));
+    const auto segment_tokens = (ceil_div(chunks, segments.max(1)) * chunk).max(chunk);
+    const auto is_cut = (segments / kMinSegments).min(1);  // 0 or 1
+    return is_cut * count_chunks_of(cu_seqlens, segment_tokens);
   }
 
   static c10::SymInt round_up_to_4(const c10::SymInt& width) { return (width + 3) / 4 * 4; }
@@ -139,9 +150,11 @@ struct Problem {
     return is_packed(cu_seqlens) ? T / tokens + N : B * ((T + tokens - 1) / tokens);
   }
 
-  // The number of states of the fp32 kernels. With between_chunks, every chunk of the model is cut into
-  // chunks of at most `tokens` tokens, a sequence may begin inside a chunk, and there is one more state,
-  // after the last chunk.
+  // The number of states of the fp32 kernels, an upper bound. Without between_chunks: one per chunk of
+  // `tokens` tokens. With between_chunks: the option `chunk` defines the chunks, and the kernels split each
+  // into smaller chunks of at most `tokens` tokens, one state per smaller chunk. A sequence of T tokens that
+  // begins inside a chunk touches at most (T + 2 chunk - 2) / chunk chunks, and has one more state after the
+  // last chunk: at most T / chunk + 3 in total.
   c10::SymInt count_fp32_states(const OptionalTensor& cu_seqlens, int64_t tokens,
                                 std::optional<int64_t> chunk) const {
     if (!chunk) return count_chunks_of(cu_seqlens, tokens);

@@ -26,9 +26,10 @@ class DeltaProduct(RecurrentLayer):
 
     q, k and v pass through a short convolution with SiLU; q and k are l2-normalized; `beta = sigmoid(x W)`,
     doubled if `allow_neg_eigval`. `n=1` is DeltaNet, with `gated` Gated DeltaNet. `between_chunks` (gelu or
-    tanh) is applied to S after every `chunk` tokens (eq. 24). num_heads query heads read num_kv_heads
-    memories; num_kv_heads defaults to num_heads and divides it. Keys have `expand_k * head_dim` channels,
-    values `expand_v * head_dim`, both whole numbers. x, y `[B, T, hidden_size]`.
+    tanh) is applied to S after every `chunk` tokens (TPTT, eq. 24); `chunk` is None without it. num_heads
+    query heads read num_kv_heads memories; num_kv_heads defaults to num_heads and divides it. Keys have
+    `expand_k * head_dim` channels, values `expand_v * head_dim`, both whole numbers. x, y
+    `[B, T, hidden_size]`.
 
     >>> layer = DeltaProduct(64, num_heads=2, n=2, gated=True)
     >>> y, state = layer(torch.randn(3, 10, 64), use_cache=True)
@@ -154,12 +155,16 @@ _FIELDS = (
 )
 
 
-def _register(name: str, *own: str, **fixed: Any) -> None:
-    def build(config: Any) -> nn.Module:
-        unread = () if config.between_chunks else ("chunk",)
-        return make_builder(DeltaProduct, *(f for f in (*own, *_FIELDS) if f not in unread), **fixed)(config)
+def _register(name: str, *specific: str, **fixed: Any) -> None:
+    """Registers a mixer of this layer. specific: its fields beside `_FIELDS`. fixed: the mixer's options."""
+    fields = (*specific, *_FIELDS)
 
-    register(name, build, *own, *_FIELDS)
+    def build(config: Any) -> nn.Module:
+        # Without between_chunks the layer has no chunk; the field may be that of other layers of the model.
+        read = [field for field in fields if field != "chunk" or config.between_chunks]
+        return make_builder(DeltaProduct, *read, **fixed)(config)
+
+    register(name, build, *fields)
 
 
 _register("delta_product", "n", "gated")
