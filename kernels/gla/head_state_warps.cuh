@@ -27,7 +27,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
     const float* from = static_cast<const float*>(p.initial.data) + initial_index * p.initial.stride[0] +
                         state_head * p.initial.stride[1];
     for_each_element(state, from, p.initial.stride[2], p.initial.stride[3],
-                     [](float& element, const float& at) { element = at; });
+                     [](float& element, const float& stored) { element = stored; });
   }
   float total = 0.f;
   // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
@@ -92,7 +92,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
                 (is_local_scan ? segment_index : range.sequence.index) * p.final.stride[0] +
                 state_head * p.final.stride[1];
     for_each_element(state, to, p.final.stride[2], p.final.stride[3],
-                     [](float element, float& at) { at = element; });
+                     [](float element, float& stored) { stored = element; });
   }
 }
 
