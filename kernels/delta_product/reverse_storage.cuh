@@ -10,7 +10,7 @@ constexpr int kReverseStateWarps = 4, kReverseIntraChunkWarps = 4, kReverseStore
 constexpr int kReverseThreads =
     32 * (kReverseStateWarps + kReverseIntraChunkWarps + kReverseStoreWarps + kLoadWarps);
 
-// q and do of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
+// q, do and the factors of the tokens of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
 template <typename T, int D, int Rows>
 struct QueryStage {
   using Q = BlockTile<T, D, Rows>;
@@ -21,7 +21,8 @@ struct QueryStage {
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
   __device__ DOut dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
-  // {scale rho_t, L_t log2(e)}, and r_t, of every token; stored by the intra-chunk warps.
+  // Stored by the intra-chunk warps for every token: {scale rho_t, L_t log2(e)}, the factors of P, and r_t =
+  // scale rho_t e^{L_t}, the factor of a query that reads S.
   __device__ float2* token_factors() const { return reinterpret_cast<float2*>(factors); }
   __device__ float* query_factors() const { return reinterpret_cast<float*>(factors + Rows * 8); }
 };
@@ -32,7 +33,8 @@ struct ReverseBarriers {
   uint64_t full[kReverseStages], empty[kReverseStages];  // ring of keys
   // Ring of du_local, the term P^T dO of dU.
   uint64_t du_local_full[kReverseDuLocalStages], du_local_empty[kReverseDuLocalStages];
-  // Ring of query heads. query_full: q and do are loaded. query_factors_full: the factors are stored too.
+  // Ring of query heads. query_full: q and do are loaded. query_factors_full: token_factors() and
+  // query_factors() are stored too.
   uint64_t query_full[kReverseStages], query_factors_full[kReverseStages], query_empty[kReverseStages];
   uint64_t state_full[kReverseStateStages], state_empty[kReverseStateStages];  // dS
   uint64_t dz_full[kReverseStateStages], dz_empty[kReverseStateStages];        // G, or dv
