@@ -66,8 +66,8 @@ struct ChannelBetaBlock {
 
   // Loads the rows of a head of the chunk: steps or tokens.
   __device__ void load(const typename Tiles::Rows& to, const InputTensor<4>& from, bool steps,
-                       int of_head) const {
-    const T* const first = at<T>(from, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, of_head);
+                       int head) const {
+    const T* const first = at<T>(from, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, head);
     load_async<kThreads>(to, first, from.stride[1], steps ? chunk_info.steps : chunk_info.tokens, p.shape.D,
                          static_cast<int>(threadIdx.x));
   }
@@ -226,10 +226,10 @@ struct ChannelBetaBlock {
   }
 
   // Stores the rows of the warp, times a factor: steps or tokens of the chunk.
-  __device__ void store(Gradient gradient, const OutputTensor<4>& to, bool steps, int of_head,
+  __device__ void store(Gradient gradient, const OutputTensor<4>& to, bool steps, int head,
                         float factor) const {
     scale_rows(gradient, {factor, factor});
-    T* const first = at<T>(to, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, of_head, col);
+    T* const first = at<T>(to, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, head, col);
     store_rows<T>(gradient, first, to.stride[1], row, steps ? chunk_info.steps : chunk_info.tokens,
                   p.shape.D - col);
   }

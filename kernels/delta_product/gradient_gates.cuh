@@ -66,8 +66,8 @@ class StateDot {
       const uint32_t x[4] = {s.x, s.y, s.z, s.w}, y[4] = {ds.x, ds.y, ds.z, ds.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 of_s = unpack_pair<T>(x[j]), of_ds = unpack_pair<T>(y[j]);
-        sum = fmaf(of_s.x, of_ds.x, fmaf(of_s.y, of_ds.y, sum));
+        const float2 s_pair = unpack_pair<T>(x[j]), ds_pair = unpack_pair<T>(y[j]);
+        sum = fmaf(s_pair.x, ds_pair.x, fmaf(s_pair.y, ds_pair.y, sum));
       }
     }
     return sum;

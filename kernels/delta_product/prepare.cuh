@@ -153,15 +153,16 @@ __device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const 
       scale_columns(a[inverse_block_index(j, j)], [&](int n) { return by[n]; });
       const float end = log[kTileRows * j + kTileRows - 1];
       if (gated) {
-        const float of_row[2] = {log[kTileRows * j + lane_row()], log[kTileRows * j + lane_row() + 8]};
+        const float row_log[2] = {log[kTileRows * j + lane_row()], log[kTileRows * j + lane_row() + 8]};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const float2 of_col = *reinterpret_cast<const float2*>(log + kTileRows * j + 8 * n + lane_col());
+          const float2 col_log = *reinterpret_cast<const float2*>(log + kTileRows * j + 8 * n + lane_col());
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            a[inverse_block_index(j, j)].at[n][i] *= exp2_fast(of_row[i / 2] - (i % 2 ? of_col.y : of_col.x));
+            a[inverse_block_index(j, j)].at[n][i] *=
+                exp2_fast(row_log[i / 2] - (i % 2 ? col_log.y : col_log.x));
           }
-          by[n].x *= exp2_fast(end - of_col.x), by[n].y *= exp2_fast(end - of_col.y);
+          by[n].x *= exp2_fast(end - col_log.x), by[n].y *= exp2_fast(end - col_log.y);
         }
       }
 #pragma unroll

@@ -149,11 +149,11 @@ __device__ inline void store_transposed(const Tile& tile, const AFragment<K>& a,
 // with the rows and columns of the state; `first_col` is the first column of the warp.
 template <int D, class Element, class F>
 __device__ inline void for_each_state_element(State<D>& s, const DeltaShape& shape, const BlockWork& work,
-                                              int first_col, Element* first, int64_t by_row, int64_t by_col,
-                                              const F& f) {
+                                              int first_col, Element* first, int64_t row_stride,
+                                              int64_t col_stride, const F& f) {
   for_each_strided_element<D / 8>([&](int n) -> float(&)[4] { return s.slab[n / 8].at[n % 8]; },
                                   first_col + lane_row(), work.is_transition ? shape.D : shape.V, lane_col(),
-                                  shape.D, first, by_col, by_row, f);
+                                  shape.D, first, col_stride, row_stride, f);
 }
 
 template <int D>

@@ -47,9 +47,10 @@ struct CatSm90Ring {
   }
 
   // Loads headers from row `at` to stage n; its barrier expects these bytes.
-  __device__ void tma_load_headers(int n, const TensorMap& of_k, const TensorMap& of_v, TmaCoords at) const {
-    copy_rows(keys(n), of_k, at, &rest().stage[n]);
-    copy_rows(values(n), of_v, at, &rest().stage[n]);
+  __device__ void tma_load_headers(int n, const TensorMap& k_map, const TensorMap& v_map,
+                                   TmaCoords at) const {
+    copy_rows(keys(n), k_map, at, &rest().stage[n]);
+    copy_rows(values(n), v_map, at, &rest().stage[n]);
   }
 };
 
