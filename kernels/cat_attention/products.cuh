@@ -118,8 +118,8 @@ __device__ inline void add_dots(float (&sums)[2], const Tile& x, const Other& y,
     load_block(b, y, row, col);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 of_x = unpack_pair<T>(a[i]), of_y = unpack_pair<T>(b[i]);
-      sums[i & 1] = fmaf(of_x.x, of_y.x, fmaf(of_x.y, of_y.y, sums[i & 1]));
+      const float2 x_pair = unpack_pair<T>(a[i]), y_pair = unpack_pair<T>(b[i]);
+      sums[i & 1] = fmaf(x_pair.x, y_pair.x, fmaf(x_pair.y, y_pair.y, sums[i & 1]));
     }
   }
 }

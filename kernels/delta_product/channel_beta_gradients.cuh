@@ -24,13 +24,13 @@
 
 namespace girih::kernels::delta_product {
 
-// The rows of a pass: `count` rows; row t has weights for rows j < by t + open of the chunk.
+// The rows of `left` in a pass: `count` rows; row t has weights for rows j < slope t + first of the chunk.
 struct ReaderRows {
-  int count, by, open;
+  int count, slope, first;
 
   // True if rows 16 band to 16 band + 15 have weights for rows 16 block to 16 block + 15.
   __device__ bool has_weights(int band, int block) const {
-    return kTileRows * band < count && kTileRows * block < by * (kTileRows * band + kTileRows - 1) + open;
+    return kTileRows * band < count && kTileRows * block < slope * (kTileRows * band + kTileRows - 1) + first;
   }
 };
 
@@ -45,7 +45,8 @@ struct ChannelBetaBlock {
   const Tiles& tile;
   const int members;
   const ChannelBetaChunkInfo& chunk_info;
-  int half, band, row, col;  // of the warp: 16 rows from `row`, half of the columns from `col`
+  int half, band, row,
+      col;  // of the warp: tile `band` of 16 rows, from `row`; half of the columns, from `col`
   Gradient dk;
 
   __device__ ChannelBetaBlock(const DeltaChannelBetaGradients& p, const ChannelBetaGrid& grid,
@@ -58,15 +59,15 @@ struct ChannelBetaBlock {
     fill(dk, 0.f);
   }
 
-  // Head of the output of a pass; index of chunk and memory head.
+  // Head of the output of a pass; whether the pass has the rows of steps; chunk * H + memory head.
   __device__ int output_head(int pass) const { return chunk_info.head * members + pass; }
   __device__ bool is_steps(int pass) const { return pass == members; }
   __device__ static uint64_t number() { return blockIdx.x; }
 
   // Loads the rows of a head of the chunk: steps or tokens.
   __device__ void load(const typename Tiles::Rows& to, const InputTensor<4>& from, bool steps,
-                       int of_head) const {
-    const T* const first = at<T>(from, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, of_head);
+                       int head) const {
+    const T* const first = at<T>(from, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, head);
     load_async<kThreads>(to, first, from.stride[1], steps ? chunk_info.steps : chunk_info.tokens, p.shape.D,
                          static_cast<int>(threadIdx.x));
   }
@@ -161,7 +162,7 @@ struct ChannelBetaBlock {
     for (int j = 0; j < kChunkTiles; ++j) {
       if (j > band) continue;
       uint32_t x[4];
-      tile.prepared.load(x, band, j);
+      tile.prepared.load_inverse(x, band, j);
       add_product<T>(sums, x, tile.u, kTileRows * j, col);
     }
     if (__builtin_expect(tile.prepared.has_inverse_lo(), false)) {
@@ -188,10 +189,10 @@ struct ChannelBetaBlock {
       Accumulator<4> products;
       fill(products, 0.f);
       add_tile_product_transposed<kStateBlocks>(products, tile.left, row, tile.u, 32 * half);
-      // Rows of U from the lane's first column on for which the lane's first row has weights.
-      const int most = readers.by * (row + lane_row()) + readers.open - (32 * half + lane_col());
+      // Rows of U, counted from the lane's first column, for which the lane's first row has weights.
+      const int visible_rows = readers.slope * (row + lane_row()) + readers.first - (32 * half + lane_col());
       for_each_register<4>([&](int n, int i) {
-        if (8 * n + i % 2 >= most + i / 2 * 8 * readers.by) products.at[n][i] = 0.f;
+        if (8 * n + i % 2 >= visible_rows + i / 2 * 8 * readers.slope) products.at[n][i] = 0.f;
       });
       AFragment<2> weights;
       round_to_a_fragment<T>(weights, products);
@@ -225,10 +226,10 @@ struct ChannelBetaBlock {
   }
 
   // Stores the rows of the warp, times a factor: steps or tokens of the chunk.
-  __device__ void store(Gradient gradient, const OutputTensor<4>& to, bool steps, int of_head,
+  __device__ void store(Gradient gradient, const OutputTensor<4>& to, bool steps, int head,
                         float factor) const {
     scale_rows(gradient, {factor, factor});
-    T* const first = at<T>(to, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, of_head, col);
+    T* const first = at<T>(to, chunk_info.batch, steps ? chunk_info.step : chunk_info.token, head, col);
     store_rows<T>(gradient, first, to.stride[1], row, steps ? chunk_info.steps : chunk_info.tokens,
                   p.shape.D - col);
   }

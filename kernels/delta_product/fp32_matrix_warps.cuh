@@ -39,11 +39,11 @@ __device__ inline void scores_fp64(Scores64& scores, const RowTile<Width>& b, co
   double sums[2][2][2] = {};
 #pragma unroll 1
   for (int col = 0; col < Width; col += 16) {
-    double of_b[2][4], of_k[2][4];
+    double b_elements[2][4], k_elements[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      load_four(of_b[n], &b.at(8 * n, col, lane_row(), 2 * lane_col()));
-      load_four(of_k[n], &k.at(8 * n, col, lane_row(), 2 * lane_col()));
+      load_four(b_elements[n], &b.at(8 * n, col, lane_row(), 2 * lane_col()));
+      load_four(k_elements[n], &k.at(8 * n, col, lane_row(), 2 * lane_col()));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -52,7 +52,8 @@ __device__ inline void scores_fp64(Scores64& scores, const RowTile<Width>& b, co
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
           if (Reverse ? down > right : down < right) continue;
-          mma_f64(sums[down][right], (Reverse ? of_k : of_b)[down][i], (Reverse ? of_b : of_k)[right][i]);
+          mma_f64(sums[down][right], (Reverse ? k_elements : b_elements)[down][i],
+                  (Reverse ? b_elements : k_elements)[right][i]);
         }
       }
     }

@@ -50,7 +50,8 @@ struct WarpState {
                      [](float& s, const float& at) { s = at; });
   }
   __device__ void store() {
-    for_each_element(static_cast<float*>(p.final.data), p.final.stride, [](float s, float& at) { at = s; });
+    for_each_element(static_cast<float*>(p.final.data), p.final.stride,
+                     [](float element, float& stored) { stored = element; });
   }
   // Calls f(pointer to a pack, its four elements) for the lane's packs of a saved state [V, D].
   template <class Float, class F>

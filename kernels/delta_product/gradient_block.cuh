@@ -82,15 +82,15 @@ struct GradientBlock {
   __device__ float end_log() const {
     return kHasGates ? chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1) : 0.f;
   }
-  // L_C - L. Clamped to -60 (base 2), so that a quotient by its exponential stays in range; the error of U
-  // dS^T is a factor of 2^-60.
+  // L_C - L in powers of two, at least -60, so that a quotient by e^{L_C - L} stays in range. Where the limit
+  // applies, the factor of U dS^T is 2^-60 instead of a smaller number.
   __device__ float log_to_end(float log) const { return fmaxf(end_log() - log, -60.f); }
-  // The factor beta that the rows of G lack: 1 if dz holds dv.
-  __device__ float2 missing_beta(float2 steps) const {
-    return is_dz_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : steps;
+  // The factor from the rows of dz to dv = beta G: beta, or 1 if dz holds dv.
+  __device__ float2 missing_beta(float2 beta) const {
+    return dz_holds_dv<T>(p, prepared) ? make_float2(1.f, 1.f) : beta;
   }
-  // The other query heads of a memory head contribute to dk by dP only; their other terms are multiplied by
-  // zero.
+  // x for the first query head of a memory head, else 0: the other query heads add only their terms of dP to
+  // dk.
   __device__ float2 mask_first_head(float2 x) const {
     return chunk_info.is_first_head ? x : make_float2(0.f, 0.f);
   }
@@ -122,7 +122,7 @@ struct GradientBlock {
 
   // dv_i = beta_i G_i, eight columns at a time, unless reverse has stored dv.
   __device__ void store_dv(int v) const {
-    if (!chunk_info.is_first_head || is_dz_dv<T>(p, prepared)) return;
+    if (!chunk_info.is_first_head || dz_holds_dv<T>(p, prepared)) return;
     constexpr int kPacks = Sizes::kSlab / 8, kStep = kThreads / kPacks, kPasses = kDeltaChunkRows / kStep;
     const int first = threadIdx.x / kPacks, col = threadIdx.x % kPacks * 8;
     const int rows = col < p.shape.V - v ? chunk_info.rows : 0;
@@ -153,7 +153,7 @@ struct GradientBlock {
   // Z_i = beta_i (v_i - a_i S^T k_i) replaces v. Adds G_i . (v_i - a_i S^T k_i) to dbeta_i, and with gates
   // sums G_i . S^T k_i. ks: K S.
   __device__ void compute_residual(const Accumulator<8>& ks, bool last) {
-    const float2 log = log_rows(), steps = factor_rows(kDeltaBeta);
+    const float2 log = log_rows(), beta = factor_rows(kDeltaBeta);
     const float2 rho = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho);
     const float2 a = {rho.x * gate_power(log.x), rho.y * gate_power(log.y)};
     const auto rows_of_v = rows_of(tile.u, value_column()), rows_of_g = rows_of(tile.g, value_column());
@@ -166,11 +166,11 @@ struct GradientBlock {
       for (int m = 0; m < 4; ++m) {
         const float2 value = unpack_pair<T>(values[m]), g = unpack_pair<T>(g_block[m]);
         const float left = ks.at[i + m / 2][m % 2 * 2], right = ks.at[i + m / 2][m % 2 * 2 + 1];
-        const float by = m % 2 == 0 ? a.x : a.y, step = m % 2 == 0 ? steps.x : steps.y;
-        float& of_step = m % 2 == 0 ? beta_sums.x : beta_sums.y;
-        const float2 residual = {fmaf(-by, left, value.x), fmaf(-by, right, value.y)};
-        of_step = fmaf(g.x, residual.x, fmaf(g.y, residual.y, of_step));
-        z[m] = pack_pair<T>(step * residual.x, step * residual.y);
+        const float a_i = m % 2 == 0 ? a.x : a.y, beta_i = m % 2 == 0 ? beta.x : beta.y;
+        float& beta_sum = m % 2 == 0 ? beta_sums.x : beta_sums.y;
+        const float2 residual = {fmaf(-a_i, left, value.x), fmaf(-a_i, right, value.y)};
+        beta_sum = fmaf(g.x, residual.x, fmaf(g.y, residual.y, beta_sum));
+        z[m] = pack_pair<T>(beta_i * residual.x, beta_i * residual.y);
       }
       rows_of_v.store(8 * i, z);
       if (gated) {
@@ -188,26 +188,28 @@ struct GradientBlock {
     }
   }
 
-  // dk_j = -read_j S G_j without rho. With one slab this is divided by e^{L_C - L_j}, by which U dS^T is
-  // multiplied afterwards: the two products then share one accumulator, which leaves registers for G U^T.
+  // dk_j -= read_j S G_j without rho. With one slab the term is divided by e^{L_C - L_j}: add_state_writes()
+  // adds U dS^T to the same accumulator and multiplies the sum by e^{L_C - L_j}. One accumulator for both
+  // products leaves registers for G U^T.
   __device__ void add_state_reads() {
     const float2 log = log_rows();
     if constexpr (OneSlab) {
-      const auto reads = [&](float log) { return gate_power(log - log_to_end(log)); };
+      const auto decay = [&](float log) { return gate_power(log - log_to_end(log)); };  // e^{L - (L_C - L)}
       fill(dk, 0.f);
       start_states<D, -1>(tile.origin, dk, tile.g, tile.states, coord.col);
       if (kSpillsDq) wgmma_wait<0>(dq);
       wgmma_wait<0>(dk);
-      if (!kHasNoFactors || !is_dz_dv<T>(p, prepared)) {
-        const float2 left = missing_beta(factor_rows(kDeltaBeta));
-        scale_rows(dk, mask_first_head({left.x * reads(log.x), left.y * reads(log.y)}));
+      if (!kHasNoFactors || !dz_holds_dv<T>(p, prepared)) {
+        const float2 beta = missing_beta(factor_rows(kDeltaBeta));
+        scale_rows(dk, mask_first_head({beta.x * decay(log.x), beta.y * decay(log.y)}));
       }
     } else {
-      Accumulator<Sizes::kCols / 8> of_state;
-      fill(of_state, 0.f);
-      add_states<D>(tile.origin, of_state, tile.g, tile.states, coord.col);
-      const float2 left = missing_beta(factor_rows(kDeltaBeta));
-      add_scaled(dk, of_state, mask_first_head({-left.x * exp2_fast(log.x), -left.y * exp2_fast(log.y)}));
+      Accumulator<Sizes::kCols / 8> state_product;
+      fill(state_product, 0.f);
+      add_states<D>(tile.origin, state_product, tile.g, tile.states, coord.col);
+      const float2 beta = missing_beta(factor_rows(kDeltaBeta));
+      add_scaled(dk, state_product,
+                 mask_first_head({-beta.x * exp2_fast(log.x), -beta.y * exp2_fast(log.y)}));
     }
   }
 
@@ -223,7 +225,7 @@ struct GradientBlock {
       fill(x);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (first + j <= coord.band) prepared.load(x.at[j], coord.band, first + j);
+        if (first + j <= coord.band) prepared.load_inverse(x.at[j], coord.band, first + j);
       }
       wgmma_fence(u);
       wgmma_start<T>(tile.origin, u, x, tile.u, value_column(), kTileRows * first);
@@ -269,27 +271,27 @@ struct GradientBlock {
         fill(dk, 0.f);
       }
     } else {
-      Accumulator<Sizes::kCols / 8> of_state;
-      fill(of_state, 0.f);
-      add_states<D>(tile.origin, of_state, tile.u, tile.gradients, coord.col);
+      Accumulator<Sizes::kCols / 8> state_product;
+      fill(state_product, 0.f);
+      add_states<D>(tile.origin, state_product, tile.u, tile.gradients, coord.col);
       const float end = end_log();
-      add_scaled(dk, of_state, mask_first_head({exp2_fast(end - log.x), exp2_fast(end - log.y)}));
+      add_scaled(dk, state_product, mask_first_head({exp2_fast(end - log.x), exp2_fast(end - log.y)}));
       start_u_products();
       wgmma_wait<0>(products);
     }
   }
 
-  // Sums over slabs in shared memory; registers do not suffice.
+  // Sums G U^T (index 0) and do U^T (index 1) over the slabs in shared memory; registers do not suffice.
   __device__ void add_slabs(int v, bool last) {
-    const auto add = [&](Accumulator<8>& x, int which) {
-      float* const so_far = tile.partial + which * kDeltaChunkRows * kDeltaChunkRows + threadIdx.x % 128;
+    const auto add = [&](Accumulator<8>& x, int index) {
+      float* const partial = tile.partial + index * kDeltaChunkRows * kDeltaChunkRows + threadIdx.x % 128;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        if (v != 0) x.at[i / 4][i % 4] += so_far[i * 128];
+        if (v != 0) x.at[i / 4][i % 4] += partial[i * 128];
       }
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        if (!last) so_far[i * 128] = x.at[i / 4][i % 4];
+        if (!last) partial[i * 128] = x.at[i / 4][i % 4];
       }
     };
     if (coord.group == 0) add(products, 0);

@@ -5,9 +5,9 @@
 
 namespace girih::kernels::delta_product {
 
-// N_ij = -beta_i G_i . U_j (j < i) and dP_tj = do_t . U_j with their factors, stored as operands; the term
-// sum_j M_ij G_i . U_j of dbeta_i. A lone warpgroup has its rows of N in registers and computes dK += N K at
-// once.
+// Computes N_ij = -beta_i G_i . U_j (j < i) and dP_tj = do_t . U_j with their factors and stores them as
+// operands. Computes the term sum_j M_ij G_i . U_j of dbeta_i. A lone warpgroup has its rows of N in
+// registers and computes dK += N K at once.
 template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::compute_operands(const Divider& steps,
                                                                                AFragment<kChunkTiles>& left) {
@@ -94,21 +94,21 @@ template <typename T, int D, bool OneSlab, Factors factors>
 template <int Bands>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::add_queries(
     const AFragment<kChunkTiles>& left) {
-  AFragment<Bands> of_q;
-  fill(of_q);
+  AFragment<Bands> dp_transposed;
+  fill(dp_transposed);
 #pragma unroll
   for (int b = 0; b < Bands; ++b) {
     if (ChunkInfo::has_reads(b, coord.band, p.shape.n)) {
       tile.blocks(Tiles::kTokenBlocks)
-          .load_transposed(of_q.at[b], OperandBlocks::token_block_index(many_tokens, b, coord.band));
+          .load_transposed(dp_transposed.at[b], OperandBlocks::token_block_index(many_tokens, b, coord.band));
     }
   }
   wgmma_fence(dk);
-  wgmma_start<T>(tile.origin, dk, of_q, tile.q, coord.col);
+  wgmma_start<T>(tile.origin, dk, dp_transposed, tile.q, coord.col);
   wgmma_commit();
   wgmma_wait<0>(dq, dk);
   keep_registers(left);
-  keep_registers(of_q);
+  keep_registers(dp_transposed);
 }
 
 // dk_j += sum_i (N_ij + N_ji) k_i, N with its factors. On a diagonal block N and N^T have disjoint nonzero
@@ -138,12 +138,14 @@ template <typename T, int D, bool OneSlab, Factors factors>
 __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
   const int thread_row = coord.thread_row;
   FinishSums<D>& finish_sums = *tile.finish_sums;
-  float2 of_key, of_q;
+  float2 inverse_length_k, inverse_length_q;
   if (unit_rows) {
-    of_key = inverse_length({finish_sums.square[0][thread_row], finish_sums.square[0][thread_row + 8]});
-    of_q = inverse_length({finish_sums.square[1][thread_row], finish_sums.square[1][thread_row + 8]});
-    scale_rows(dq, {p.shape.scale * of_q.x, p.shape.scale * of_q.y});
-    scale_rows(dk, of_key);
+    inverse_length_k =
+        inverse_length({finish_sums.square[0][thread_row], finish_sums.square[0][thread_row + 8]});
+    inverse_length_q =
+        inverse_length({finish_sums.square[1][thread_row], finish_sums.square[1][thread_row + 8]});
+    scale_rows(dq, {p.shape.scale * inverse_length_q.x, p.shape.scale * inverse_length_q.y});
+    scale_rows(dk, inverse_length_k);
     store_warp_rows(finish_sums.projection[0][coord.group], thread_row,
                     dot_rows<T>(dk, rows_of(tile.k, coord.col)));
     if (has_tokens) {
@@ -156,10 +158,10 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::finish_lengths() {
   __syncthreads();
   if (unit_rows) {
     subtract_projection<T>(dk, rows_of(tile.k, coord.col), sum_groups(finish_sums.projection[0], thread_row),
-                           of_key);
+                           inverse_length_k);
     if (has_tokens)
       subtract_projection<T>(dq, rows_of(tile.q, coord.col),
-                             sum_groups(finish_sums.projection[1], thread_row), of_q);
+                             sum_groups(finish_sums.projection[1], thread_row), inverse_length_q);
   }
 }
 
@@ -185,7 +187,7 @@ __device__ inline void GradientBlock<T, D, OneSlab, factors>::store() const {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i <= Sizes::kValueGroups; ++i) sum += tile.sums->beta[i][thread];
-    if (is_dz_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
+    if (dz_holds_dv<T>(p, prepared)) sum = divide_fast(sum, chunk_factors.element(kDeltaBeta, thread));
     static_cast<float*>(p.dbeta.data)[offset_of(p.dbeta, batch, first_row + thread, chunk_info.head)] = sum;
   }
   if (gated && warp == kThreads / 32 - 1)

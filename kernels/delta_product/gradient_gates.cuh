@@ -11,7 +11,7 @@ template <typename T, int D, bool OneSlab>
 class StateDot {
   using Sizes = GradientSizes<D>;
   static constexpr int kPacks = Sizes::kSlab * D / 8 / Sizes::kThreads;
-  uint4 ahead_[Sizes::kHasBothStates ? 1 : kPacks];  // dS while its shared memory holds S
+  uint4 ds_packs_[Sizes::kHasBothStates ? 1 : kPacks];  // dS while its shared memory holds S
 
   __device__ static int row(int pack) { return (pack * Sizes::kThreads + threadIdx.x) / (D / 8); }
   __device__ static int col(int pack) { return (pack * Sizes::kThreads + threadIdx.x) % (D / 8) * 8; }
@@ -23,18 +23,18 @@ class StateDot {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const bool valid = v + row(i) < p.shape.V && col(i) < p.shape.D;
-      ahead_[i] =
+      ds_packs_[i] =
           valid ? *reinterpret_cast<const uint4*>(from + row(i) * p.shape.D + col(i)) : uint4{0u, 0u, 0u, 0u};
     }
   }
 
   __device__ float sum(const DeltaGradients& p, const ChunkInfo& chunk_info,
                        const GradientTiles<T, D, OneSlab>& tile, int v) const {
-    const bool first = chunk_info.range.index == 0 && p.initial.data != nullptr,
-               last = chunk_info.range.start + chunk_info.range.length == chunk_info.range.sequence.end &&
-                      p.end.data != nullptr;
+    const bool is_initial = chunk_info.range.index == 0 && p.initial.data != nullptr,
+               is_final = chunk_info.range.start + chunk_info.range.length == chunk_info.range.sequence.end &&
+                          p.end.data != nullptr;
     float sum = 0.f;
-    if (first || last) {
+    if (is_initial || is_final) {
       const auto load_pair = [&](const InputTensor<4>& state, const void* rounded, bool is_fp32, int d,
                                  int col) {
         if (!is_fp32) {
@@ -50,8 +50,8 @@ class StateDot {
 #pragma unroll 1
       for (int i = threadIdx.x; i < cols * p.shape.D / 2; i += Sizes::kThreads) {
         const int d = i / cols * 2, col = i % cols;
-        const float2 s = load_pair(p.initial, p.states, first, d, col),
-                     ds = load_pair(p.end, p.gradients, last, d, col);
+        const float2 s = load_pair(p.initial, p.states, is_initial, d, col),
+                     ds = load_pair(p.end, p.gradients, is_final, d, col);
         sum = fmaf(s.x, ds.x, fmaf(s.y, ds.y, sum));
       }
       return sum;
@@ -62,12 +62,12 @@ class StateDot {
       const uint4 s = *reinterpret_cast<const uint4*>(&tile.s(row(i)).at(tile_row, col(i)));
       const uint4 ds = Sizes::kHasBothStates
                            ? *reinterpret_cast<const uint4*>(&tile.ds(row(i)).at(tile_row, col(i)))
-                           : ahead_[Sizes::kHasBothStates ? 0 : i];
+                           : ds_packs_[Sizes::kHasBothStates ? 0 : i];
       const uint32_t x[4] = {s.x, s.y, s.z, s.w}, y[4] = {ds.x, ds.y, ds.z, ds.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 of_s = unpack_pair<T>(x[j]), of_ds = unpack_pair<T>(y[j]);
-        sum = fmaf(of_s.x, of_ds.x, fmaf(of_s.y, of_ds.y, sum));
+        const float2 s_pair = unpack_pair<T>(x[j]), ds_pair = unpack_pair<T>(y[j]);
+        sum = fmaf(s_pair.x, ds_pair.x, fmaf(s_pair.y, ds_pair.y, sum));
       }
     }
     return sum;
@@ -86,8 +86,9 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
     state_dot =
         sums.state_dot[lane()] * exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1));
   }
-  // For each row: -read G . S^T k - w k . dS U, and its terms of N M and P dP. The sum of w k . dS U is
-  // <state after, dS> minus the same for the state before.
+  // For each row i: -read_i G_i . S^T k_i - w_i k_i . dS U_i, and the terms of N M and P dP. `read` is the
+  // first product, and `state` is w_i k_i . dS U_i - `read`, so the first two terms are -state - 2 read.
+  // <state after, dS> is e^{L_C} <S, dS> + sum_i w_i k_i . dS U_i; the loop adds the second term.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = lane() + 32 * i;
@@ -122,7 +123,7 @@ __device__ inline void store_gate_gradients(const DeltaGradients& p, const Chunk
     }
     dl[i] = sum;
   }
-  // Suffix sum over the lanes, first with this lane, then without it.
+  // Suffix sums over the lanes: `sum` with this lane, then later_sum without this lane.
   float sum = dl[0] + dl[1];
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {

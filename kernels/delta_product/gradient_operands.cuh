@@ -5,8 +5,8 @@
 
 namespace girih::kernels::delta_product {
 
-// products *= e^{L_i - L_j}, 16 columns j at a time, where has(block); `log` is L_i. All at once before the
-// next product starts, which leaves no registers for it.
+// products *= e^{L_i - L_j} for the blocks of 16 columns j with has(block); `log` is L_i. All blocks are
+// multiplied before the next product starts, which leaves no registers for this.
 template <class Has>
 __device__ inline void decay(Accumulator<8>& products, ChunkFactors chunk_factors, float2 log,
                              const Has& has) {
@@ -44,9 +44,10 @@ __device__ inline void add_pair_sums(float2& row_sums, float* cols, const float 
   for (int j = 0; j < 2; ++j) cols[j] = fmaf(pair_terms[j], by.x, pair_terms[j + 2] * by.y);
 }
 
-// From G U^T: N with its factors, once with rho of the row and once with rho of the column, and the sums with
-// M. The blocks right of the diagonal are neither stored nor read. `left` gets N with rho of the column if
-// one warpgroup has all of it. Without factors `step_cols` holds what `step_rows` would.
+// From G U^T: computes N with its factors, once with rho of the row and once with rho of the column
+// (GradientTiles::kStepCols and kStepRows), and the sums of N M. The blocks right of the diagonal are neither
+// stored nor read. If one warpgroup has all of N, `left` becomes N with rho of the column. Without factors
+// both are equal, and only `step_cols` is stored.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void compute_step_operands(const DeltaGradients& p, const WarpCoord& coord,
                                              const GradientTiles<T, D, OneSlab>& tile,
@@ -66,11 +67,11 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
     decay(products, chunk_factors, factor_rows(kDeltaLogDecay),
           [&](int block) { return block <= coord.band; });
   const float2 rho = kHasNoFactors ? make_float2(1.f, 1.f) : factor_rows(kDeltaRho),
-               beta = !tile.chunk_info->is_first_head           ? make_float2(0.f, 0.f)
-                      : is_dz_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
-                                                                : factor_rows(kDeltaBeta),
+               beta = !tile.chunk_info->is_first_head              ? make_float2(0.f, 0.f)
+                      : dz_holds_dv<T>(p, Prepared{tile.prepared}) ? make_float2(1.f, 1.f)
+                                                                   : factor_rows(kDeltaBeta),
                minus_beta_rho = {-beta.x * rho.x, -beta.y * rho.y};
-  float2 beta_sums = {0.f, 0.f}, of_row = {0.f, 0.f};
+  float2 beta_sums = {0.f, 0.f}, row_sums = {0.f, 0.f};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // K K^T
@@ -87,13 +88,13 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
         for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
         continue;
       }
-      uint32_t with_row[4], apart[4];
-      uint32_t(&with_col)[4] = Tiles::kHasNInRegisters ? left.at[col / kTileRows] : apart;
+      uint32_t row_rho_n[4], separate_block[4];
+      uint32_t(&col_rho_n)[4] = Tiles::kHasNInRegisters ? left.at[col / kTileRows] : separate_block;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 rho_j =
             kHasNoFactors ? make_float2(1.f, 1.f) : chunk_factors.pair(kDeltaRho, col + 8 * i);
-        float pair_terms[4], of_col[4], of_own[4];
+        float pair_terms[4], col_rho_terms[4], row_rho_terms[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int r = thread_row + j / 2 * 8, c = col + 8 * i + lane_col() + j % 2;
@@ -104,16 +105,17 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
           pair_terms[j] = c < (j < 2 ? token_row : token_row_below) ? with_m : 0.f;
           // fmaf(..., 0) makes zeros positive, because the two halves of a diagonal block are combined by a
           // bitwise or.
-          of_col[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
-          of_own[j] = fmaf(x, j < 2 ? minus_beta_rho.x : minus_beta_rho.y, 0.f);
+          col_rho_terms[j] = fmaf(with_rho, j < 2 ? -beta.x : -beta.y, 0.f);
+          row_rho_terms[j] = fmaf(x, j < 2 ? minus_beta_rho.x : minus_beta_rho.y, 0.f);
         }
-        round_half<T>(with_col, i, of_col);
-        if (!kHasNoFactors) round_half<T>(with_row, i, of_own);
-        if (gated) add_pair_sums(of_row, cols + 4 * block + 2 * i, pair_terms, minus_beta_rho);
+        round_half<T>(col_rho_n, i, col_rho_terms);
+        if (!kHasNoFactors) round_half<T>(row_rho_n, i, row_rho_terms);
+        if (gated) add_pair_sums(row_sums, cols + 4 * block + 2 * i, pair_terms, minus_beta_rho);
       }
       if (!Tiles::kHasNInRegisters && !kHasNoFactors)
-        step_rows.store(inverse_block_index(coord.band, 2 * half + block), with_col);
-      step_cols.store(inverse_block_index(coord.band, 2 * half + block), kHasNoFactors ? with_col : with_row);
+        step_rows.store(inverse_block_index(coord.band, 2 * half + block), col_rho_n);
+      step_cols.store(inverse_block_index(coord.band, 2 * half + block),
+                      kHasNoFactors ? col_rho_n : row_rho_n);
     }
     if (gated) store_column_sums(tile.finish_sums->row_cols[coord.band], 32 * half, cols);
   }
@@ -121,15 +123,16 @@ __device__ inline void compute_step_operands(const DeltaGradients& p, const Warp
   store_warp_rows(tile.sums->beta[GradientSizes<D>::kValueGroups], thread_row,
                   {-rho.x * beta_sums.x, -rho.y * beta_sums.y});
   if (gated) {
-    of_row = sum_over_rows(of_row);
+    row_sums = sum_over_rows(row_sums);
     store_warp_rows(tile.finish_sums->row, thread_row,
-                    {minus_beta_rho.x * of_row.x, minus_beta_rho.y * of_row.y});
+                    {minus_beta_rho.x * row_sums.x, minus_beta_rho.y * row_sums.y});
   }
 }
 
-// From do U^T: dP with its factors, with the factor of the token for dk and with the factor of the row for
-// dq, and the sums with P. The blocks whose rows are all after the tokens are neither stored nor read. If the
-// only factor is the scale, one block serves both.
+// From do U^T: computes dP with its factors, once with the factor of the token for dk and once with rho of
+// the row for dq (GradientTiles::kTokenBlocks and kRowBlocks), and the sums of P dP. The blocks whose rows
+// are all after the tokens are neither stored nor read. If the only factor is the scale, one block serves
+// both.
 template <Factors factors, typename T, int D, bool OneSlab>
 __device__ inline void compute_query_operands(const DeltaGradients& p, const WarpCoord& coord,
                                               const GradientTiles<T, D, OneSlab>& tile,
@@ -151,7 +154,7 @@ __device__ inline void compute_query_operands(const DeltaGradients& p, const War
     decay(products, chunk_factors, log,
           [&](int block) { return ChunkInfo::has_reads(coord.band, block, n); });
   }
-  float2 of_token = {0.f, 0.f};
+  float2 token_sums = {0.f, 0.f};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Q K^T
@@ -168,33 +171,33 @@ __device__ inline void compute_query_operands(const DeltaGradients& p, const War
         for (int i = 0; i < 4; ++i) cols[4 * block + i] = 0.f;
         continue;
       }
-      uint32_t with_token[4], with_row[4];
+      uint32_t token_factor_dp[4], row_rho_dp[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 rho_j =
             kHasNoFactors ? make_float2(1.f, 1.f) : chunk_factors.pair(kDeltaRho, col + 8 * i);
-        float pair_terms[4], of_factor[4], of_rho[4];
+        float pair_terms[4], token_factor_terms[4], row_rho_terms[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int start = j < 2 ? first : first_below, r = col + 8 * i + lane_col() + j % 2;
           const float x = r < start + n ? products.at[col / 8 + i][j] : 0.f;
-          of_factor[j] = (j < 2 ? factor.x : factor.y) * x;
-          of_rho[j] = (j % 2 == 0 ? rho_j.x : rho_j.y) * x;
-          pair_terms[j] = r < start ? scores.at[2 * block + i][j] * of_rho[j] : 0.f;
+          token_factor_terms[j] = (j < 2 ? factor.x : factor.y) * x;
+          row_rho_terms[j] = (j % 2 == 0 ? rho_j.x : rho_j.y) * x;
+          pair_terms[j] = r < start ? scores.at[2 * block + i][j] * row_rho_terms[j] : 0.f;
         }
-        round_half<T>(with_token, i, of_factor);
-        if (!kHasScaledDp) round_half<T>(with_row, i, of_rho);
-        if (gated) add_pair_sums(of_token, cols + 4 * block + 2 * i, pair_terms, factor);
+        round_half<T>(token_factor_dp, i, token_factor_terms);
+        if (!kHasScaledDp) round_half<T>(row_rho_dp, i, row_rho_terms);
+        if (gated) add_pair_sums(token_sums, cols + 4 * block + 2 * i, pair_terms, factor);
       }
       const int at = OperandBlocks::token_block_index(many_tokens, coord.band, 2 * half + block);
-      token_blocks.store(at, with_token);
-      if (!kHasScaledDp) row_blocks.store(at, with_row);
+      token_blocks.store(at, token_factor_dp);
+      if (!kHasScaledDp) row_blocks.store(at, row_rho_dp);
     }
     if (gated) store_column_sums(tile.finish_sums->token_cols[coord.band], 32 * half, cols);
   }
   if (gated && has_tokens) {
-    of_token = sum_over_rows(of_token);
-    store_warp_rows(tile.finish_sums->token, token, {factor.x * of_token.x, factor.y * of_token.y});
+    token_sums = sum_over_rows(token_sums);
+    store_warp_rows(tile.finish_sums->token, token, {factor.x * token_sums.x, factor.y * token_sums.y});
   }
 }
 

@@ -84,8 +84,8 @@ template <typename T, int N, class Tile>
 __device__ inline float2 dot_rows(const Accumulator<N>& x, const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
   for_each_pair<N, T>(rows, [&](int n, int i, float2 y) {
-    float& of_row = i == 0 ? sum.x : sum.y;
-    of_row = fmaf(y.x, x.at[n][2 * i], fmaf(y.y, x.at[n][2 * i + 1], of_row));
+    float& row_sum = i == 0 ? sum.x : sum.y;
+    row_sum = fmaf(y.x, x.at[n][2 * i], fmaf(y.y, x.at[n][2 * i + 1], row_sum));
   });
   return sum_over_rows(sum);
 }
@@ -94,8 +94,8 @@ template <int Cols, typename T, class Tile>
 __device__ inline float2 square_rows(const WarpRows<Tile>& rows) {
   float2 sum = {0.f, 0.f};
   for_each_pair<Cols / 8, T>(rows, [&](int, int i, float2 y) {
-    float& of_row = i == 0 ? sum.x : sum.y;
-    of_row = fmaf(y.x, y.x, fmaf(y.y, y.y, of_row));
+    float& row_sum = i == 0 ? sum.x : sum.y;
+    row_sum = fmaf(y.x, y.x, fmaf(y.y, y.y, row_sum));
   });
   return sum_over_rows(sum);
 }

@@ -41,7 +41,9 @@ struct GradientSums {
 template <int D>
 struct FinishSums {
   using Sizes = GradientSizes<D>;
-  float row[kDeltaChunkRows], token[kDeltaChunkRows];  // row and column sums of N M and P dP
+  // Sums of N M over the columns of each row, of P dP over the columns of each token, and of both over the
+  // rows (tokens) of each column, by tiles of 16 rows or tokens.
+  float row[kDeltaChunkRows], token[kDeltaChunkRows];
   float row_cols[kChunkTiles][kDeltaChunkRows], token_cols[kChunkTiles][kDeltaChunkRows];
   float state[Sizes::kGroups][kDeltaChunkRows];          // k . dk of the products with states
   float query[Sizes::kGroups][kDeltaChunkRows];          // q . dq of the product with the state
@@ -69,7 +71,7 @@ struct GradientGrid {
 // the shared memory.
 struct ChunkInfo {
   TokenRange range;
-  uint32_t number;  // index of chunk and memory head
+  uint32_t number;  // chunk * H + memory head
   int head, output_head, rows;
   bool is_first_head;  // first query head of the memory head
   bool many_tokens;    // a chunk can have more than 32 tokens
@@ -96,8 +98,8 @@ struct GradientBarriers {
   uint64_t states, keys, values, gradients, queries;
 };
 
-// Rows and columns of a warp and lane: 16 rows from `row` on, the lane's first row `thread_row`, columns of D
-// from `col` on.
+// Rows and columns of a warp and lane: warpgroup `group`, tile `band` of 16 rows, its first row `row`, the
+// lane's first row `thread_row`, columns of D from `col` on.
 struct WarpCoord {
   int group, band, row, thread_row, col;
 };
@@ -134,7 +136,9 @@ struct GradientTiles {
   static constexpr int kPreparedBytes = kDeltaHasInverseLoOffset + 16;  // prepared data with the flags
   static constexpr int kFactorBytes = kDeltaChunkRows * 4,
                        kPartialBytes = 2 * kDeltaChunkRows * kDeltaChunkRows * 4;
-  // Sets of blocks of N and dP as operands, in the memory of S and dS.
+  // Sets of blocks of N and dP as operands, in the memory of S and dS. kStepRows: N_ij rho_j, the left factor
+  // of N K. kStepCols: N_ij rho_i, for N^T K. kTokenBlocks: dP_tj times the factor of token t, for dP^T Q.
+  // kRowBlocks: dP_tj rho_j, for dP K. The accumulators are multiplied by the missing factor.
   enum { kStepCols, kTokenBlocks, kRowBlocks, kStepRows, kBlockSets };
   // With a lone warpgroup its rows of N stay in registers, the blocks replace G and U, and the queries
   // replace dS.

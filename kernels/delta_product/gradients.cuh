@@ -18,19 +18,18 @@
 //
 // without the pairs of rows of the same token, on which no gate acts, plus <state after the chunk, dS>.
 //
-// If dz holds dv instead of G (is_dz_dv), the factor beta_i is omitted from N and dk, and dbeta_i is divided
-// by it.
+// If dz holds dv instead of G (dz_holds_dv), the factor beta_i is omitted from N and dk, and dbeta_i is
+// divided by it.
 //
-// A warpgroup has half of the columns of D of dq and dk (at D = 64 all of them), and of each slab 64 columns
-// of U. The first warpgroup has N, the second (or the only one) dP. Loads are not pipelined within a block;
-// latency is hidden by the other resident blocks, so shared memory and registers are the limit: with one slab
-// four blocks at D = 64, two at D = 128.
+// A slab is 64 or 128 columns of V. A warpgroup computes half of the columns of D of dq and dk (at D = 64 all
+// columns), and 64 columns of U of each slab. The first warpgroup computes N, the second (or the only one)
+// dP. Loads are not pipelined within a block; latency is hidden by the other resident blocks, so shared
+// memory and registers are the limit: with one slab four blocks at D = 64, two at D = 128.
 //
-// At D = 64 queries replace dS, and N K takes N from registers.
-//
-// At D = 128 dS replaces S. Up to 32 queries are stored below the half tile of do, more replace U. With one
-// slab dq is stored in the memory of G while N and dP are computed, because registers do not suffice (loading
-// S again instead was a sixth of the global loads).
+// Shared memory is used twice. At D = 64 with one slab q replaces dS, and N stays in registers for the
+// product N K. At D = 128 dS replaces S; up to 32 rows of q are stored below the half tile of do, more rows
+// replace U. With one slab at D = 128 dq is stored in the memory of G while N and dP are computed, because
+// registers do not suffice (loading S again instead was a sixth of the global loads).
 #pragma once
 
 #include "delta_product/gradient_finish.cuh"

@@ -124,8 +124,8 @@ __device__ inline bool store_factors(float* chunk_factors, const Storage& storag
 }
 
 // N_ij = -beta_i rho_i rho_j e^{L_i - L_j} k_i . k_j from k_i . k_j. Below the diagonal blocks, L_i - L_j is
-// a sum of three differences, each at most 0: L_i minus L at the first row of the block row, that minus L at
-// the last row of the block column, and that minus L_j.
+// a sum of three differences, each at most 0 for gates <= 0: (L_i - L_first) + (L_first - L_last) + (L_last -
+// L_j), with L_first of the first row of the block row and L_last of the last row of the block column.
 template <class Storage>
 __device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const Storage& storage, bool gated,
                                          bool unit) {
@@ -153,15 +153,16 @@ __device__ inline void apply_row_factors(Block (&a)[kDeltaInverseBlocks], const 
       scale_columns(a[inverse_block_index(j, j)], [&](int n) { return by[n]; });
       const float end = log[kTileRows * j + kTileRows - 1];
       if (gated) {
-        const float of_row[2] = {log[kTileRows * j + lane_row()], log[kTileRows * j + lane_row() + 8]};
+        const float row_log[2] = {log[kTileRows * j + lane_row()], log[kTileRows * j + lane_row() + 8]};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const float2 of_col = *reinterpret_cast<const float2*>(log + kTileRows * j + 8 * n + lane_col());
+          const float2 col_log = *reinterpret_cast<const float2*>(log + kTileRows * j + 8 * n + lane_col());
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            a[inverse_block_index(j, j)].at[n][i] *= exp2_fast(of_row[i / 2] - (i % 2 ? of_col.y : of_col.x));
+            a[inverse_block_index(j, j)].at[n][i] *=
+                exp2_fast(row_log[i / 2] - (i % 2 ? col_log.y : col_log.x));
           }
-          by[n].x *= exp2_fast(end - of_col.x), by[n].y *= exp2_fast(end - of_col.y);
+          by[n].x *= exp2_fast(end - col_log.x), by[n].y *= exp2_fast(end - col_log.y);
         }
       }
 #pragma unroll
@@ -193,15 +194,15 @@ __device__ inline bool has_repeated_keys(const Block (&a)[kDeltaInverseBlocks], 
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kChunkTiles; ++i) {
-    float most[2] = {0.f, 0.f};
+    float largest[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j <= i; ++j) {
 #pragma unroll
       for (int x = 0; x < 8; ++x) {
-        most[x / 2 % 2] = fmaxf(most[x / 2 % 2], fabsf(a[inverse_block_index(i, j)].at[x / 4][x % 4]));
+        largest[x / 2 % 2] = fmaxf(largest[x / 2 % 2], fabsf(a[inverse_block_index(i, j)].at[x / 4][x % 4]));
       }
     }
-    sum += fminf(max_over_row(most[0]), 1.f) + fminf(max_over_row(most[1]), 1.f);
+    sum += fminf(max_over_row(largest[0]), 1.f) + fminf(max_over_row(largest[1]), 1.f);
   }
   return sum_over_col(sum) > 0.6f * rows;
 }
@@ -265,8 +266,9 @@ cudaError_t launch_prepare_instance(const DeltaPrepare& p, cudaStream_t stream) 
   constexpr auto kKernel = prepare<T, Slabs, HasB>;
   constexpr int kBytes = PrepareStorage<T, Slabs, HasB>::kBlockBytes;
   if (const cudaError_t error = allow_shared<kKernel>(kBytes); error != cudaSuccess) return error;
-  const int64_t jobs = token_range_count(p.shape.tokens, delta_chunk_tokens(p.shape.n)) * p.shape.heads;
-  if (jobs == 0) return cudaSuccess;
+  const int64_t chunk_heads =
+      token_range_count(p.shape.tokens, delta_chunk_tokens(p.shape.n)) * p.shape.heads;
+  if (chunk_heads == 0) return cudaSuccess;
   int processors = 0, blocks = 0;
   if (const cudaError_t error = processor_count(processors); error != cudaSuccess) return error;
   if (const cudaError_t error =
@@ -274,8 +276,8 @@ cudaError_t launch_prepare_instance(const DeltaPrepare& p, cudaStream_t stream) 
       error != cudaSuccess) {
     return error;
   }
-  const int64_t most = static_cast<int64_t>(processors) * std::max(blocks, 1);
-  const int64_t grid = std::min(divide_up(jobs, kPrepareWarps), most);
+  const int64_t max_blocks = static_cast<int64_t>(processors) * std::max(blocks, 1);
+  const int64_t grid = std::min(divide_up(chunk_heads, kPrepareWarps), max_blocks);
   return launch_grid<kKernel>(grid, kPrepareWarps * 32, kBytes, stream, p, make_chunk_divider(p.shape));
 }
 

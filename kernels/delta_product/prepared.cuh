@@ -20,9 +20,9 @@ struct ChunkFactors {
   const float* data;
 
   __device__ float element(int kind, int at) const { return data[kind * kDeltaChunkRows + at]; }
-  // Elements `at` and `at` + 8.
+  // The elements of rows `at` and `at` + 8.
   __device__ float2 rows(int kind, int at) const { return {element(kind, at), element(kind, at + 8)}; }
-  // The lane's two of the eight elements from `at` on.
+  // The lane's two elements of the eight rows from `at` on.
   __device__ float2 pair(int kind, int at) const {
     return *reinterpret_cast<const float2*>(data + kind * kDeltaChunkRows + at + lane_col());
   }
@@ -44,8 +44,8 @@ struct RowFactorFragment {
 struct Prepared {
   const unsigned char* data;
 
-  // Block (i, j) of X as an A fragment.
-  __device__ void load(uint32_t (&x)[4], int i, int j) const { ldmatrix(x, block(i, j)); }
+  // Loads block (i, j) of X as an A fragment.
+  __device__ void load_inverse(uint32_t (&x)[4], int i, int j) const { ldmatrix(x, lane_address(i, j)); }
   __device__ bool has_inverse_lo() const {
     return *reinterpret_cast<const float*>(data + kDeltaHasInverseLoOffset) != 0.f;
   }
@@ -57,12 +57,12 @@ struct Prepared {
   }
 
  private:
-  __device__ uint32_t block(int i, int j) const {
+  __device__ uint32_t lane_address(int i, int j) const {
     return shared_address(data + inverse_block_index(i, j) * 512 + lane() * 16);
   }
 };
 
-// Address in global memory; `number` is the index of chunk and head.
+// Address in global memory; `number` is chunk * H + head.
 template <typename Number>
 __device__ inline const unsigned char* prepared_at(const void* prepared, Number number) {
   return static_cast<const unsigned char*>(prepared) + number * kDeltaPreparedBytes;
@@ -72,14 +72,14 @@ __device__ inline const unsigned char* prepared_at(const void* prepared, const D
   return prepared_at(prepared, chunk * shape.heads + head);
 }
 
-// True if a factor may move from one operand of a product to the other before rounding: bf16 has the exponent
-// range of fp32, while small elements of fp16 lose digits.
+// True if an operand may be rounded with or without a factor: bf16 has the exponent range of fp32, while
+// small elements of fp16 lose digits.
 template <typename T>
 constexpr bool kHasFp32Range = std::is_same_v<T, __nv_bfloat16>;
-// True if the dz of the chunk holds dv = beta G, else it holds G. p: the arguments of reverse or of
+// True if dz of the chunk holds dv = beta G; false if dz holds G. p: the arguments of reverse or of
 // gradients.
 template <typename T, class Params>
-__device__ inline bool is_dz_dv(const Params& p, const Prepared& prepared) {
+__device__ inline bool dz_holds_dv(const Params& p, const Prepared& prepared) {
   return kHasFp32Range<T> && p.in_place && prepared.can_divide_by_beta();
 }
 
@@ -93,11 +93,11 @@ __device__ inline void load_inverse_lo(uint32_t (&x)[4], const unsigned char* pr
 }
 
 // X in shared memory in the layout of wgmma's B operand without swizzle: 8 x 8 matrices of 128 bytes, in the
-// order
-//     rows 0 to 31, then rows 32 to 63         (a product has N = 32)
-//       2 groups of 16 columns, or then 4      (the zero blocks (0, 1) and (2, 3) are stored too)
-//         8 columns, then the other 8
-//           four matrices of 8 rows
+// order of these loops, the outermost first:
+//     rows 0 to 31, rows 32 to 63                        (a product has N = 32)
+//     groups of 16 columns: 2 for rows 0 to 31, else 4   (includes the zero blocks (0, 1) and (2, 3))
+//     the two halves of 8 columns
+//     four matrices of 8 rows
 struct InverseTile {
   static constexpr int kBytes = 12 * 512;
   static constexpr int kColumnStride = 512;  // bytes from the first 8 of 16 columns to the other 8

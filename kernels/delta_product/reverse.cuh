@@ -1,16 +1,16 @@
 // reverse: the gradient of the state, chunks from the last to the first. dS is the gradient of the state
-// after the chunk; the other letters are those of kernels.h.
+// after the chunk, G the gradient of Z. The other letters are those of kernels.h.
 //
 //     dU_j = sum_t P_tj do_t + w_j dS^T k_j        G = X^T dU
 //     dS <- e^{L_C} dS + sum_t r_t q_t do_t^T - sum_i k_i read_i G_i^T
 //
-// With b in place of beta k, b_i replaces read_i k_i.
+// With b in place of beta k (no gates, no l2norm_qk), b_i replaces read_i k_i.
 //
 // A block has 64 columns of V of dS of one memory head, for all chunks of a sequence or of a segment. The
 // roles are a warpgroup of state warps with dS^T in registers, a warpgroup of intra-chunk warps that computes
-// P and du_local_j = sum_t P_tj do_t ahead, two store warps for dS and dz, and two load warps. A chunk uses
-// one stage of the ring of keys, and for each output head of the memory head one stage of the ring of query
-// heads.
+// P and du_local_j = sum_t P_tj do_t ahead, two store warps for dS and dz (the tensor of G or dv), and two
+// load warps. A chunk uses one stage of the ring of keys, and for each output head of the memory head one
+// stage of the ring of query heads.
 #pragma once
 
 #include "delta_product/reverse_intra_chunk_warps.cuh"
@@ -20,7 +20,7 @@
 
 namespace girih::kernels::delta_product {
 
-// Stores dS, and dz (G, or dv), of every chunk.
+// Stores dS and dz of every chunk.
 template <typename T, int D, int Rows, bool HasB>
 __device__ inline void run_reverse_store_warps(const ReverseParams& params, const BlockWork& work,
                                                const ReverseStorage<T, D, Rows, HasB>& storage,

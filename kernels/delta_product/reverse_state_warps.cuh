@@ -78,8 +78,8 @@ __device__ inline void add_transposed_inverse_lo_product(ChunkAccumulator& g,
   });
 }
 
-// y_j <- du_local_j + w_j y_j, 16 rows j at a time. With `LoadsRows`, load() loads these rows of du_local
-// just before their use.
+// y_j <- du_local_j + w_j y_j, 16 rows j of the chunk (columns of y) at a time. With `LoadsRows`, load(j)
+// loads these rows of du_local just before their use.
 template <typename T, bool LoadsRows, class Load>
 __device__ inline void add_du_local(Accumulator<8>& y, const RowFactorFragment& write_factors,
                                     const ColumnFragments& du_local, const Load& load) {
@@ -145,7 +145,7 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
     const Prepared prepared = stage.prepared();
     const ChunkFactors chunk_factors = prepared.chunk_factors();
 
-    // Y^T = dS^T K^T; with gates dS decays during the product (D = 256: after it).
+    // Y = K dS, Y^T = dS^T K^T; with gates dS decays during the product (D = 256: after the product).
     Accumulator<8> y;
     rounded.start_read(y, s, stage.k());
     const RowFactorFragment write_factors(chunk_factors, kDeltaWriteFactor);
@@ -154,8 +154,8 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
       rounded.store(s, storage.state(state_pipe.stage), warp);
       barriers.state_full.arrive_warp(state_pipe.stage);
     }
-    // At most Y is in flight: the products of dS are complete since the previous chunk. Without this wait the
-    // compiler would wait for Y before it uses dS.
+    // Does not wait: only the product Y is in flight. The call tells the compiler that the registers of dS
+    // are complete; without the call the compiler would wait for Y before it uses dS.
     wait_state<1>(s);
     if (p.gated) scale(s, exp2_fast(chunk_factors.element(kDeltaLogDecay, kDeltaChunkRows - 1)));
     const bool has_inverse_lo = prepared.has_inverse_lo();
@@ -209,10 +209,10 @@ __device__ inline void run_reverse_state_warps(const ReverseParams& params, cons
                                            prepared_at(p.prepared, p.shape, work.first_chunk + c, work.head));
     }
 
-    // dS^T <- dS^T - (read * G)^T K, or G^T B with b, for which read is 1. dz is G, or dv: without gates and
-    // l2norm_qk, dv = beta * G is read * G, the operand `update`.
+    // dS^T <- dS^T - (read * G)^T K; with b every read_i is 1, and the product is G^T B. If dz holds dv (no
+    // gates, no l2norm_qk), dv = beta * G = read * G is the operand `update`.
     AFragment<kChunkTiles> rounded_g, update;
-    const bool stores_dv = is_dz_dv<T>(p, prepared);
+    const bool stores_dv = dz_holds_dv<T>(p, prepared);
     if (has_output && !stores_dv) round_to_a_fragment<T>(rounded_g, g);
     scale_chunk_rows(g, [&](int row) { return read_factors.at[row / 8]; });
     round_to_a_fragment<T>(update, g);

@@ -11,7 +11,7 @@ constexpr int kReverseStateWarps = 4, kReverseIntraChunkWarps = 4, kReverseStore
 constexpr int kReverseThreads =
     32 * (kReverseStateWarps + kReverseIntraChunkWarps + kReverseStoreWarps + kLoadWarps);
 
-// q and do of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
+// q, do and the factors of the tokens of one query head and chunk: `Rows` tokens, 64, or 32 if n > 1.
 template <typename T, int D, int Rows>
 struct QueryStage {
   using Q = BlockTile<T, D, Rows>;
@@ -22,7 +22,8 @@ struct QueryStage {
 
   __device__ Q q() const { return {reinterpret_cast<T*>(data)}; }
   __device__ DOut dout() const { return {reinterpret_cast<T*>(data + Q::kBytes)}; }
-  // {scale rho_t, L_t log2(e)}, and r_t, of every token; stored by the intra-chunk warps.
+  // Stored by the intra-chunk warps for every token: {scale rho_t, L_t log2(e)}, the factors of P, and r_t =
+  // scale rho_t e^{L_t}, the factor of a query that reads S.
   __device__ float2* token_factors() const { return reinterpret_cast<float2*>(factors); }
   __device__ float* query_factors() const { return reinterpret_cast<float*>(factors + Rows * 8); }
 };
@@ -36,7 +37,8 @@ struct ReverseBarriers {
   // Ring of du_local, the term P^T dO of dU.
   FullBarriers<kReverseDuLocalStages> du_local_full;
   EmptyBarriers<kReverseDuLocalStages> du_local_empty;
-  // Ring of query heads. query_full: q and do are loaded. query_factors_full: the factors are stored too.
+  // Ring of query heads. query_full: q and do are loaded. query_factors_full: token_factors() and
+  // query_factors() are stored too.
   FullBarriers<kReverseStages> query_full, query_factors_full;
   EmptyBarriers<kReverseStages> query_empty;
   // dS, and G or dv.

@@ -47,7 +47,7 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
   } else {
     scale_rows(scores, factor);
   }
-  const int left = (first + lane_row() + 1) * n - lane_col();
+  const int visible_rows = (first + lane_row() + 1) * n - lane_col();
 #pragma unroll
   for (int tile = 0; tile < kChunkTiles; ++tile) {
     if ((tile + 1) * kTileRows <= visible_to_all) continue;
@@ -55,7 +55,7 @@ __device__ inline void apply_score_factors(Accumulator<8>& scores, const ChunkFa
     for (int i = 2 * tile; i < 2 * tile + 2; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        scores.at[i][j] = 8 * i + j % 2 < left + j / 2 * 8 * n ? scores.at[i][j] : 0.f;
+        scores.at[i][j] = 8 * i + j % 2 < visible_rows + j / 2 * 8 * n ? scores.at[i][j] : 0.f;
       }
     }
   }

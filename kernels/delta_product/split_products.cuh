@@ -44,8 +44,10 @@ __device__ inline Split triangle(const Parts& a, const Parts& b, const Parts& c)
 }
 
 __device__ inline Split transposed_triangle(const Parts& a, const Parts& b, const Parts& c) {
-  const Parts of_a = transpose_parts(a), of_b = transpose_parts(b), of_c = transpose_parts(c);
-  return {{of_a.hi, 0, of_b.hi, of_c.hi}, {of_a.lo, 0, of_b.lo, of_c.lo}};
+  const Parts a_transposed = transpose_parts(a), b_transposed = transpose_parts(b),
+              c_transposed = transpose_parts(c);
+  return {{a_transposed.hi, 0, b_transposed.hi, c_transposed.hi},
+          {a_transposed.lo, 0, b_transposed.lo, c_transposed.lo}};
 }
 
 // sums += left right^T, for 8 rows of right; right0 and right1 are its left and right half.

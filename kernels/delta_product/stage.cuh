@@ -15,7 +15,7 @@ constexpr int kLoadWarps = 2;  // number of load warps of a block
 template <class Tile>
 using StageCopier = TileCopier<32 * kLoadWarps, Tile>;
 
-// v of a chunk: 64 rows, 64 columns.
+// 64 columns of v of a chunk.
 template <typename T>
 using Values = SharedTile<T, kDeltaChunkRows, kScanColumns>;
 
@@ -25,8 +25,8 @@ struct Stage {
   using K = BlockTile<T, D>;
   using V = Values<T>;
   // X is an InverseTile; the row factors and the flags follow. kPreparedOffset points into X, such that the
-  // factors and the flags have the offsets of the prepared data in global memory. Prepared::load() is not
-  // valid here, because the layout of X differs.
+  // factors and the flags have the offsets of the prepared data in global memory. Prepared::load_inverse() is
+  // not valid here, because the layout of X differs.
   static constexpr int kInverseOffset = K::kBytes + (HasValues ? V::kBytes : 0),
                        kPreparedOffset = kInverseOffset + InverseTile::kBytes - kDeltaInverseBytes;
   static constexpr int kBytes = (kPreparedOffset + kDeltaInverseLoOffset + 1023) / 1024 * 1024;

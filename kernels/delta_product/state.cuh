@@ -149,11 +149,11 @@ __device__ inline void store_transposed(const Tile& tile, const AFragment<K>& a,
 // with the rows and columns of the state; `first_col` is the first column of the warp.
 template <int D, class Element, class F>
 __device__ inline void for_each_state_element(State<D>& s, const DeltaShape& shape, const BlockWork& work,
-                                              int first_col, Element* first, int64_t by_row, int64_t by_col,
-                                              const F& f) {
+                                              int first_col, Element* first, int64_t row_stride,
+                                              int64_t col_stride, const F& f) {
   for_each_strided_element<D / 8>([&](int n) -> float(&)[4] { return s.slab[n / 8].at[n % 8]; },
                                   first_col + lane_row(), work.is_transition ? shape.D : shape.V, lane_col(),
-                                  shape.D, first, by_col, by_row, f);
+                                  shape.D, first, col_stride, row_stride, f);
 }
 
 template <int D>
@@ -172,7 +172,7 @@ __device__ inline void load_initial_state(State<D>& s, const DeltaShape& shape, 
     const int64_t index = grid.is_local ? work.range.sequence.index : work.range_index;
     const float* from = static_cast<const float*>(initial.data) + offset_of(initial, index, work.head);
     for_each_state_element(s, shape, work, first_col, from, initial.stride[2], initial.stride[3],
-                           [](float& x, const float& at) { x = at; });
+                           [](float& x, const float& stored) { x = stored; });
   }
 }
 
@@ -184,7 +184,7 @@ __device__ inline void store_final_state(State<D>& s, const DeltaShape& shape, c
   float* to = static_cast<float*>(final.data) + offset_of(final, index, work.head);
   if (work.is_transition) to += shape.V * final.stride[3];
   for_each_state_element(s, shape, work, first_col, to, final.stride[2], final.stride[3],
-                         [](float x, float& at) { at = x; });
+                         [](float x, float& stored) { stored = x; });
 }
 
 // Stores the transition of the segment, row-major. Reverse reads it as its own transition, the transpose, in
@@ -193,7 +193,8 @@ template <int D>
 __device__ inline void save_transition(State<D>& s, const DeltaShape& shape, const BlockWork& work,
                                        int first_col, float* transitions) {
   float* const to = transitions + (work.range_index * shape.heads + work.head) * shape.D * shape.D;
-  for_each_state_element(s, shape, work, first_col, to, shape.D, 1, [](float x, float& at) { at = x; });
+  for_each_state_element(s, shape, work, first_col, to, shape.D, 1,
+                         [](float x, float& stored) { stored = x; });
 }
 
 }  // namespace girih::kernels::delta_product

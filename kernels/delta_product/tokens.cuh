@@ -1,4 +1,4 @@
-// Tiles of tokens: 64 rows if n = 1, else 32 rows; and the factors of scores between tokens and steps.
+// Tiles of tokens: 64 rows if n = 1, else 32 rows; and the factors of the scores P of tokens t with rows j.
 #pragma once
 
 #include "delta_product/prepared.cuh"
@@ -6,7 +6,7 @@
 
 namespace girih::kernels::delta_product {
 
-// A chunk can have more than 32 tokens.
+// Whether a chunk can have more than 32 tokens.
 __host__ __device__ constexpr bool has_many_tokens(int tokens) { return tokens > kDeltaChunkRows / 2; }
 // Rows of a tile of tokens.
 __host__ __device__ constexpr int token_rows(bool many_tokens) {
@@ -91,8 +91,8 @@ __device__ inline void compute_token_factors(const BlockTile<T, D, Rows>& q, con
   }
 #pragma unroll
   for (int first = 0; first < Rows; first += 32) {
-    const int eight = first + 8 * warp, token = eight + lane_row();
-    const float square = square_of_rows<T>(q, eight);
+    const int first_token = first + 8 * warp, token = first_token + lane_row();
+    const float square = square_of_rows<T>(q, first_token);
     const float factor = shape.scale * (square > 0.f ? rsqrtf(square + 1e-6f) : 1.f);
     if (lane_col() == 0) store(token, factor, log_of(token));
   }

@@ -11,12 +11,12 @@
 
 namespace girih::kernels::delta_product {
 
-// Divides by the chunks of a sequence; not used for packed sequences.
+// Divides by the number of chunks of a sequence; not used for packed sequences.
 inline Divider make_chunk_divider(const DeltaShape& shape) {
   return Divider(std::max<int64_t>(divide_up(shape.tokens.tokens, delta_chunk_tokens(shape.n)), 1));
 }
-// Chunk `number` of all sequences, as token_range_at(). Without packed sequences `sequence_chunks`, which
-// divides by the chunks of a sequence, replaces its 64-bit division.
+// Chunk `number` of all sequences, as token_range_at() computes it. Without packed sequences the divider
+// `sequence_chunks` (make_chunk_divider()) replaces the 64-bit division of token_range_at().
 __device__ inline TokenRange chunk_at(const SequenceLayout& all, int64_t number, int tokens,
                                       const Divider& sequence_chunks) {
   if (is_packed(all)) return token_range_at(all, number, tokens);
@@ -34,7 +34,7 @@ struct BlockWork {
   int64_t range_index;
   int64_t first_chunk;  // index of the first chunk of the range among all chunks
   int head;
-  int col;  // first column of V, or of D if `is_transition`
+  int col;  // first column of V, or of the transition if `is_transition`
   int chunks;
   bool is_transition;      // the columns are columns of the transition instead of the state
   bool is_first, is_last;  // first and last segment of the sequence in the order of the launch
@@ -129,8 +129,7 @@ __device__ inline int chunk_length(const BlockWork& work, int tokens, int c) {
   return left < tokens ? static_cast<int>(left) : tokens;
 }
 
-// Row `col` of the transposed state of a chunk, in [chunks, H, V, D]; `number` is the index of chunk and
-// head.
+// Row `col` of the transposed state of a chunk, in [chunks, H, V, D]; `number` is chunk * H + head.
 template <typename T, typename Number>
 __device__ inline T* state_at(T* states, const DeltaShape& shape, Number number, int col) {
   return states + (number * shape.V + col) * shape.D;

@@ -71,9 +71,9 @@ __device__ inline float initial_state_dot(const HeadGradients& p, const TokenRan
   const float* gradient = rows(p.dinitial, query_head);
   float sum = 0.f;
   for (int i = threadIdx.x; i < min(D, shape.keys - key) * shape.values; i += kHeadGradientThreads) {
-    const int of_key = key + i / shape.values, value = i % shape.values;
-    sum = fmaf(state[value * p.initial.stride[2] + of_key * p.initial.stride[3]],
-               gradient[value * p.dinitial.stride[2] + of_key * p.dinitial.stride[3]], sum);
+    const int key_index = key + i / shape.values, value = i % shape.values;
+    sum = fmaf(state[value * p.initial.stride[2] + key_index * p.initial.stride[3]],
+               gradient[value * p.dinitial.stride[2] + key_index * p.dinitial.stride[3]], sum);
   }
   return sum;
 }

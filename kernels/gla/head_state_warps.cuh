@@ -13,11 +13,11 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
   constexpr int kKeys = D <= 128 ? D : 128, kN = kKeys / 8;
   const int first_value = (warp - kFirstStateWarp) % 4 * kWarpRows,
             first_key = (warp - kFirstStateWarp) / 4 * kKeys;
-  const auto for_each_element = [&](Accumulator<kN>& state, auto* first, int64_t by_value, int64_t by_key,
-                                    const auto& f) {
+  const auto for_each_element = [&](Accumulator<kN>& state, auto* first, int64_t value_stride,
+                                    int64_t key_stride, const auto& f) {
     for_each_strided_element<kN>([&](int n) -> float(&)[4] { return state.at[n]; },
                                  col + first_value + lane_row(), shape.values, first_key + lane_col(),
-                                 shape.keys, first, by_value, by_key, f);
+                                 shape.keys, first, value_stride, key_stride, f);
   };
   const int64_t initial_index =
       params.segmentation.segment_tokens == 0 ? range.sequence.index : segment_index;
@@ -27,7 +27,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
     const float* from = static_cast<const float*>(p.initial.data) + initial_index * p.initial.stride[0] +
                         state_head * p.initial.stride[1];
     for_each_element(state, from, p.initial.stride[2], p.initial.stride[3],
-                     [](float& element, const float& at) { element = at; });
+                     [](float& element, const float& stored) { element = stored; });
   }
   float total = 0.f;
   // (w v)^T of a chunk for the warp's rows, computed while the previous product is in flight.
@@ -92,7 +92,7 @@ __device__ inline void HeadBlock<T, D, Reverse>::run_state_warps() const {
                 (is_local_scan ? segment_index : range.sequence.index) * p.final.stride[0] +
                 state_head * p.final.stride[1];
     for_each_element(state, to, p.final.stride[2], p.final.stride[3],
-                     [](float element, float& at) { at = element; });
+                     [](float element, float& stored) { stored = element; });
   }
 }
 

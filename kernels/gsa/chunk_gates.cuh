@@ -1,10 +1,12 @@
 // The gates of one chunk, for each slot, and the weights s. In the kernels that are parallel over chunks a
 // block has a chunk, and a warp has 16 of its rows.
 //
-// If the sum of the gates of the chunk is small, e^{L_i - L_j} = r_i e^{X_j} with X_j the sum of g after row
-// j and r_i = e^{-X_i}. Then s~ = s e^X serves all rows and needs one exponential for each token and slot.
-// Otherwise r overflows. Then the rows use the earlier sub-chunks of 16 rows one by one, each relative to the
-// end of that sub-chunk, and the rows of their own sub-chunk in pairs; no exponent is above 0 for gates <= 0.
+// L_i is the sum of g through row i, X_i = L_C - L_i is the sum of g after row i. If the sum of the gates of
+// the chunk is small, the chunk is factored: e^{L_i - L_j} = r_i e^{X_j} with r_i = e^{-X_i}. Then s~ = s e^X
+// serves all rows and needs one exponential for each token and slot. Otherwise r overflows and the chunk is
+// not factored ("without factors" in the comments of gsa and gla): a row uses the earlier sub-chunks of 16
+// rows one by one, each relative to the end of that sub-chunk, and the rows of its own sub-chunk one by one.
+// No exponent is above 0 for gates <= 0.
 #pragma once
 
 #include <type_traits>
@@ -18,9 +20,9 @@ namespace girih::kernels {
 
 constexpr int kSubchunks = kChunk / kSubchunk;
 
-// The largest sum of gates, in powers of two, for which the factors are used. bf16 has the range of fp32: r
-// stays below 2^80, and products with logits and gradients stay below 2^127. The range of fp16 is 2^-14 to
-// 2^16; the gates of a layer (log sigmoids divided by 8 or 16) sum to about 2^-9 or 2^-4 in a chunk.
+// A chunk is factored if -log2 e^{L_C} is below this limit. bf16 has the range of fp32: r stays below 2^80,
+// and products with logits and gradients stay below 2^127. The range of fp16 is 2^-14 to 2^16; with the gates
+// of a layer (log sigmoids divided by 8 or 16) e^{L_C} is about 2^-9 or 2^-4.
 template <typename T>
 constexpr float max_factored_log2 = std::is_same_v<T, __half> ? 13.f : 80.f;
 // In fp16 both factors have to fit in the range: s~ is multiplied by 2^6 and r by 2^-6. Products of r with
@@ -124,15 +126,16 @@ __device__ inline void scale_rows(const Tile& tile, int first, const Accumulator
   });
 }
 
-// If the sums of the gates allow the factors (for all columns of the block): replaces g by e^{-X}, sets decay
-// [M] to e^{L_C}, calls weigh(row, col, weight) with weight = e^{X} of (row + lane_row(), col + lane_col())
-// and of the next column, for all rows and columns, and returns true. Otherwise writes nothing and returns
-// false.
+// If the chunk can be factored (for all columns of the block): replaces g by r = e^{-X}, sets decay [M] to
+// e^{L_C}, calls scale_s(row, col, decay_to_end) with decay_to_end = e^{X} of (row + lane_row(), col +
+// lane_col()) and of the next column, for all rows and columns, and returns true. Otherwise writes nothing
+// and returns false. In fp16 e^X and e^{L_C} also contain 2^factor_shift, and r contains 2^-factor_shift.
 //
 // Called by all threads of the block after g is loaded. Each set of `Warps` warps has `Columns` columns of g;
 // a warp has a part of these. The results are visible after the next barrier.
-template <typename T, int Warps, int Columns, int M, class Weigh>
-__device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay, const Weigh& weigh) {
+template <typename T, int Warps, int Columns, int M, class ScaleS>
+__device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float* decay,
+                                    const ScaleS& scale_s) {
   constexpr int kTiles = Columns / 8 / Warps;  // tiles of 8 columns of a warp
   const int first_col = static_cast<int>(threadIdx.x) / 32 % Warps * kTiles * 8;
   uint32_t suffix_ones[4], total_ones[4];
@@ -168,7 +171,7 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
       const int row = kSubchunk * (kSubchunks - 1 - b) + 8 * i;
       const float left = add_shift<T>(suffix_sum[t].at[b][2 * i]),
                   right = add_shift<T>(suffix_sum[t].at[b][2 * i + 1]);
-      weigh(row, col, float2{exp2_fast(left), exp2_fast(right)});
+      scale_s(row, col, float2{exp2_fast(left), exp2_fast(right)});
       *reinterpret_cast<float2*>(&lane_element(g, row, col)) = {exp2_fast(-left), exp2_fast(-right)};
     });
     if (lane_row() == 0) {
@@ -180,7 +183,7 @@ __device__ inline bool factor_gates(const SharedTile<float, kChunk, M>& g, float
   return true;
 }
 
-// A warp's view of the gates of its chunk in shared memory, for `Columns` of M slots. All pointers start at
+// The gates of a chunk in shared memory as a warp reads them, for `Columns` of M slots. All pointers start at
 // the first of these columns.
 template <int M, int Columns = M>
 struct Gates {
@@ -266,8 +269,9 @@ struct Gates {
   }
 };
 
-// e^{l_i - l_j} of rows i and j of a sub-chunk for one slot; 0 if j is the later row. The order of the
-// rows is an argument because gates may be above 0 (then l_i - l_j is too) or NaN.
+// e^{l_i - l_j} of rows i and j of a sub-chunk for one slot, with l the prefix sums; 0 if j is the later row.
+// The order of the rows is an argument: it does not follow from the sign of l_i - l_j, because gates may be
+// above 0 or NaN.
 __device__ inline float decay_between(float later, float earlier, bool is_ordered) {
   return exp2_fast(is_ordered ? later - earlier : -INFINITY);
 }

@@ -7,7 +7,9 @@
 
 namespace girih::kernels {
 
-// The block has one warpgroup for each 64 slots.
+// Shared memory. s and decayed_s: see RowWrites. first_y: y of every memory, see y(). gradient: G of 64 rows
+// of a memory. own [Memories, 64]: scores of rows with themselves. The block has one warpgroup for each 64
+// slots.
 template <typename T, int M, int Memories>
 struct GatedDkvTiles {
   static constexpr int kWarpgroups = M / 64;
@@ -15,7 +17,7 @@ struct GatedDkvTiles {
   using Slots = SharedTile<T, kChunk, M>;
 
   SharedTile<float, kChunk, M> g;
-  Slots s, end, first_y, gradient;
+  Slots s, decayed_s, first_y, gradient;
   SharedTile<T, kChunk, kSlab> x, read;
   float *totals, *decay, *state_dot, *own;
 
@@ -25,7 +27,7 @@ struct GatedDkvTiles {
 
   __device__ explicit GatedDkvTiles(unsigned char* shared) {
     SharedAllocator layout(shared);
-    layout(g)(s)(end)(first_y);
+    layout(g)(s)(decayed_s)(first_y);
     layout.next += (Memories - 1) * Slots::kBytes;
     layout(gradient)(x)(read)(totals, 4 * M)(decay, M)(state_dot, 4 * kWarpgroups * M)(own,
                                                                                        Memories * kChunk);
@@ -139,7 +141,7 @@ template <typename T, int M, int Memories>
 __device__ inline void GatedDkvBlock<T, M, Memories>::start_writes() {
   writes.operands = {{tile.g, tile.decay, tile.totals, warp},
                      tile.s,
-                     tile.end,
+                     tile.decayed_s,
                      {warp_scratch(tile.x, warp) + warpgroup * kWarpRows * kWarpRows},
                      warpgroup,
                      p.y_scale};
@@ -261,7 +263,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::store_dx(int i, const AFra
     fill(dx, 0.f);
     add_score_product<Side::later, T>(dx, w, tile.read, warp, warpgroup_col);
     if (IsFactored) apply_shift<T>(dx);  // the product with s~ below contains 2^factor_shift
-    add_tile_product_transposed<2>(dx, tile.end, kWarpRows * warp, tile.gradient, warpgroup_col);
+    add_tile_product_transposed<2>(dx, tile.decayed_s, kWarpRows * warp, tile.gradient, warpgroup_col);
     if (IsFactored) apply_shift<T, true>(dx);
     store_rows_as<T, kEights>(dx, tile.x, warp, memory(i).dx, range, query_head, col + warpgroup_col, width,
                               warpgroup_col);
@@ -315,7 +317,7 @@ __device__ inline void GatedDkvBlock<T, M, Memories>::compute_ds(Accumulator<8>&
     auto& c = *reinterpret_cast<float2*>(&lane_element(tile.g, tile_row, tile_col));
     const bool exists = row < range.length && col < shape.M;
     float2 ds = {u.at[n][2 * i], u.at[n][2 * i + 1]};
-    const float2 s = load_lane_pair<T>(IsFactored ? tile.end : tile.s, tile_row, tile_col);
+    const float2 s = load_lane_pair<T>(IsFactored ? tile.decayed_s : tile.s, tile_row, tile_col);
     const float2 r = IsFactored ? c : float2{1.f, 1.f};
     c = {w[n][i].x - s.x * ds.x, w[n][i].y - s.y * ds.y};
     if (IsFactored) {

@@ -28,12 +28,13 @@ __device__ inline float2 row_max(const Accumulator<N>& x) {
   return {max_over_row(max_logit.x), max_over_row(max_logit.y)};
 }
 
-// x becomes p / divisor. For softmax x holds the exponentials and divisor is the reciprocal of their sum, for
-// rows lane_row() and lane_row() + 8; otherwise divisor is 1. Slots from `slots` are padding.
+// Replaces x by p, for softmax without the division: then x holds the exponentials, and p = inverse_sum * x
+// for rows lane_row() and lane_row() + 8. For the other features inverse_sum is 1. Slots from `slots` are
+// padding.
 template <int N>
 __device__ inline void apply_feature(Accumulator<N>& x, Feature feature, float scale, int slots,
-                                     float2& divisor) {
-  divisor = {1.f, 1.f};
+                                     float2& inverse_sum) {
+  inverse_sum = {1.f, 1.f};
   if (feature == Feature::softmax) {
     if (scale < 0.f) {
       for_each_register<N>([&](int n, int i) { x.at[n][i] = -x.at[n][i]; });
@@ -47,7 +48,7 @@ __device__ inline void apply_feature(Accumulator<N>& x, Feature feature, float s
       value = exp2_fast(fmaf(value, factor, -(i < 2 ? max_logit.x : max_logit.y)));
       (i < 2 ? sum.x : sum.y) += value;
     });
-    divisor = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
+    inverse_sum = {1.f / sum_over_row(sum.x), 1.f / sum_over_row(sum.y)};
     return;
   }
   for_each_register<N>([&](int n, int i) {
@@ -63,8 +64,8 @@ __device__ inline void apply_feature(Accumulator<N>& x, Feature feature, float s
   });
 }
 
-// For the exponentials p of a row: the largest logit in powers of two, sum p, and sum p dp. Rows lane_row()
-// and lane_row() + 8.
+// Sums of a row for softmax, with the exponentials e_m = e^{z_m - max z}: log2(e) max z, sum e_m, and sum e_m
+// dp_m. Rows lane_row() and lane_row() + 8.
 struct SoftmaxSums {
   float2 max_logit, sum, delta;
 };

@@ -56,13 +56,13 @@ struct StateDot {
   __device__ void add(const Rows& rows) {
 #pragma unroll
     for (int i = 0; i < kSlab / 2 / kRowsPerIteration; ++i) {
-      const bool counts = rows.first + i * kRowsPerIteration < rows.count;
+      const bool exists = rows.first + i * kRowsPerIteration < rows.count;
       const uint4 &state_pack = rows.state[i], &gradient_pack = rows.gradient[i];
       const uint32_t s[4] = {state_pack.x, state_pack.y, state_pack.z, state_pack.w},
                      g[4] = {gradient_pack.x, gradient_pack.y, gradient_pack.z, gradient_pack.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float2 a = unpack_pair<T>(counts ? s[j] : 0u), b = unpack_pair<T>(g[j]);
+        const float2 a = unpack_pair<T>(exists ? s[j] : 0u), b = unpack_pair<T>(g[j]);
         sum[2 * j] = fmaf(a.x, b.x, sum[2 * j]);
         sum[2 * j + 1] = fmaf(a.y, b.y, sum[2 * j + 1]);
       }
@@ -97,9 +97,9 @@ struct StateDot {
   }
 };
 
-// dg_t = state_dot - sum_{j<t} c_j + weight_term(t, m), with state_dot summed over `DotWarps` warps. A thread
-// has a column and a part of the rows and first sums the rows before them. Called by all threads after a
-// barrier.
+// dg_t = state_dot - sum_{j<t} c_j + weight_term(t, m), with c = w - s ds (dkv.cuh) and state_dot summed over
+// `DotWarps` warps. A thread has a column and a range of rows, and first sums the rows before its range.
+// Called by all threads after a barrier.
 template <int Threads, int DotWarps, int M, class WeightTerm>
 __device__ inline void store_gate_gradients(const SharedTile<float, kChunk, M>& c, const float* state_dot,
                                             const OutputTensor<4>& to, const TokenRange& range, int head,

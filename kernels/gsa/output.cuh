@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
   reads.value_read(logits, a);
 
   // p = feature(logits), for softmax without the division
-  float2 divisor;
-  apply_feature(logits, shape.feature, shape.scale, shape.slots, divisor);
+  float2 inverse_sum;
+  apply_feature(logits, shape.feature, shape.scale, shape.slots, inverse_sum);
 
   // O = (p e^L) Hv + [p_i . e^{L_i - L_j} s_j, j <= i] V
   AFragment<M / 8 / 2> f;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads, M == 64 ? 3 : 2)
     fill(o, 0.f);
     add_product_transposed<T>(o, f, tile.hv);
     add_score_product<Side::earlier, T>(o, w, tile.v, warp);
-    for_each_register<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? divisor.x : divisor.y; });
+    for_each_register<8>([&](int n, int i) { o.at[n][i] *= i < 2 ? inverse_sum.x : inverse_sum.y; });
     store_rows<T>(o, tile.q, warp, p.o, block.range, block.query_head, v, shape.V);
   });
 }

@@ -13,7 +13,7 @@ struct Segmentation {
   // Not null: a local scan, in which every segment starts from zero; needs segment_tokens > 0. The launch
   // writes the final state of each segment and, here, the sum of its gates [segments, heads, M],
   // and nothing else; M is the number of slots, or the width of keys if gla calls. The last segment of a
-  // sequence, whose final state joins to no segment, is skipped.
+  // sequence is skipped: no other segment needs its final state.
   float* gate_sums;
 
   int64_t count_segments(const SequenceLayout& layout) const {
@@ -52,9 +52,10 @@ struct ChunkRange {
     length = static_cast<int>(end - start), chunks = (length + kChunk - 1) / kChunk;
     return true;
   }
-  // The index of the chunk, and its first token, from `start`.
+  // The chunk of a step: its index in the range, and its first token relative to `start`.
   __device__ int chunk_index(int step) const { return Reverse ? chunks - 1 - step : step; }
   __device__ int first_token(int step) const { return chunk_index(step) * kChunk; }
+  // Tokens of the chunk that starts at `token`.
   __device__ int count_rows(int token) const { return min(kChunk, length - token); }
 };
 

@@ -1,10 +1,11 @@
 // The two reads of the rows of a chunk through its gates:
 //
 //     value_read   y_i = e^{L_i} * (x_i H) + sum_{j<=i} a_ij e^{L_i - L_j} * s_j                  [M]
-//     key_read     (f, W) of p:  f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm}     j <= i
+//     key_read     f_i = e^{L_i} * p_i,  W_ij = sum_m p_im s_jm e^{L_im - L_jm},  j <= i
 //
-// H is the state before the chunk, a_ij = x_i . y_j are the scores, and L_i is the sum of g through row i
-// for each slot.
+// H [width, M] is the state before the chunk, a_ij are the scores of row i with row j, and L_i is the sum of
+// g through row i for each slot. key_read computes f and W from p; the caller computes the read f H^T + W K
+// (or V).
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -22,13 +23,13 @@ struct RowReads {
   // Tiles in shared memory.
   struct Operands {
     Gates<M, Columns> gates;
-    Tile s;  // the weights times e^{sum of g after the row}; the sum ends with the chunk, or without factors
-             // with the sub-chunk
+    Tile s;    // s~, the weights times e^{sum of g after the row to the end of the chunk}; without factors to
+               // the end of the sub-chunk
     Tile raw;  // without factors: the weights, unscaled
     Scratch scratch;
   };
   Operands operands;
-  bool is_factored;
+  bool is_factored;  // see chunk_gates.cuh
 
   // Called by all threads of the block after g and s are loaded; `Warps` warps share these columns. Ends with
   // a barrier.
@@ -36,14 +37,14 @@ struct RowReads {
   __device__ void start() {
     const Tile s = operands.s;
     is_factored = factor_gates<T, Warps, Columns>(
-        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 weight) {
+        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 decay_to_end) {
           const float2 old = load_lane_pair<T>(s, row, col);
-          store_lane_pair<T>(s, row, col, old.x * weight.x, old.y * weight.y);
+          store_lane_pair<T>(s, row, col, old.x * decay_to_end.x, old.y * decay_to_end.y);
         });
     __syncthreads();
   }
 
-  // The factors of row lane_row() + 8 i of the warp, columns 8n + lane_col() and the next; 1 without factors.
+  // r of row lane_row() + 8 i of the warp, columns 8n + lane_col() and the next; 1 without factors.
   __device__ float2 factor(int i, int n) const {
     const float2 r = operands.gates.factor(i, n);
     return {is_factored ? r.x : 1.f, is_factored ? r.y : 1.f};
@@ -87,7 +88,7 @@ struct RowReads {
     operands.gates.multiply(y);
   }
 
-  // p becomes f; W gets the terms of these columns. `HasFactors`: p already contains the factors.
+  // p becomes f; W becomes the terms of these columns. `HasFactors`: p already contains r.
   template <bool HasFactors = false>
   __device__ void key_read(Accumulator<N>& p, Scores& W) const {
     if (!is_factored) {
@@ -138,7 +139,8 @@ struct RowReads {
   __device__ __noinline__ static void value_read_by_subchunks(const Operands operands, Accumulator<N>& y,
                                                               const Scores& a) {
     const Gates<M, Columns>& gates = operands.gates;
-    // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...)
+    // y <- e^{l} (... ((x H) e^{total 0} + a_0 s_0) e^{total 1} + ...) + the terms of the row's own
+    // sub-chunk, with l the prefix sum of the row
     Accumulator<2> block;
 #pragma unroll 1
     for (int b = 0; b < gates.warp; ++b) {

@@ -1,23 +1,28 @@
-// The kernel of gated_scan. A chunk has C = 64 tokens, L are the running sums of its gates, and S [width, M]
-// is the state. states[c] = S before the update of chunk c; in reverse, chunks run from the last to the
-// first:
+// The kernel of gated_scan. A chunk has C = 64 tokens, L_t is the sum of its gates through token t, and S
+// [width, M] is the state. states[c] = S before the update of chunk c; in reverse, chunks run from the last
+// to the first:
 //
 //     forward                  S <- S Diag(e^{L_C}) + x^T s~      s~ = s * e^{L_C - L}
 //     reverse, not factored    S <- S Diag(e^{L_C}) + x^T s       s = y * e^L
 //     reverse, factored        S <- (S + x^T s) Diag(e^{L_C})     s = y * e^{L - L_C}
 //
-// For gates <= 0, exponents are at most 0, except L - L_C, which max_factored_log2 bounds. In fp16 the
-// factored s also contains 2^-factor_shift. Values that underflow do not contribute to the state.
+// In reverse y are the weights of the reads. gsa_dq (gla_dq) has computed s from y, and has decided for every
+// chunk whether it is factored (GateGradientTerms in gsa.h).
 //
-// A block has Slabs x 64 rows and `Slots` columns (a tile of the M slots) of the state of one head, for all
-// chunks of a sequence or segment. U = x^T s~ (in reverse x^T s) does not depend on S. So the warpgroups of
-// the block process chunks round-robin, and only the update of S is sequential. S is in shared memory in
-// fp32. Thread i of every warpgroup has the same elements of S, and an mbarrier for each warp passes them to
-// the next warpgroup (SharedState::state_full). Every warpgroup has its own ring of stages, filled by
-// cp.async.
+// For gates <= 0, exponents are at most 0, except L - L_C: a chunk is factored only if L - L_C is at most
+// max_factored_log2 in powers of two (chunk_gates.cuh). In fp16 the factored s also contains 2^-factor_shift.
+// Tokens whose s~ (in reverse s) underflows do not contribute to the state.
 //
-// A warpgroup processes a chunk in two phases. First a warp has a quarter of the columns of g and s for all
-// 64 tokens, so that the sums of the gates stay within the warp. Then a warp has 16 rows of each slab of U.
+// A slab is 64 rows of S. A block has `Slabs` slabs and `Slots` columns (a tile of the M slots) of the state
+// of one head, for all chunks of a sequence or segment. U = x^T s~ (in reverse x^T s) does not depend on S.
+// So the warpgroups of the block process chunks round-robin, and only the update of S is sequential. S is in
+// shared memory in fp32. Thread i of every warpgroup has the same elements of S, and an mbarrier for each
+// warp passes them to the next warpgroup (SharedState::state_full). Every warpgroup has its own ring of
+// stages, filled by cp.async.
+//
+// A warpgroup processes a chunk in two phases. In the first phase a warp scales a quarter of the columns of s
+// for all 64 tokens, so that the sums of the gates stay within the warp. In the second phase a warp computes
+// 16 rows of each slab of U.
 #pragma once
 
 #include "gsa/scan_block.cuh"
@@ -46,13 +51,13 @@ __global__ void __launch_bounds__(kMaxWarpgroups* kWarpgroupThreads, 1)
   if (lane() == 0) init_barrier(&block.shared_state.state_full[warpgroup][block.warp], 32);
   if (block.thread < Slots) block.shared_state.gate_sums[warpgroup][block.thread] = 0.f;
   block.load_initial_state();
-  block.init_state_pointers();
+  block.init_state_packs();
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) fill(block.u[i], 0.f);
   __syncthreads();
 
-  // With several query heads for a memory head, x and s of each are one stage; U sums over these heads before
-  // S changes.
+  // x and s of one query head are one stage. If a memory head has several query heads, U is summed over these
+  // heads before S is updated.
   int stage_index = 0, query_index = 0;
   unsigned phase = 0;
   for (int step = warpgroup; step < range.chunks;) {

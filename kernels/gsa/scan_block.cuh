@@ -1,4 +1,4 @@
-// A block of the scan: its part of the state, and the steps for a chunk.
+// A block of the scan: its part of the state, and the phases of a chunk.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -7,18 +7,18 @@
 
 namespace girih::kernels::gsa {
 
-// First row of sub-chunk b in the order in which gates are summed. Forward sums from the last sub-chunk to
-// the first, because a weight needs the gates after its token. Reverse needs only L_C.
+// First row of the b-th sub-chunk in the order of summation. Forward sums gates from the last sub-chunk to
+// the first, because s~ needs the gates after a token. Reverse needs only L_C.
 template <bool Reverse>
 __device__ constexpr int subchunk_row(int b) {
   return kSubchunk * (Reverse ? b : kSubchunks - 1 - b);
 }
 
-// For 8 columns of a chunk: total = L_C, and in forward weight = e^{sum of the gates after a token};
-// weight.at[b] has the rows of sub-chunk b.
+// For 8 columns of a chunk: total = L_C, and in forward decay_to_end = e^{L_C - L}. decay_to_end.at[b] has
+// the rows from subchunk_row(b).
 template <bool Reverse, class Tile>
-__device__ inline void compute_weights(Accumulator<kSubchunks>& weight, Accumulator<1>& total, const Tile& g,
-                                       int col) {
+__device__ inline void compute_decays(Accumulator<kSubchunks>& decay_to_end, Accumulator<1>& total,
+                                      const Tile& g, int col) {
   uint32_t suffix_ones[4], total_ones[4];
   fill_ones(suffix_ones, RowRange::later);
   fill_ones(total_ones, RowRange::all);
@@ -32,25 +32,25 @@ __device__ inline void compute_weights(Accumulator<kSubchunks>& weight, Accumula
     if constexpr (Reverse) continue;
     add_gates(sums, suffix_ones, gates);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weight.at[b][i] = exp2_fast(sums.at[0][i] * kLog2E);
+    for (int i = 0; i < 4; ++i) decay_to_end.at[b][i] = exp2_fast(sums.at[0][i] * kLog2E);
   }
 }
 
-// Loads the same columns of s in forward: s[b][i] is the pair at row lane_row() + 8 i of sub-chunk b, columns
-// col + lane_col() and the next. If s is absent, s = 1 - e^g.
+// Loads 8 columns of s from column `col`, in forward: s[b][i] is the pair at row subchunk_row(b) + lane_row()
+// + 8 i, columns col + lane_col() and the next. If s is absent, s = 1 - e^g.
 template <typename T, class Stage>
 __device__ inline void load_s(uint32_t (&s)[kSubchunks][2], const Stage& stage, int col, bool has_s) {
-  const auto for_each_pair = [&](auto f) {
+  const auto set_pairs = [&](auto pair_at) {
 #pragma unroll
     for (int i = 0; i < 2 * kSubchunks; ++i) {
-      s[i / 2][i % 2] = f(subchunk_row<false>(i / 2) + i % 2 * 8);
+      s[i / 2][i % 2] = pair_at(subchunk_row<false>(i / 2) + i % 2 * 8);
     }
   };
   if (has_s) {
-    for_each_pair(
+    set_pairs(
         [&](int row) { return *reinterpret_cast<const uint32_t*>(&lane_element(stage.s(), row, col)); });
   } else {
-    for_each_pair([&](int row) {
+    set_pairs([&](int row) {
       const float2 gates = *reinterpret_cast<const float2*>(&lane_element(stage.g(), row, col));
       return pack_pair<T>(one_minus_exp(gates.x), one_minus_exp(gates.y));
     });
@@ -75,11 +75,11 @@ struct ScanBlock {
   int64_t segment_index;  // among all segments, or sequences if these are not cut
   Slab slab[Slabs];
   ChunkRange<Reverse> range;
-  // The thread's first pack in a slab of a stored state. states[i] is its address for slab i in the first
-  // chunk of the range, whose number is first_chunk.
+  // Row and column of the thread's first pack in a slab of a stored state. state_packs[i] is the address of
+  // this pack for slab i and the first chunk of the range, whose number is first_chunk.
   int pack_row, pack_col;
   int64_t chunk_stride, first_chunk;
-  T* states[Slabs];
+  T* state_packs[Slabs];
   Accumulator<kN> u[Slabs];
 
   __device__ ScanBlock(const ScanParams& params, char* shared)
@@ -93,9 +93,9 @@ struct ScanBlock {
 
   // Maps the block index to the block's work. Returns false if there is none.
   __device__ bool init();
-  __device__ void init_state_pointers();
-  template <class Select, class F>
-  __device__ void for_each_element(const Select& select_tensor, int64_t state_index, const F& f) const;
+  __device__ void init_state_packs();
+  template <class TensorOf, class F>
+  __device__ void for_each_element(const TensorOf& tensor_of, int64_t state_index, const F& f) const;
   __device__ void load_initial_state() const;
   __device__ void apply_chunk_gates(const Stage& stage, bool has_s, bool is_first_query) const;
   __device__ void accumulate_update(const Stage& stage);
@@ -128,19 +128,19 @@ __device__ inline bool ScanBlock<T, Slabs, Slots, Reverse>::init() {
   return range.init(p.tokens, params.segmentation.segment_tokens, segment_index, is_local_scan);
 }
 
-// Calls f(element, its address in global memory) for the thread's elements inside of a tensor of states;
-// select_tensor(memory) returns the tensor of a memory.
+// Calls f(element, the element in global memory) for the thread's elements inside of a tensor of states;
+// tensor_of(memory) returns the tensor of memory 0 or 1.
 template <typename T, int Slabs, int Slots, bool Reverse>
-template <class Select, class F>
-__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const Select& select_tensor,
+template <class TensorOf, class F>
+__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(const TensorOf& tensor_of,
                                                                              int64_t state_index,
                                                                              const F& f) const {
-  using Element = std::conditional_t<std::is_same_v<decltype(select_tensor(0)), const InputTensor<4>&>,
-                                     const float, float>;
+  using Element =
+      std::conditional_t<std::is_same_v<decltype(tensor_of(0)), const InputTensor<4>&>, const float, float>;
 #pragma unroll 1
   for (int i = 0; i < Slabs; ++i) {
     const Slab current = i == 0 ? slab[0] : slab[Slabs - 1];
-    const auto& tensor = select_tensor(current.memory);
+    const auto& tensor = tensor_of(current.memory);
     if (tensor.data == nullptr) continue;
     float4* const elements = state() + i * kN * kWarpgroupThreads;
     for_each_strided_element<kN, 4>(
@@ -152,8 +152,8 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::for_each_element(con
   }
 }
 
-// Only warpgroup 0 loads the initial state: it has the first chunk, so no other thread reads these elements
-// before.
+// Only warpgroup 0 loads the initial state. The other warpgroups read the state after warpgroup 0 has updated
+// it with the first chunk (state_full).
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::load_initial_state() const {
   if (warpgroup != 0) return;
@@ -161,26 +161,26 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::load_initial_state()
   for (int i = 0; i < Slabs * kN; ++i) state()[i * kWarpgroupThreads] = make_float4(0.f, 0.f, 0.f, 0.f);
   for_each_element([&](int memory) -> const InputTensor<4>& { return p.memory[memory].initial; },
                    params.segmentation.segment_tokens == 0 ? range.sequence.index : segment_index,
-                   [](float& element, const float& at) { element = at; });
+                   [](float& element, const float& stored) { element = stored; });
 }
 
 template <typename T, int Slabs, int Slots, bool Reverse>
-__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::init_state_pointers() {
-  const int rows_before = p.memory[0].width, width = rows_before + p.memory[1].width;
+__device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::init_state_packs() {
+  const int width0 = p.memory[0].width, width = width0 + p.memory[1].width;
   pack_row = kWarpRows * warp + lane() / kPacks, pack_col = lane() % kPacks * 8;
   chunk_stride = static_cast<int64_t>(p.heads) * width * p.M;
   first_chunk =
       first_token_range(p.tokens, range.sequence, kChunk) + (range.start - range.sequence.start) / kChunk;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    const int row = slab[i].memory * rows_before + slab[i].first_row + pack_row;
-    states[i] = static_cast<T*>(p.states) + first_chunk * chunk_stride +
-                (static_cast<int64_t>(head) * width + row) * p.M + first_col + pack_col;
+    const int row = slab[i].memory * width0 + slab[i].first_row + pack_row;
+    state_packs[i] = static_cast<T*>(p.states) + first_chunk * chunk_stride +
+                     (static_cast<int64_t>(head) * width + row) * p.M + first_col + pack_col;
   }
 }
 
-// Writes e^{L_C} over the gates of the first token, which only this warp has read. Forward also replaces s by
-// s~; in reverse s contains its weights.
+// Replaces the gates of the chunk's first token by e^{L_C}; only this warp reads the gates of its columns.
+// Forward also replaces s by s~. In reverse gsa_dq has scaled s.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::apply_chunk_gates(const Stage& stage, bool has_s,
                                                                               bool is_first_query) const {
@@ -190,15 +190,15 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::apply_chunk_gates(co
     const int tile_col = warp_col + 8 * n, m = tile_col + lane_col();
     uint32_t s_pairs[kSubchunks][2];
     if constexpr (!Reverse) load_s<T>(s_pairs, stage, tile_col, has_s);
-    Accumulator<kSubchunks> weight;
+    Accumulator<kSubchunks> decay_to_end;
     Accumulator<1> total;
-    compute_weights<Reverse>(weight, total, stage.g(), tile_col);
+    compute_decays<Reverse>(decay_to_end, total, stage.g(), tile_col);
 #pragma unroll
     for (int b = 0; b < (Reverse ? 0 : kSubchunks); ++b) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 value = unpack_pair<T>(s_pairs[b][i]);
-        const float(&factor)[4] = weight.at[b];
+        const float(&factor)[4] = decay_to_end.at[b];
         *reinterpret_cast<uint32_t*>(&lane_element(stage.s(), subchunk_row<Reverse>(b) + 8 * i, tile_col)) =
             pack_pair<T>(value.x * factor[2 * i], value.y * factor[2 * i + 1]);
       }
@@ -228,13 +228,13 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::accumulate_update(co
   }
 }
 
-// S <- S Diag(e^{L_C}) + U, or if factored (S + U) Diag(e^{L_C}), after the previous warpgroup has updated S.
-// old_state becomes S before the update, rounded.
+// Waits until the previous warpgroup has updated S. Then S <- S Diag(e^{L_C}) + U, or if factored (S + U)
+// Diag(e^{L_C}). old_state becomes S before the update, rounded.
 template <typename T, int Slabs, int Slots, bool Reverse>
 __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const Stage& stage, int step,
                                                                          bool is_factored, unsigned& phase,
                                                                          PackedState& old_state) {
-  float2 decay[kN];
+  float2 decay[kN];  // e^{L_C}
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     decay[n] = *reinterpret_cast<const float2*>(&stage.g().at(0, 8 * n + lane_col()));
@@ -244,7 +244,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::update_state(const S
     for (int i = 0; i < Slabs; ++i) {
       if (!is_factored) continue;
       scale_columns(u[i], [&](int n) { return decay[n]; });
-      apply_shift<T>(u[i]);
+      apply_shift<T>(u[i]);  // s contains 2^-factor_shift
     }
   }
   if (step > 0) {
@@ -276,12 +276,12 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::store_state(const St
   const int64_t chunk_offset = range.chunk_index(step) * chunk_stride;
 #pragma unroll
   for (int i = 0; i < Slabs; ++i) {
-    const auto tile = stage.states(i);
+    const auto tile = stage.state_tile(i);
     for_each_register_pair<kN>([&](int n, int j) {
       *reinterpret_cast<uint32_t*>(&lane_element(tile, kWarpRows * warp + 8 * j, 8 * n)) = old_state[i][n][j];
     });
     __syncwarp();
-    T* row = states[i] + chunk_offset;
+    T* row = state_packs[i] + chunk_offset;
 #pragma unroll
     for (int j = 0; j < kWarpRows; j += 32 / kPacks) {
       if (pack_row + j < slab[i].rows && pack_col < cols) {
@@ -307,7 +307,7 @@ __device__ inline void ScanBlock<T, Slabs, Slots, Reverse>::store_final_state() 
   if (!is_local_scan && !range.is_last_segment) return;
   for_each_element([&](int memory) -> const OutputTensor<4>& { return p.memory[memory].final; },
                    is_local_scan ? segment_index : range.sequence.index,
-                   [](float element, float& at) { at = element; });
+                   [](float element, float& stored) { stored = element; });
 }
 
 }  // namespace girih::kernels::gsa

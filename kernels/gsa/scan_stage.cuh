@@ -23,8 +23,8 @@ struct ScanParams {
 
 __host__ __device__ inline int count_slabs(int width) { return (width + kSlab - 1) / kSlab; }
 
-// Number of tiles of `slabs` slabs that cover the rows of the state; a block has one tile. The slabs of a
-// tile belong to one memory, or with shared_s to any.
+// Number of row tiles that cover the rows of the state. A row tile has `slabs` slabs and belongs to one
+// block. The slabs of a row tile belong to one memory, or with shared_s to either memory.
 __host__ __device__ inline int count_row_tiles(const ScanParams& params, int slabs) {
   const int slabs0 = count_slabs(params.problem.memory[0].width),
             slabs1 = count_slabs(params.problem.memory[1].width);
@@ -32,7 +32,7 @@ __host__ __device__ inline int count_row_tiles(const ScanParams& params, int sla
                          : (slabs0 + slabs - 1) / slabs + (slabs1 + slabs - 1) / slabs;
 }
 
-// Up to 64 rows of the state of one memory, which are columns of x.
+// Up to 64 rows of the state of one memory. A row of the state is a column of x.
 struct Slab {
   int memory;
   int first_row;  // in the memory
@@ -54,7 +54,7 @@ __device__ inline Slab slab_at(const ScanParams& params, int slabs, int row_tile
   return {memory, slab * kSlab, rows < 0 ? 0 : rows > kSlab ? kSlab : rows};
 }
 
-// The inputs of a chunk.
+// The inputs of a chunk and query head.
 template <typename T, int Slabs, int Slots>
 struct Stage {
   using XTile = SharedTile<T, kChunk, kSlab>;
@@ -67,7 +67,9 @@ struct Stage {
 
   __device__ XTile x(int slab) const { return {reinterpret_cast<T*>(data + slab * XTile::kBytes)}; }
   // A slab of the rounded state before its store to global memory, in place of x.
-  __device__ StateTile states(int slab) const { return {reinterpret_cast<T*>(data + slab * XTile::kBytes)}; }
+  __device__ StateTile state_tile(int slab) const {
+    return {reinterpret_cast<T*>(data + slab * XTile::kBytes)};
+  }
   __device__ WeightTile s() const { return {reinterpret_cast<T*>(data + Slabs * XTile::kBytes)}; }
   __device__ GateTile g() const {
     return {reinterpret_cast<float*>(data + Slabs * XTile::kBytes + WeightTile::kBytes)};
@@ -87,13 +89,13 @@ constexpr int kSharedStateBytes = (sizeof(SharedState<Slabs, Slots>) + 127) / 12
 
 // Selects one of two tensors member by member. p.memory[index] would be a load from constant memory whose
 // address depends on the block index, and would delay the first copy.
-__device__ inline InputTensor<4> select_tensor(bool first, const InputTensor<4>& one,
-                                               const InputTensor<4>& other) {
-  InputTensor<4> in;
-  in.data = first ? one.data : other.data;
+__device__ inline InputTensor<4> select_tensor(bool is_first, const InputTensor<4>& first,
+                                               const InputTensor<4>& second) {
+  InputTensor<4> selected;
+  selected.data = is_first ? first.data : second.data;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) in.stride[i] = first ? one.stride[i] : other.stride[i];
-  return in;
+  for (int i = 0; i < 4; ++i) selected.stride[i] = is_first ? first.stride[i] : second.stride[i];
+  return selected;
 }
 
 // The loads of a warpgroup. Stages follow each other in the order of the warpgroup's chunks, and within a
@@ -107,6 +109,7 @@ class ScanLoads {
   const ChunkRange<Reverse>& range_;
   const Slab (&slab_)[Slabs];
   const bool has_s_;
+  // The copiers of g, s, and x of the first and the last slab.
   const TileCopier<kWarpgroupThreads, typename Stage::GateTile> g_;
   const TileCopier<kWarpgroupThreads, typename Stage::WeightTile> s_;
   const XCopier x_[2];

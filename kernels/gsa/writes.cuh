@@ -1,11 +1,12 @@
-// The mirror of reads.cuh: the gradients of the key rows j of a chunk:
+// The mirror of reads.cuh: the gradients of the key rows j of a chunk. Row j uses the rows t >= j:
 //
-//     key_write    (f, W) of s:  f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm},  t >= j
-//     value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>j} a_jt e^{L_t - L_j} * y_t,                    [M]
+//     key_write    f_j = e^{L_C - L_j} * s_j,  W_jt = sum_m s_jm y_tm e^{L_tm - L_jm},  t >= j
+//     value_write  u_j = e^{L_C - L_j} * (x_j G) + sum_{t>j} a_jt e^{L_t - L_j} * y_t                     [M]
 //
-// G is the gradient of the state after the chunk, and y are the weights of the reads of later rows. u does
-// not contain the terms of the rows' own tokens. With factors, e^{L_t - L_j} = e^{X_j} r_t. Without factors,
-// rows use sub-chunks of 16 rows from the last, and pairs of rows within a sub-chunk.
+// G [width, M] is the gradient of the state after the chunk, y_t are the weights of the read of row t, and
+// a_jt are the scores of row j with row t. u does not contain the terms of the rows' own tokens. With
+// factors, e^{L_t - L_j} = e^{X_j} r_t (chunk_gates.cuh). Without factors, a row uses the later sub-chunks of
+// 16 rows one by one, and the rows of its own sub-chunk one by one.
 #pragma once
 
 #include "gsa/chunk_gates.cuh"
@@ -24,8 +25,8 @@ struct RowWrites {
   // Tiles in shared memory.
   struct Operands {
     Gates<M> gates;
-    Tile s;    // the weights, unscaled; with factors: the rounding error of s e^X
-    Tile end;  // s e^{L_C - L_j}; with factors: s e^X
+    Tile s;          // the weights, unscaled; with factors: the rounding error of decayed_s
+    Tile decayed_s;  // f_j = s e^{L_C - L_j}; with factors in fp16 times 2^factor_shift
     Scratch scratch;
     int warpgroup;
     float y_scale;  // factor of y, without factors
@@ -40,13 +41,14 @@ struct RowWrites {
   // Called by all warps of the block after g and s are loaded. Ends with a barrier.
   template <int Warps>
   __device__ void start() {
-    const Tile s = operands.s, end = operands.end;
+    const Tile s = operands.s, decayed_s = operands.decayed_s;
     is_factored = factor_gates<T, Warps, M>(
-        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 weight) {
-          const float2 raw = load_lane_pair<T>(s, row, col), exact = {raw.x * weight.x, raw.y * weight.y};
+        operands.gates.g, operands.gates.decay, [&](int row, int col, float2 decay_to_end) {
+          const float2 raw = load_lane_pair<T>(s, row, col),
+                       exact = {raw.x * decay_to_end.x, raw.y * decay_to_end.y};
           const uint32_t rounded = pack_pair<T>(exact.x, exact.y);
           const float2 back = unpack_pair<T>(rounded);
-          *reinterpret_cast<uint32_t*>(&lane_element(end, row, col)) = rounded;
+          *reinterpret_cast<uint32_t*>(&lane_element(decayed_s, row, col)) = rounded;
           store_lane_pair<T>(s, row, col, exact.x - back.x, exact.y - back.y);
         });
     if (!is_factored) {
@@ -57,19 +59,19 @@ struct RowWrites {
     __syncthreads();
   }
 
-  // With factors, y multiplied by r: W of key_write, rounded.
+  // With factors: computes W of key_write, rounded. y contains r.
   __device__ void key_write(AFragment<2> (&w)[2], const Tile& y) const {
     Scores W;
     zero(W);
 #pragma unroll 2
     for (int m = 0; m < M; m += 16) {
       uint32_t weights[4];
-      load_block(weights, operands.end, operands.gates.row(), m);
+      load_block(weights, operands.decayed_s, operands.gates.row(), m);
       add_scores<Side::later, T>(W, weights, y, m, operands.gates.warp);
     }
     round_scores<Side::later, true, T>(w, W, operands.gates.warp);
   }
-  // With factors, u = x G: writes u times the rounding error of s e^X over s, for dg.
+  // With factors and u = x G: multiplies the rounding error of decayed_s by u in place, for dg.
   __device__ void store_rounding_error(const WarpgroupSums& u) const {
     for_each_register_pair<8>([&](int n, int i) {
       const int row = operands.gates.row() + 8 * i, col = first_column() + 8 * n;
@@ -82,7 +84,8 @@ struct RowWrites {
     add_score_product<Side::later, T>(u, scores, y, operands.gates.warp, first_column());
   }
 
-  // Without factors: u contains x G and becomes value_write. Scales y in place. Has barriers of the block.
+  // Without factors: computes W, and u, which contains x G, becomes the result of value_write. Scales y in
+  // place. Has barriers of the block.
   __device__ void write_by_subchunks(WarpgroupSums& u, AFragment<2> (&w)[2], const Scores& a,
                                      const Tile& y) const {
     Accumulator<N> all;
@@ -102,12 +105,14 @@ struct RowWrites {
  private:
   // Not inlined: these functions are large and rarely called, and their registers would count for the fast
   // path.
+
+  // decayed_s = s * e^{L_C - L_j}
   __device__ __noinline__ static void end_by_subchunks(const Operands operands) {
     Accumulator<N> weights;
     load_scaled_rows<T>(weights, operands.s, operands.gates.row());
     decay_end_by_subchunks(operands, weights);
     for_each_register_pair<N>([&](int n, int i) {
-      store_lane_pair<T>(operands.end, operands.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
+      store_lane_pair<T>(operands.decayed_s, operands.gates.row() + 8 * i, 8 * n, weights.at[n][2 * i],
                          weights.at[n][2 * i + 1]);
     });
   }
@@ -123,12 +128,13 @@ struct RowWrites {
     }
   }
 
+  // Computes W, and adds the terms of later rows to u.
   __device__ __noinline__ static void write_pairs(const Operands operands, const Tile y, Accumulator<N>& u,
                                                   Scores& W, const Scores& a) {
     const Gates<M>& gates = operands.gates;
     const int warp = gates.warp;
     zero(W);
-    // The warp's own 16 columns, by pairs of rows.
+    // The warp's own sub-chunk, one row t at a time.
     Accumulator<2> block;
     get_block(block, a, warp);
     operands.scratch.store(block);

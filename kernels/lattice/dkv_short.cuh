@@ -76,7 +76,7 @@ class ShortDkvWarp {
     store_block(tile, 0, col, a);
   }
   // Values of rows lane_row() and lane_row() + 8.
-  __device__ static float2 of_rows(const float* scalars) {
+  __device__ static float2 row_pair(const float* scalars) {
     return {scalars[lane_row()], scalars[lane_row() + 8]};
   }
 
@@ -108,9 +108,9 @@ class ShortDkvWarp {
   // x += product of `left` with 16 columns, or 16 rows, of a memory. One loop for both saves instruction
   // cache (row_source.h).
   __device__ static void add_product_of(TokenRows& x, const Factor& left,
-                                        const typename Ring::S::Memory& memory, int first, bool of_rows) {
+                                        const typename Ring::S::Memory& memory, int first, bool use_rows) {
     uint32_t right[4][4];
-    if (of_rows) {
+    if (use_rows) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         ldmatrix(right[i], memory.address(first, 16 * i, lane() % 8 + lane() / 16 * 8, lane() & 8));
@@ -140,33 +140,33 @@ class ShortDkvWarp {
     sums[0] = sums[1] = 0.f;
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
-      const bool of_k = (pass == 0) != decode;
-      const auto to = ring.tokens(stage, of_k ? Ring::dk : Ring::dv);
-      compute_dk_or_dv(to, stage, dkv_warp, of_k, pass == 0 && !similarity, pass == 1 && !similarity, sums,
+      const bool is_dk = (pass == 0) != decode;
+      const auto to = ring.tokens(stage, is_dk ? Ring::dk : Ring::dv);
+      compute_dk_or_dv(to, stage, dkv_warp, is_dk, pass == 0 && !similarity, pass == 1 && !similarity, sums,
                        end);
-      store_tile(of_k ? p.dk : p.dv, coord, to, of_k ? p.shape.M : p.shape.D);
+      store_tile(is_dk ? p.dk : p.dv, coord, to, is_dk ? p.shape.M : p.shape.D);
     }
   }
 
   // With step = sign gamma:
   //     dW = E_C (H dX)           dk: decode step dW + Y S, encode -step dW, similarity step dW
   //     Y = (W E_C) dX^T          dv: decode -Y, encode Y + step dW S^T, similarity Y
-  __device__ void compute_dk_or_dv(const typename Ring::S::Keys& to, int stage, int dkv_warp, bool of_k,
+  __device__ void compute_dk_or_dv(const typename Ring::S::Keys& to, int stage, int dkv_warp, bool is_dk,
                                    bool stores_operand, bool adds_product, float (&sums)[2],
                                    float& end) const {
     const auto& scalars = ring.scalars(stage);
     const auto c = ring.tokens(stage, Ring::k), rounded = ring.rounded(dkv_warp);
-    const float2 by = of_rows(of_k ? scalars.to_end : scalars.weights), step = of_rows(scalars.step);
+    const float2 by = row_pair(is_dk ? scalars.to_end : scalars.weights), step = row_pair(scalars.step);
     const bool gated = p.dg.data != nullptr;
     Factor left, other;
-    load_blocks(left, of_k ? ring.tokens(stage, Ring::v) : c);
+    load_blocks(left, is_dk ? ring.tokens(stage, Ring::v) : c);
     if (adds_product) load_blocks(other, rounded);
     for_columns([&](int col) {
       TokenRows x;
       fill(x, 0.f);
-      add_product_of(x, left, ring.gradient(stage), col, of_k);
+      add_product_of(x, left, ring.gradient(stage), col, is_dk);
       scale_rows(x, by);
-      if (of_k) {
+      if (is_dk) {
         TokenRows cs;
         load_columns(cs, c, col);
 #pragma unroll
@@ -181,7 +181,7 @@ class ShortDkvWarp {
           }
         }
       }
-      if (adds_product) add_product_of(x, other, ring.memory(stage), col, of_k);
+      if (adds_product) add_product_of(x, other, ring.memory(stage), col, is_dk);
       if (stores_operand) {
         clamp_factor<T>(x);
         store_columns(rounded, col, x);

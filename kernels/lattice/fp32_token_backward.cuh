@@ -115,7 +115,8 @@ struct TokenBackward {
   float L_start;
   RegisterMemory<Sizes>&dS, &dDelta;  // on entry for the later token, on return for the earlier one
   const ThreadTile place = {};
-  Pack<4> along, read_along, inverse, of_h, of_s, square;  // y.dy, 1 / |x|, dDelta^T h, dDelta.phi, |s|^2
+  Pack<4> along, read_along, inverse;  // y.dy, its term of the read, 1 / |x|
+  Pack<4> delta_h, delta_s, square;    // dDelta^T h, dDelta.phi, |s|^2
   float memory_decay, dkept, dthreshold;
 
   __device__ Pack<4> of(const float* memory, int j, int e) const {
@@ -181,7 +182,7 @@ struct TokenBackward {
   // dx = (dy - y (y.dy)) / |x|, dDelta <- dDelta + dx, dS <- dS + m dx
   __device__ void compute_dx() {
     if (!shape.normalize) along = zeros<4>();
-    of_h = of_s = square = zeros<4>();
+    delta_h = delta_s = square = zeros<4>();
     dkept = dthreshold = 0.f;
 #pragma unroll
     for (int j = 0; j < Sizes::kPacks; ++j) {
@@ -210,13 +211,13 @@ struct TokenBackward {
           to = fmaf(memory_decay, dx, (ends_chunk ? 0.f : to) + stays);
           d = (ends_chunk ? 0.f : d) + dx;
           dkept = fmaf(dx, s.at[c], dkept);
-          of_h.at[c] = fmaf(d, h.at[e], of_h.at[c]);
-          of_s.at[c] = fmaf(d, s.at[c], of_s.at[c]);
+          delta_h.at[c] = fmaf(d, h.at[e], delta_h.at[c]);
+          delta_s.at[c] = fmaf(d, s.at[c], delta_s.at[c]);
           square.at[c] = fmaf(s.at[c], s.at[c], square.at[c]);
         });
       }
     }
-    sum_rows(of_h), sum_rows(of_s);
+    sum_rows(delta_h), sum_rows(delta_s);
     if (!shape.normalize) sum_rows(square);
   }
 
@@ -229,13 +230,13 @@ struct TokenBackward {
     Pack<4> W, dW, da, dk;
     float dstep = 0.f;
     each_col([&](int c) {
-      of_s.at[c] *= unit.at[c];
+      delta_s.at[c] *= unit.at[c];
       const float by = encode ? a.at[c] - k.at[c] : k.at[c];
       W.at[c] = step * by * unit.at[c];
-      dW.at[c] = fmaf(-a.at[c], of_s.at[c], of_h.at[c]);  // by W without 1 / l
+      dW.at[c] = fmaf(-a.at[c], delta_s.at[c], delta_h.at[c]);  // by W without 1 / l
       const float dby = step * unit.at[c] * dW.at[c];
       dstep = fmaf(dW.at[c] * unit.at[c], by, dstep);
-      da.at[c] = (encode ? dby : 0.f) - W.at[c] * of_s.at[c];
+      da.at[c] = (encode ? dby : 0.f) - W.at[c] * delta_s.at[c];
       dk.at[c] = encode ? -dby : dby;
     });
     const float dgamma = sum_lanes((place.first ? sign * dstep : 0.f) + shape.shrinkage * dthreshold);
@@ -271,22 +272,23 @@ struct TokenBackward {
     if (place.first) store<4>(out + row.dk() + place.col, dk);
 
     // dphi = -dDelta * (W a) + h da^T + dh k^T; dS <- dS + dphi, or (dphi - phi (phi.dphi + dW W)) / l
-    Pack<4> by_delta, by_h, by_dh, by_s;
+    Pack<4> delta_factor, h_factor, dh_factor, s_factor;
     each_col([&](int c) {
-      const float Wa = W.at[c] * a.at[c], of_k = decode ? k.at[c] : 0.f;
-      by_delta.at[c] = -Wa * unit.at[c], by_h.at[c] = da.at[c] * unit.at[c], by_dh.at[c] = of_k * unit.at[c];
-      const float to_phi = fmaf(-of_s.at[c], Wa, fmaf(a.at[c], da.at[c], through.at[c] * of_k));
-      by_s.at[c] = -unit.at[c] * unit.at[c] * fmaf(dW.at[c], W.at[c], to_phi);
+      const float Wa = W.at[c] * a.at[c], k_value = decode ? k.at[c] : 0.f;
+      delta_factor.at[c] = -Wa * unit.at[c], h_factor.at[c] = da.at[c] * unit.at[c],
+      dh_factor.at[c] = k_value * unit.at[c];
+      const float to_phi = fmaf(-delta_s.at[c], Wa, fmaf(a.at[c], da.at[c], through.at[c] * k_value));
+      s_factor.at[c] = -unit.at[c] * unit.at[c] * fmaf(dW.at[c], W.at[c], to_phi);
     });
     const float decay = expf(in[row.kGamma + 1]);
     if (correction != nullptr) {
       const float call_decay = expf(*scalars.gates(token) - L_start);
       each_col([&](int c) {
-        const float of_read = call_decay * inverse.at[c] * inverse.at[c] * read_along.at[c];
+        const float read_term = call_decay * inverse.at[c] * inverse.at[c] * read_along.at[c];
         float& C = correction->C.at[c];
-        C += of_read;
+        C += read_term;
         correction->sum.at[c] =
-            fmaf(of_read, memory_decay, fmaf(-W.at[c] * a.at[c], C, correction->sum.at[c]));
+            fmaf(read_term, memory_decay, fmaf(-W.at[c] * a.at[c], C, correction->sum.at[c]));
         C *= decay;
       });
     }
@@ -298,8 +300,8 @@ struct TokenBackward {
         const Pack<4> s = shape.normalize ? zeros<4>() : of(S, j, e);
         each_col([&](int c) {
           float &to = dS.at[j][e].at[c], &d = dDelta.at[j][e].at[c];
-          to = fmaf(d, by_delta.at[c], fmaf(h.at[e], by_h.at[c], to));
-          to = fmaf(dh.at[j].at[e], by_dh.at[c], fmaf(s.at[c], by_s.at[c], to));
+          to = fmaf(d, delta_factor.at[c], fmaf(h.at[e], h_factor.at[c], to));
+          to = fmaf(dh.at[j].at[e], dh_factor.at[c], fmaf(s.at[c], s_factor.at[c], to));
           d *= decay;
         });
       }

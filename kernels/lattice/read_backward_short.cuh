@@ -125,14 +125,14 @@ struct ShortReadBackward {
     store_blocks(h, 0, 0, rounded);
   }
 
-  __device__ static float2 of_columns(const float* numbers, int n) {
+  __device__ static float2 column_pair(const float* numbers, int n) {
     return *reinterpret_cast<const float2*>(numbers + 8 * n + lane_col());
   }
 
   __device__ void compute_token_terms(TokenTerms& to) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      to.steps[n] = of_columns(tokens->step, n), to.memory_decay[n] = of_columns(tokens->memory_decay, n);
+      to.steps[n] = column_pair(tokens->step, n), to.memory_decay[n] = column_pair(tokens->memory_decay, n);
     }
     make_triangles(to.forward, to.decays, *tokens);
     transpose_triangle(to.backward, to.forward);

@@ -121,7 +121,7 @@ class ShortOutputWarp {
   }
 
   // Values of columns 8 n + lane_col() and the next.
-  __device__ static float2 of_columns(const float* scalars, int n) {
+  __device__ static float2 column_pair(const float* scalars, int n) {
     return *reinterpret_cast<const float2*>(scalars + 8 * n + lane_col());
   }
 
@@ -149,7 +149,7 @@ class ShortOutputWarp {
   __device__ static void compute_token_terms(TokenTerms& to, const ChunkTokens<16>& tokens,
                                              const typename S::Values& h) {
     make_triangles(to.triangles, to.decays, tokens);
-    scale_columns(to.decays, [&](int n) { return of_columns(tokens.step, n); });
+    scale_columns(to.decays, [&](int n) { return column_pair(tokens.step, n); });
     Accumulator<2> g;
     product_of_rows(g, h, h);
     load_diagonal(to.squares, g);
@@ -199,14 +199,14 @@ class ShortOutputWarp {
     }
     if constexpr (Resumed) {
       product(N, ring.step(), h, first);
-      scale_columns(N, [&](int n) { return of_columns(tokens.call_decay, n); });
+      scale_columns(N, [&](int n) { return column_pair(tokens.call_decay, n); });
     } else {
       fill(N, 0.f);
     }
     add_product_of_rows<T>(N, c, token_terms.own);
 
     // sigma, r, n
-    scale_columns(w, [&](int n) { return of_columns(tokens.step, n); });
+    scale_columns(w, [&](int n) { return column_pair(tokens.step, n); });
     Accumulator<2> sigma, x, r, n;
     compute_lengths(sigma, r, n, w, a, N, token_terms.triangles, token_terms.squares);
 
@@ -217,9 +217,9 @@ class ShortOutputWarp {
     unpack<T>(query, rounded);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const float2 m = of_columns(tokens.memory_decay, b);
+      const float2 m = column_pair(tokens.memory_decay, b);
       float2 call_decay = {0.f, 0.f};
-      if constexpr (Resumed) call_decay = squared(of_columns(tokens.call_decay, b));
+      if constexpr (Resumed) call_decay = squared(column_pair(tokens.call_decay, b));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float before = 0.f;
@@ -237,7 +237,7 @@ class ShortOutputWarp {
     add_product<T>(o, rounded, memory, first);
     if constexpr (Resumed) {
       x = query;
-      scale_columns(x, [&](int n) { return of_columns(tokens.call_decay, n); });
+      scale_columns(x, [&](int n) { return column_pair(tokens.call_decay, n); });
       clamp_factor<T>(x);
       pack<T>(rounded, x);
       transpose_block(rounded);

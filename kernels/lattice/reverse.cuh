@@ -78,8 +78,8 @@ struct ReverseRing {
       const float* const from = p.ends + (coord.number * shape.heads + head) * 2 * shape.M;
 #pragma unroll
       for (int i = 0; i < S::M / 64; ++i) {
-        const int pack = lane() + 32 * i, of_rho = pack >= S::M / 4, m = pack * 4 - of_rho * S::M;
-        copy_async(shared_address(ends(stage) + 4 * pack), from + of_rho * shape.M + m, m < shape.M);
+        const int pack = lane() + 32 * i, is_rho = pack >= S::M / 4, m = pack * 4 - is_rho * S::M;
+        copy_async(shared_address(ends(stage) + 4 * pack), from + is_rho * shape.M + m, m < shape.M);
       }
       store_weights(weights(stage), raw, p, coord);
       barriers().full.arrive_after_copies(stage);

@@ -113,14 +113,14 @@ __device__ inline void for_each_element(Accumulator<N>& X, const Array& array, i
   using Element = std::conditional_t<std::is_same_v<Array, InputTensor<4>>, const float, float>;
   const int m = first + lane_row();
   Element* element = static_cast<Element*>(array.data) + offset_of(array, sequence, head, lane_col(), m);
-  const int64_t by_row = 8 * array.stride[3];
+  const int64_t row_stride = 8 * array.stride[3];
 #pragma unroll 1
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int d = 8 * n + lane_col() + (i & 1);
       if (m + (i >> 1) * 8 < shape.M && d < shape.D) {
-        f(X.at[0][i], element[(i & 1) * array.stride[2] + (i >> 1) * by_row], i >> 1);
+        f(X.at[0][i], element[(i & 1) * array.stride[2] + (i >> 1) * row_stride], i >> 1);
       }
     }
     element += 8 * array.stride[2];

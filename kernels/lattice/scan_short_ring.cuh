@@ -142,12 +142,12 @@ struct ShortScanRing {
     const int head = block().head;
     store_rows<1>(memory(stage), static_cast<T*>(p.memories) + memory_offset(shape, number, head), shape.D,
                   shape.M, shape.D, 0);
-    const bool of_rho = lane() >= 16;
+    const bool is_rho = lane() >= 16;
     const int m = lane() % 16 * 4;
-    float* const to = p.ends + ((number * shape.heads + head) * 2 + (of_rho ? 1 : 0)) * shape.M + m;
+    float* const to = p.ends + ((number * shape.heads + head) * 2 + (is_rho ? 1 : 0)) * shape.M + m;
     if (m < shape.M) {
       *reinterpret_cast<float4*>(to) =
-          *reinterpret_cast<const float4*>((of_rho ? scalars(stage).rho : scalars(stage).alpha) + m);
+          *reinterpret_cast<const float4*>((is_rho ? scalars(stage).rho : scalars(stage).alpha) + m);
     }
   }
 

@@ -1,4 +1,6 @@
-// Products of backward with the Jacobian J of phi or f, with J^T, and with the Hessian of E (maps.cuh).
+// Products of backward with the Jacobian J of phi or f, with J^T, and with the Hessian of E (maps.cuh). A
+// function with an argument `half` computes row lane_row() + 8 half. "By y" and "by z" stand for derivatives
+// with respect to y and to z.
 #pragma once
 
 #include "trellis/maps.cuh"
@@ -108,7 +110,7 @@ __device__ inline void compute_weighted_curvature_term(Accumulator<N>& curvature
 // Replaces x by the product of the Hessian of E at z with x; padding slots get finite values. With n = (y -
 // mean) / r, alpha = n.x' / N, omega = (phi - a).P x' / N, nu = |n|^2 / N:
 //     by y   h = ((1 - beta) P x' - alpha P (phi - a) + n (3 alpha beta - omega - alpha (2 - nu))) / r^2
-//     by z   slope h + slope' t x
+//     by z   slope h + slope' t x         t = grad E by y
 // softmax, w = p - a:   p * (w x + J x / p - p.(w x + J x) - (p.x) (w - p.w) - (p.w) (x - p.x))
 template <class Map, int N>
 __device__ inline void apply_hessian(const Map& map, Accumulator<N>& x, const Accumulator<N>& y,
@@ -116,8 +118,8 @@ __device__ inline void apply_hessian(const Map& map, Accumulator<N>& x, const Ac
                                      const Accumulator<N>& a, const MapStats& f, float3 sums, int half) {
   const float r = f.inverse, r2 = r * r;
   const float alpha = sums.y * r * map.norm_factor, omega = alpha - sums.z * map.norm_factor;
-  const float nu = 1.f - kMapEps * r2, along = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
-  const float h1 = (1.f - f.beta) * r2, h2 = (along - alpha) * r2 * r, h3 = alpha * r2,
+  const float nu = 1.f - kMapEps * r2, n_factor = 3.f * alpha * f.beta - omega - alpha * (2.f - nu);
+  const float h1 = (1.f - f.beta) * r2, h2 = (n_factor - alpha) * r2 * r, h3 = alpha * r2,
               mean_x = sums.x * map.mean_factor;
   const float pw = f.beta - f.mean_a, px = sums.x, py = 2.f * sums.y - sums.z - px * f.beta;
 #pragma unroll
@@ -140,12 +142,12 @@ __device__ inline void apply_hessian(const Map& map, Accumulator<N>& x, const Ac
   }
 }
 
-// The same with a weight. Also computes w J x in `along`, and adds the sum over both rows of (2 w n - a) J x
-// to dw, by slot. `sums` come from compute_weighted_jacobian_sums(). With g = grad E by y, j = J x = (P x' -
-// n alpha) / r, s = n.e / N:
+// The same with a weight. Also computes w J x in `weighted_jx`, and adds the sum over both rows of (2 w n -
+// a) J x to dw, by slot. `sums` come from compute_weighted_jacobian_sums(). With g = grad E by y, j = J x =
+// (P x' - n alpha) / r, e as in MapStats, s = n.e / N:
 //     ds = (j.e + n.(w^2 j)) / N        by y    (P (w^2 j) - s j - n ds - alpha g) / r
 template <class Map, int N>
-__device__ inline void apply_weighted_hessian(const Map& map, Accumulator<N>& x, Accumulator<N>& along,
+__device__ inline void apply_weighted_hessian(const Map& map, Accumulator<N>& x, Accumulator<N>& weighted_jx,
                                               float (&dw)[N][2], const Accumulator<N>& y,
                                               const Accumulator<N>& slope,
                                               const Accumulator<N>& curvature_term, const Accumulator<N>& a,
@@ -168,7 +170,7 @@ __device__ inline void apply_weighted_hessian(const Map& map, Accumulator<N>& x,
       const float g = residual(y.at[n][i], weight * a.at[n][i], square);
       const float by_y = r * (fmaf(square - s, j, -mean_de) - fmaf(image, ds, alpha * g));
       dw[n][i & 1] = fmaf(fmaf(2.f * weight, image, -a.at[n][i]), j, dw[n][i & 1]);
-      along.at[n][i] = weight * j;
+      weighted_jx.at[n][i] = weight * j;
       x.at[n][i] = fmaf(curvature_term.at[n][i], own, d * by_y);
     }
   }
@@ -197,25 +199,25 @@ template <class Map, int N>
 __device__ inline void apply_jacobian_transpose(const Map& map, Accumulator<N>& x, const Accumulator<N>& y,
                                                 const Accumulator<N>& slope, const MapStats& f, int half,
                                                 const MapSlots& map_slots) {
-  float sum = 0.f, along = 0.f;
+  float sum = 0.f, dot = 0.f;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float factor = Map::softmax ? softmax_of(map, f, y.at[n][i]) : y.at[n][i] - f.mean;
       const float own = map_slots.has(n, i) ? x.at[n][i] : 0.f;
-      sum += own, along = fmaf(factor, own, along);
+      sum += own, dot = fmaf(factor, own, dot);
     }
   }
-  sum = sum_over_row(sum), along = sum_over_row(along);
-  const float r = f.inverse, alpha = along * r * map.norm_factor;
+  sum = sum_over_row(sum), dot = sum_over_row(dot);
+  const float r = f.inverse, alpha = dot * r * map.norm_factor;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float own = x.at[n][i], at = y.at[n][i];
       const float result =
-          Map::softmax ? softmax_of(map, f, at) * (own - along)
+          Map::softmax ? softmax_of(map, f, at) * (own - dot)
                        : slope.at[n][i] * (own - sum * map.mean_factor - (at - f.mean) * r * alpha) * r;
       x.at[n][i] = map_slots.has(n, i) ? result : 0.f;
     }

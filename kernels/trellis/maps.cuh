@@ -100,8 +100,8 @@ __device__ inline void activate(const Map& map, Accumulator<N>& y, Accumulator<N
   if (curvature != nullptr) fill(*curvature, 0.f);
 }
 
-// The slots that an Accumulator of the warp has, `first` and following, and the number of slots that exist. y
-// and a are 0 in padding slots, so only the sums of softmax need to exclude padding.
+// The slots of an Accumulator: its first slot, and the number of slots that exist. y and a are 0 in padding
+// slots, so only the sums of softmax need to exclude padding.
 struct MapSlots {
   int first, slots;
   __device__ bool has(int n, int i) const { return first + 8 * n + lane_col() + (i & 1) < slots; }
@@ -111,9 +111,9 @@ struct MapSlots {
   }
 };
 
-// Sums over some slots of a row: of y, y^2 and a y. Softmax: the largest y, and with e = e^{y - max} the sums
-// of e, e^2 and a e. The variance comes from these sums in one pass, as sum of y^2 - mean * sum of y; the
-// cancellation is acceptable, because z and so y have the accuracy of 16 bits.
+// Sums over a part of the slots of a row: the sums of y, y^2 and a y. Softmax: the largest y, and the sums of
+// e, e^2 and a e with e = e^{y - largest y}. The variance comes from these sums in one pass, as sum of y^2 -
+// mean * sum of y; the cancellation is acceptable, because z and so y have the accuracy of 16 bits.
 using Moments = float4;
 
 template <class M>
@@ -141,7 +141,8 @@ __device__ inline void sum_over_quads(float& x, float& y) {
   x = sums[0], y = sums[2];
 }
 
-// Moments of both rows of the quad over its slots, for all four lanes.
+// Moments of the quad's two rows over the slots of the quad, in all four lanes. rows[half] belongs to row
+// lane_row() + 8 half.
 template <class Map, int N>
 __device__ inline void compute_moments(Moments (&rows)[2], const Map&, const Accumulator<N>& y,
                                        const Accumulator<N>& a, const MapSlots& map_slots) {
@@ -168,14 +169,15 @@ __device__ inline void compute_moments(Moments (&rows)[2], const Map&, const Acc
   }
 }
 
-// Statistics of a row. r = sqrt(variance + eps), n = (y - mean) / r; with a weight e = w^2 n - w a.
+// Statistics of a row. r = sqrt(variance + eps), n = (y - mean) / r; with a weight e = w^2 n - w a, the
+// gradient of E by n. N is the N of norm_factor. The fields hold:
 //
-//               mean         inverse         beta               mean_a
-//     norm      mean of y    1 / r           n.(phi - a) / N    mean of a
-//     weight    mean of y    1 / r           n.e / N            -(mean of e)
-//     softmax   largest y    1 / sum of e    p.p                p.a             p = phi
+//               mean         inverse                      beta               mean_a
+//     norm      mean of y    1 / r                        n.(phi - a) / N    mean of a
+//     weight    mean of y    1 / r                        n.e / N            -(mean of e)
+//     softmax   largest y    1 / sum of e^{y - mean}      p.p                p.a             p = phi
 //
-// A mean is 0 for l2 norm; without a norm r is 1, and beta and the means are 0.
+// For l2 norm the means are 0. Without a norm r is 1, and beta and the means are 0.
 struct MapStats {
   float mean, inverse, beta, mean_a;
 };
@@ -214,7 +216,7 @@ __device__ inline MapStats compute_stats(const Map& map, const Moments (&parts)[
   }
 }
 
-// Statistics of a row that the quad holds completely, without the terms of a.
+// Statistics of row lane_row() + 8 half, which the quad holds completely, without the terms of a.
 template <class Map, int N>
 __device__ inline MapStats compute_row_stats_of_quad(const Map& map, const Accumulator<N>& y, int half,
                                                      const MapSlots& map_slots) {
@@ -230,7 +232,8 @@ __device__ inline MapStats compute_row_stats_of_quad(const Map& map, const Accum
   return compute_stats(map, whole, 0.f);
 }
 
-// Gradient of E with respect to y, for all maps but softmax: c (y - mean) - (a - mean of a) / r.
+// Gradient of E with respect to y, for all maps but softmax: c (y - mean) - (a - mean of a) / r, with c = (1
+// - beta) / r^2.
 struct Residual {
   float c, inverse, mean, mean_a;  // mean_a: the mean of a over r
   __device__ explicit Residual(const MapStats& f)
@@ -247,8 +250,8 @@ __device__ inline float softmax_of(const Map&, const MapStats& f, float y) {
   return exp2_fast(kLog2E * (y - f.mean)) * f.inverse;
 }
 
-// Replaces y by u for the row `half`; padding slots get finite values. 16-bit maps add the terms of both
-// means first: y comes from a rounded z, so this loses no accuracy.
+// Replaces y by u = slope * (gradient of E by y) in row lane_row() + 8 half; padding slots get finite values.
+// 16-bit maps add the terms of both means first: y comes from a rounded z, so this loses no accuracy.
 template <class Map, int N>
 __device__ inline void compute_residual(const Map& map, Accumulator<N>& y, const Accumulator<N>& slope,
                                         const Accumulator<N>& a, const MapStats& f, int half) {
@@ -341,7 +344,7 @@ __device__ inline MapStats compute_weighted_stats(const Map& map, const Moments&
   return {mean, inverse, (wwnn - bn) * map.norm_factor, (weighted.z - wwn) * map.mean_factor};
 }
 
-// Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r. b = w a.
+// Gradient of E with respect to y: (e - mean of e - n (n.e) / N) / r, e as in MapStats. b = w a.
 struct WeightedResidual {
   float inverse, beta, mean, mean_a;
   __device__ explicit WeightedResidual(const MapStats& f)
@@ -351,7 +354,7 @@ struct WeightedResidual {
   }
 };
 
-// Replaces y by u as compute_residual() does.
+// Replaces y by u, as compute_residual() without a weight.
 template <int N>
 __device__ inline void compute_weighted_residual(Accumulator<N>& y, const Accumulator<N>& slope,
                                                  const Accumulator<N>& b, const Weights<N>& w,
@@ -368,7 +371,7 @@ __device__ inline void compute_weighted_residual(Accumulator<N>& y, const Accumu
 
 // ---- reads ----
 
-// Replaces y by phi(z).
+// Replaces y by phi(z) in row lane_row() + 8 half.
 template <class Map, int N>
 __device__ inline void apply_map(const Map& map, Accumulator<N>& y, const MapStats& f, int half,
                                  const MapSlots& map_slots) {

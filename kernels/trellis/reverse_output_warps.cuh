@@ -33,19 +33,19 @@ struct TrellisReverseOutputWarp {
   const TrellisBlockCoord& coord;
   const Storage& storage;
 
-  // The tile of an output warp: its chunk, the stage of the chunk's last tile, its stage, its index in the
-  // chunk, and the tiles of the chunk.
+  // The tile of an output warp: its chunk, the stage of the chunk's last tile (chunk_pipe), the stage of the
+  // tile (pipe), the index of the tile in the chunk, and the number of tiles of the chunk.
   struct WarpTile {
     Chunk chunk;
-    PipelineState first_pipe, pipe;
+    PipelineState chunk_pipe, pipe;
     int tile, tiles;
-    __device__ WarpTile(const Chunk& chunk, const PipelineState& first, int tile, int tiles)
-        : chunk(chunk), first_pipe(first), pipe(first), tile(tile), tiles(tiles) {
+    __device__ WarpTile(const Chunk& chunk, const PipelineState& chunk_pipe, int tile, int tiles)
+        : chunk(chunk), chunk_pipe(chunk_pipe), pipe(chunk_pipe), tile(tile), tiles(tiles) {
       pipe.skip(tiles - 1 - tile, Storage::kStages);
     }
     // Stage of tile j; tiles are loaded from the last one on.
     __device__ int stage(int j) const {
-      const int s = first_pipe.stage + tiles - 1 - j;
+      const int s = chunk_pipe.stage + tiles - 1 - j;
       return s < Storage::kStages ? s : s - Storage::kStages;
     }
     __device__ int rows(int j) const { return rows_in(chunk, j); }
@@ -135,7 +135,7 @@ struct TrellisReverseOutputWarp {
     dL.x -= sum_over_row(subtracted[0]), dL.y -= sum_over_row(subtracted[1]);
   }
 
-  // Gradients of the tokens of a tile. `memories` provides A', then A if A is not A'.
+  // Computes the gradients of the tokens of a tile. `memories` provides A' and then A.
   template <class Memories>
   __device__ void compute_gradients(const WarpTile& warp_tile, const typename Storage::Memory& G,
                                     const Memories& memories) const {
@@ -151,7 +151,7 @@ struct TrellisReverseOutputWarp {
     float end = 0.f;      // the lane's terms of dL of the last token of the chunk
 
     // E_ti (u_i.l_t)
-    AFragment<K> u, z;
+    AFragment<K> u, dz;
     load_blocks(u, storage.stage_tile(s, Storage::kU));
     AFragment<1> scores[Storage::kOutputWarps];
 #pragma unroll
@@ -167,10 +167,11 @@ struct TrellisReverseOutputWarp {
       round_to_a_fragment<T>(scores[j], sums);
     }
 
-    // c, dgamma, and dx = -gamma c + dZ A', which replaces intra_du: the state warps have read it
+    // c, dgamma, and dx = -gamma c + dZ A'. dx replaces intra_du, which the state warps have read. The tile
+    // kZ holds dz.
     const StageTile dx = storage.stage_tile(s, Storage::kIntraDu);
-    const auto first = memories.first();
-    load_blocks(z, storage.stage_tile(s, Storage::kZ));
+    const auto chunk_start = memories.wait_chunk_start();  // A'
+    load_blocks(dz, storage.stage_tile(s, Storage::kZ));
     const float2 to_end{exp2_fast(log_decay_to_end.x), exp2_fast(log_decay_to_end.y)};
     float2 end_dots{0.f, 0.f}, dgamma{0.f, 0.f};
     for_columns([&](int col) {
@@ -188,7 +189,7 @@ struct TrellisReverseOutputWarp {
       }
       add_dots(dgamma, c, x_block);
       scale_rows(c, {-gamma.x, -gamma.y});
-      add_product<T>(c, z, first, 0, col);
+      add_product<T>(c, dz, chunk_start, 0, col);
       AFragment<1> rounded;
       round_to_a_fragment<T>(rounded, c);
       store_block(dx, 0, col, rounded.at[0]);
@@ -209,7 +210,7 @@ struct TrellisReverseOutputWarp {
       // All four lanes of a row have the sum: count it once.
       if (lane_col() == 0) end = -end_dots.x - end_dots.y;
       // e^{L_t} l_t^T A w_t
-      const auto A = memories.second();
+      const auto A = memories.wait_before_chunk();
       const StageTile w = storage.stage_tile(s, Storage::kW);
       float2 dot{0.f, 0.f};
       AFragment<K>& l = u;  // u is not needed any more
@@ -250,17 +251,17 @@ struct TrellisReverseOutputWarp {
                   to.stride[1], warp_tile.rows(warp_tile.tile), width, 0);
   }
 
-  // The memories before a chunk: A, or A' and then A. An output warp waits for each memory at its use, and
-  // releases all of them.
+  // The memories of a chunk in the ring: A before the chunk, or A' and then A. An output warp waits for each
+  // memory at its use, and releases all of them. wait_chunk_start() returns A', wait_before_chunk() A.
   struct ChunkMemories {
     const Storage& storage;
     PipelineState& memory_pipe;
-    int& unreleased;          // memories to release
-    bool has_separate_first;  // A' and A differ
+    int& unreleased;                // memories to release
+    bool has_separate_chunk_start;  // A' and A differ
 
-    __device__ typename Storage::Memory first() const { return wait_memory(); }
-    __device__ typename Storage::Memory second() const {
-      if (has_separate_first) release_memory();
+    __device__ typename Storage::Memory wait_chunk_start() const { return wait_memory(); }
+    __device__ typename Storage::Memory wait_before_chunk() const {
+      if (has_separate_chunk_start) release_memory();
       return wait_memory();
     }
     __device__ void release_memory() const {
@@ -297,14 +298,14 @@ struct TrellisReverseOutputWarp {
     skip(output_warp);
 #pragma unroll 1
     for (int64_t i = coord.chunked.chunks - 1 - output_warp; i >= 0; i -= Storage::kOutputWarps) {
-      const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
-      int unreleased = has_separate_first ? 2 : 1;
+      const bool has_separate_chunk_start = is_resumed(p.chunk_start[coord.memory], i);
+      int unreleased = has_separate_chunk_start ? 2 : 1;
       storage.barriers().dz_full.wait(token_pipe);  // implies that G is stored
       PipelineState memory_pipe = gradient_pipe;
       // Hides the constants from the compiler, which otherwise unrolls into more registers than there are.
       int tile = 0, tiles = 1;
       ptx::make_opaque(tile, tiles);
-      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
+      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_chunk_start};
       compute_gradients(WarpTile(chunk_of(p.shape.grid, coord.chunked, i), token_pipe, tile, tiles),
                         storage.gradient(gradient_pipe.stage), memories);
       while (unreleased > 0) memories.release_memory();
@@ -321,10 +322,10 @@ struct TrellisReverseOutputWarp {
       const Chunk chunk = chunk_of(p.shape.grid, coord.chunked, i);
       const int tiles = tiles_in(chunk),
                 own_index = static_cast<int>((output_warp - earlier_tiles) % Storage::kOutputWarps);
-      const bool has_separate_first = is_resumed(p.chunk_start[coord.memory], i);
-      int unreleased = has_separate_first ? 2 : 1;
+      const bool has_separate_chunk_start = is_resumed(p.chunk_start[coord.memory], i);
+      int unreleased = has_separate_chunk_start ? 2 : 1;
       storage.barriers().gradient_full.wait(gradient_pipe);
-      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_first};
+      const ChunkMemories memories{storage, memory_pipe, unreleased, has_separate_chunk_start};
       if (own_index < tiles) {
         const WarpTile warp_tile(chunk, token_pipe, tiles - 1 - own_index, tiles);
         // The state warps store the tiles in order: the later wait implies the earlier ones.

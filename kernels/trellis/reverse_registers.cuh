@@ -30,39 +30,39 @@ struct SlotFragment {
 // ---- states in global memory -----------------------------------------------------------------------------
 
 template <int K, int S>
-__device__ inline void add_state(TransposedGradient<K, S>& A, const InputTensor<4>& state,
+__device__ inline void add_state(TransposedGradient<K, S>& G, const InputTensor<4>& state,
                                  const TrellisBlockCoord& coord, const TrellisShape& shape, int slot) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) add_state<true>(A.at[k], state, coord, shape, 16 * k, slot);
+  for (int k = 0; k < K; ++k) add_state<true>(G.at[k], state, coord, shape, 16 * k, slot);
 }
 template <int K, int S>
-__device__ inline void store_state(const OutputTensor<4>& state, const TransposedGradient<K, S>& A,
+__device__ inline void store_state(const OutputTensor<4>& state, const TransposedGradient<K, S>& G,
                                    const TrellisBlockCoord& coord, const TrellisShape& shape, int slot) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) store_state<true>(state, A.at[k], coord, shape, 16 * k, slot);
+  for (int k = 0; k < K; ++k) store_state<true>(state, G.at[k], coord, shape, 16 * k, slot);
 }
 
 // ---- a memory's products ---------------------------------------------------------------------------------
 
 template <int K, int S>
-__device__ inline void clear(TransposedGradient<K, S>& A) {
+__device__ inline void clear(TransposedGradient<K, S>& G) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) fill(A.at[k], 0.f);
+  for (int k = 0; k < K; ++k) fill(G.at[k], 0.f);
 }
 template <int K, int S>
-__device__ inline void scale(TransposedGradient<K, S>& A, float factor) {
+__device__ inline void scale(TransposedGradient<K, S>& G, float factor) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) scale_rows(A.at[k], {factor, factor});
+  for (int k = 0; k < K; ++k) scale_rows(G.at[k], {factor, factor});
 }
 
 template <typename T, int K, int S>
 __device__ inline void round_to_b_fragment(GradientBFragment<K, S>& right,
-                                           const TransposedGradient<K, S>& A) {
+                                           const TransposedGradient<K, S>& G) {
 #pragma unroll
   for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int n = 0; n < S; ++n) {
-      const float(&block)[4] = A.at[k].at[n];
+      const float(&block)[4] = G.at[k].at[n];
       right.at[k][n][0] = transpose_pairs(pack_pair<T>(block[0], block[1]));
       right.at[k][n][1] = transpose_pairs(pack_pair<T>(block[2], block[3]));
     }
@@ -111,20 +111,20 @@ __device__ inline void multiply_transposed(Accumulator<S>& z, const Tile& x,
   add(z, odd);
 }
 
-// Columns col to col + 15 of A += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
+// Columns col to col + 15 of G += y^T x for 16 tokens: x is a tile, y the warp's slots as a B fragment.
 template <typename T, class Tile, int S>
-__device__ inline void add_outer_product_block(Accumulator<S>& A, const Tile& x, int col,
+__device__ inline void add_outer_product_block(Accumulator<S>& G, const Tile& x, int col,
                                                const SlotFragment<S>& y) {
   uint32_t left[4];
   load_block_transposed(left, x, col, 0);
 #pragma unroll
-  for (int n = 0; n < S; ++n) mma<T>(A.at[n], left, y.at[2 * n], y.at[2 * n + 1]);
+  for (int n = 0; n < S; ++n) mma<T>(G.at[n], left, y.at[2 * n], y.at[2 * n + 1]);
 }
 template <typename T, class Tile, int K, int S>
-__device__ inline void add_outer_product(TransposedGradient<K, S>& A, const Tile& x,
+__device__ inline void add_outer_product(TransposedGradient<K, S>& G, const Tile& x,
                                          const SlotFragment<S>& y) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) add_outer_product_block<T>(A.at[k], x, 16 * k, y);
+  for (int k = 0; k < K; ++k) add_outer_product_block<T>(G.at[k], x, 16 * k, y);
 }
 
 // ---- slots of 16 tokens -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@
 
 namespace girih::kernels {
 
-// state += y^T x in global memory, for an A' that is not an A of this call.
+// state += y^T x in global memory, for the gradient of an argument A'.
 template <typename T, int K, class Tile, int S>
 __device__ inline void add_to_state(const OutputTensor<4>& state, const SlotFragment<S>& y, const Tile& x,
                                     const TrellisBlockCoord& coord, const TrellisShape& shape, int slot) {
@@ -62,8 +62,8 @@ struct TileInputs {
   }
 };
 
-// Loads G of the end of the sequence. If the chunk in which the sequence starts began in an earlier call,
-// also initialises the dA' of that chunk, which is not a term of dA.
+// Loads G at the end of the sequence. If there are positions, also initialises the gradient of the argument
+// A' (dchunk_start), which is not a term of dA.
 template <int K, int S>
 __device__ inline void load_final_gradient(TransposedGradient<K, S>& G, const TrellisReverse& p,
                                            const TrellisBlockCoord& coord, bool ends_incomplete, int slot) {

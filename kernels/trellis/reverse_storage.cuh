@@ -30,11 +30,11 @@ struct TrellisReverseStorage {
   // released after dz of its last tile: the ring has a whole chunk and the next tile.
   static constexpr bool kPrefetch = Width == 64;
   static_assert(!kPrefetch || kStages > kOutputWarps);
-  // Tiles of a stage: x, w, l and u; e^{L_t} l_t; the terms of du from reads in the chunk; z and a, which dz
-  // and -J du replace.
+  // Tiles of a stage. kX, kW, kL, kU: x, w, l, u. kScaledL: e^{L_t} l_t. kIntraDu: the term of du from reads
+  // in the chunk, later dx. kZ: z, later dz. kTargets: a, later -J du.
   enum StageTensor : int { kX, kW, kL, kU, kScaledL, kIntraDu, kZ, kTargets, kStageTensors };
-  // Position of a tile: the last of its chunk, which is processed before the others; tile 0 of its chunk; in
-  // a chunk that began in an earlier call (is_resumed); tile 0 of the sequence.
+  // Position of a tile: the last tile of a chunk, which is processed first; tile 0 of a chunk; a tile of a
+  // chunk that began in an earlier call (is_resumed()); tile 0 of the sequence.
   enum TileFlag : int {
     kLastTileOfChunk = 1,
     kFirstTileOfChunk = 2,

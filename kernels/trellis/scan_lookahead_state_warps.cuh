@@ -46,12 +46,12 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
     // 0, or 1 if the last chunk is incomplete
     const int incomplete_chunks =
         chunks > 0 && !chunk_of(p.shape.grid, coord.chunked, chunks - 1).is_complete ? 1 : 0;
-    const bool resumed = p.chunk_start[coord.memory].data != nullptr;
+    const bool has_chunk_start = p.chunk_start[coord.memory].data != nullptr;
     load_state(A, p.initial[coord.memory], coord, p.shape, slot);
-    if (chunks > 0) begin_sequence(chunks, resumed);
+    if (chunks > 0) begin_sequence(chunks, has_chunk_start);
 #pragma unroll 1
     for (int remaining = chunks; remaining > 0;) {  // the complete chunks, then the incomplete one
-      if (remaining == incomplete_chunks) store_chunk_start(chunks == 1 && resumed);
+      if (remaining == incomplete_chunks) store_chunk_start(chunks == 1 && has_chunk_start);
 #pragma unroll 1
       do {
         process_chunk(remaining);
@@ -59,23 +59,23 @@ class TrellisLookaheadScanStateWarp : TrellisScanStateWarp<T, Width, Phi> {
     }
     store_state(p.last[coord.memory], A, coord, p.shape, slot);
     // The last chunk is complete: A' of the next token is A. Without tokens A' does not change.
-    if (incomplete_chunks == 0) store_chunk_start(chunks == 0 && resumed);
+    if (incomplete_chunks == 0) store_chunk_start(chunks == 0 && has_chunk_start);
   }
 
  private:
-  // Stores A' of the chunk of the next token: the caller's A', or A.
-  __device__ void store_chunk_start(bool use_caller_state) const {
+  // Stores A' of the chunk of the next token: the argument A', or A.
+  __device__ void store_chunk_start(bool use_argument) const {
     Accumulator<N> A = this->A;
-    if (use_caller_state) load_state(A, p.chunk_start[coord.memory], coord, p.shape, slot);
+    if (use_argument) load_state(A, p.chunk_start[coord.memory], coord, p.shape, slot);
     store_state(p.last_chunk_start[coord.memory], A, coord, p.shape, slot);
   }
 
   // Computes z of the chunk in which the sequence starts. If that chunk began in an earlier call, A' is not
   // A.
-  __device__ void begin_sequence(int chunks, bool resumed) {
-    Accumulator<N> caller_state = A;
-    if (resumed) load_state(caller_state, p.chunk_start[coord.memory], coord, p.shape, slot);
-    round_to_b_fragment<T>(A_rounded, caller_state);
+  __device__ void begin_sequence(int chunks, bool has_chunk_start) {
+    Accumulator<N> chunk_start = A;
+    if (has_chunk_start) load_state(chunk_start, p.chunk_start[coord.memory], coord, p.shape, slot);
+    round_to_b_fragment<T>(A_rounded, chunk_start);
     storage.barriers().full.wait({});
     load_blocks(inputs.x, stage_tile(0, Storage::kX));
     Accumulator<2> z;

@@ -36,7 +36,7 @@ struct TrellisScanOutputWarp {
     }
   };
 
-  // decay_and_add_intra_chunk() with the rows of two tensors.
+  // Calls decay_and_add_intra_chunk() with dot_i and sum_i in these tensors of the stages.
   __device__ void complete_read(Accumulator<N>& y, const AFragment<K>& w, const WarpTile& warp_tile,
                                 typename Storage::StageTensor dot_tensor,
                                 typename Storage::StageTensor sum_tensor) const {
@@ -46,8 +46,8 @@ struct TrellisScanOutputWarp {
         [&](int j) { return storage.scalars(warp_tile.stage(j)).gates; });
   }
 
-  // R = f(Q A^T + ..), stored to the stage of the other block or to o. Calls after_memory_product(), after
-  // which the memory is not read.
+  // Computes R = f(Y), y_t = A_t q_t, and stores R to the stage of the other block or to o. Calls
+  // after_memory_product() after the last read of the memory.
   template <class Callback>
   __device__ void compute_r(const WarpTile& warp_tile, const typename Storage::Memory& memory, int64_t token,
                             int rows, const Callback& after_memory_product) const {
@@ -74,7 +74,7 @@ struct TrellisScanOutputWarp {
       copy_to_remote(tile.data, StageTile::kBytes, storage.barriers().r_full.at(s), kValueMemory);
   }
 
-  // O = R A + .., with after_memory_product() as above.
+  // Computes o_t = A_t^T r_t. Calls after_memory_product() after the last read of the memory.
   template <class Callback>
   __device__ void compute_o(const WarpTile& warp_tile, const typename Storage::Memory& memory, int64_t token,
                             int rows, const Callback& after_memory_product) const {

@@ -21,12 +21,12 @@ struct TrellisTileIterator {
   __device__ bool is_done() const { return chunk_index >= chunked.chunks; }
   __device__ int rows() const { return min(chunk.length - tile_start, kTokenTile); }
   template <class Storage>
-  __device__ int tile_flags(bool resumed) const {
+  __device__ int tile_flags(bool has_chunk_start) const {
     const bool last = tile_start + kTokenTile >= chunk.length;
     return (tile_start == 0 ? Storage::kFirstTileOfChunk : 0) |
            (last && chunk_index + 1 == chunked.chunks ? Storage::kLastTileOfSequence : 0) |
            (chunk.is_complete ? 0 : Storage::kIncompleteChunk) |
-           (resumed && chunk_index == 0 ? Storage::kResumedChunk : 0);
+           (has_chunk_start && chunk_index == 0 ? Storage::kResumedChunk : 0);
   }
   __device__ void skip(int tiles) {
     if constexpr (HasLookahead) {
@@ -126,9 +126,10 @@ struct TrellisScanProducerWarp {
     storage.barriers().full.arrive_warp(stage);
   }
 
-  // The copies of a tile are in flight while the warp transforms its previous tile, the pending one.
+  // The copies of a tile are in flight while the warp transforms the tile that it loaded before, the pending
+  // tile.
   __device__ void run(int producer) const {
-    const bool resumed = p.chunk_start[coord.memory].data != nullptr;
+    const bool has_chunk_start = p.chunk_start[coord.memory].data != nullptr;
     PipelineState token_pipe, pending_pipe;
     int tile_flags = 0;  // of the pending tile
     bool has_pending = false,
@@ -144,7 +145,8 @@ struct TrellisScanProducerWarp {
         __syncwarp();
         transform_tile(pending_pipe, tile_flags, has_previous_tile);
       }
-      pending_pipe = token_pipe, tile_flags = tile.template tile_flags<Storage>(resumed), has_pending = true;
+      pending_pipe = token_pipe, tile_flags = tile.template tile_flags<Storage>(has_chunk_start),
+      has_pending = true;
       has_previous_tile = tile.chunk_index > 0 || tile.tile_start > 0;
     }
     if (!has_pending) return;

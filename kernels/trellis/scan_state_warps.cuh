@@ -19,8 +19,9 @@ class TrellisScanStateWarp {
   using StageTile = typename Storage::StageTile;
   static constexpr int N = Width / 8, K = Width / 16, kWarps = Storage::kStateWarps;
   static constexpr bool kHasWeight = Phi::has_weight;
-  // If registers allow, the tokens of a tile are loaded to registers while the tile before waits for its
-  // sums. Then u of a tile is stored after the next tile is full, so the ring has one more stage.
+  // kPrefetch, where registers suffice: the tokens of the next tile are loaded to registers while the current
+  // tile waits for its sums. Then u of a tile is stored after the next tile is full, so the ring has one more
+  // stage.
   static constexpr bool kPrefetch = Width == 64;
   static_assert(!kPrefetch || Storage::kStages > Storage::kProducerWarps + Storage::kOutputWarps);
 
@@ -29,14 +30,14 @@ class TrellisScanStateWarp {
   const Storage& storage;
   const Phi phi;
   const int warp, slot;
-  int row, lane_moment;  // of the lane: its upper row, and the moment that it stores
+  int row, lane_moment;  // the lane's first row, and the moment that the lane stores
   const MapSlots map_slots;
   const std::conditional_t<kHasWeight, Weights<2>, NoWeights> weights;
   const bool stores_stats;
-  uint32_t lane_place, slot_masks[2];  // lane_offset of PrecomputedTile; masks of the slots that exist
+  uint32_t lane_offset, slot_masks[2];  // see PrecomputedTile; masks of the slots that exist
   Accumulator<N> A;
-  // A before the chunk, rounded, which store_memory() stores; then A', the factor of Z. A' differs from A
-  // only in a chunk that began in an earlier call.
+  // The rounded A before the chunk, which store_memory() stores, and then the rounded A', the right factor of
+  // Z. A' differs from A only in a chunk that began in an earlier call.
   BFragment<K> A_rounded;
   PipelineState token_pipe, memory_pipe;
   unsigned tile_index = 0;  // of the sequence
@@ -62,14 +63,14 @@ class TrellisScanStateWarp {
         map_slots{slot, p.shape.slots},
         weights(p.weight + coord.head * p.shape.M, map_slots),
         stores_stats(p.row_stats[0].data != nullptr && warp == 0 && (lane() & 3) == 0),
-        lane_place(sizeof(T) * StageTile::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
+        lane_offset(sizeof(T) * StageTile::offset(0, 0, lane() & 15, (lane() >> 4) * 8)),
         slot_masks{map_slots.pair_mask(0), map_slots.pair_mask(1)} {
     // Keeps these values in registers; otherwise the compiler recomputes them for every tile.
-    ptx::make_opaque(lane_place, slot_masks[0], slot_masks[1], row, lane_moment);
+    ptx::make_opaque(lane_offset, slot_masks[0], slot_masks[1], row, lane_moment);
   }
 
   __device__ void run() {
-    const InputTensor<4>& caller_state = p.chunk_start[coord.memory];
+    const InputTensor<4>& chunk_start = p.chunk_start[coord.memory];
     load_state(A, p.initial[coord.memory], coord, p.shape, slot);
     bool has_more = coord.chunked.chunks > 0, is_incomplete = false;
     if (kPrefetch && has_more) load_tile();
@@ -86,15 +87,15 @@ class TrellisScanStateWarp {
     store_state(p.last[coord.memory], A, coord, p.shape, slot);
     if (is_incomplete) return;
     // The last chunk is complete: A' of the next token is A. Without tokens A' does not change.
-    if (coord.chunked.chunks == 0 && caller_state.data != nullptr)
-      load_state(A, caller_state, coord, p.shape, slot);
+    if (coord.chunked.chunks == 0 && chunk_start.data != nullptr)
+      load_state(A, chunk_start, coord, p.shape, slot);
     store_state(p.last_chunk_start[coord.memory], A, coord, p.shape, slot);
   }
 
  protected:
   __device__ PrecomputedTile<StageTile> stage_tile(int stage, typename Storage::StageTensor tensor) const {
     const StageTile tile = storage.stage_tile(stage, tensor);
-    return {tile, shared_address(tile.data), lane_place};
+    return {tile, shared_address(tile.data), lane_offset};
   }
 
   // Loads the inputs of the current tile to registers. Without a tile it loads unspecified data and does not
@@ -122,8 +123,8 @@ class TrellisScanStateWarp {
     if (inputs.rows.decay != 1.f) scale_rows(A, {inputs.rows.decay, inputs.rows.decay});
   }
 
-  // The current tile starts a chunk whose A' is an argument (it may have begun in an earlier call), or a
-  // chunk that stays incomplete.
+  // A special chunk is a chunk whose A' is an argument (it may have begun in an earlier call), or a chunk
+  // that stays incomplete. True if the current tile is the first of a special chunk.
   __device__ bool is_special_chunk() const {
     return (inputs.tile_flags & Storage::kFirstTileOfChunk) &&
            (inputs.tile_flags & (Storage::kIncompleteChunk | Storage::kResumedChunk));
@@ -134,10 +135,10 @@ class TrellisScanStateWarp {
     round_to_b_fragment<T>(A_rounded, A);
     store_memory();
     if (inputs.tile_flags & Storage::kResumedChunk) {
-      Accumulator<N> caller_state;
-      load_state(caller_state, p.chunk_start[coord.memory], coord, p.shape, slot);
-      round_to_b_fragment<T>(A_rounded, caller_state);
-      if (is_incomplete) store_state(last_chunk_start, caller_state, coord, p.shape, slot);
+      Accumulator<N> chunk_start;
+      load_state(chunk_start, p.chunk_start[coord.memory], coord, p.shape, slot);
+      round_to_b_fragment<T>(A_rounded, chunk_start);
+      if (is_incomplete) store_state(last_chunk_start, chunk_start, coord, p.shape, slot);
     } else {
       store_state(last_chunk_start, A, coord, p.shape, slot);
     }
@@ -145,8 +146,8 @@ class TrellisScanStateWarp {
     inputs.tile_flags &= ~Storage::kFirstTileOfChunk;
   }
 
-  // Moments of a row: one entry for each warp. With a weight, which needs further sums, the total over all
-  // warps.
+  // Moments of a row: one entry for each warp; with a weight, which needs further sums, one entry for the sum
+  // over the warps.
   struct RowMoments {
     Moments parts[kHasWeight ? 1 : kWarps], weighted;
   };

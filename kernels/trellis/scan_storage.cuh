@@ -41,19 +41,19 @@ struct TrellisScanStorage {
   // and the stages of a chunk are released after u of its last tile is stored. So the tiles from the first of
   // a chunk to the one kProducerWarps after its last have stages of their own.
   static_assert(kStages >= kProducerWarps + kOutputWarps);
-  // Tiles of a stage: x; x~_t = -gamma_t e^{L_C - L_t} x_t; a, which z replaces; in the block of keys q,
-  // which r replaces, and in the block of values the r that it receives; u.
+  // Tiles of a stage. kX: x. kScaledX: x~_t = -gamma_t e^{L_C - L_t} x_t, later o. kTargets: a, later z. kQR:
+  // in the block of keys q, later r; in the block of values the r of the block of keys. kU: u.
   enum StageTensor : int { kX, kScaledX, kTargets, kQR, kU, kStageTensors };
-  // Position of a tile: it starts a chunk, it ends the sequence, its chunk is incomplete, A' of its chunk is
-  // an argument.
+  // Position of a tile: the first tile of a chunk, the last tile of the sequence, a tile of an incomplete
+  // chunk, a tile of a chunk whose A' is an argument.
   enum TileFlag : int {
     kFirstTileOfChunk = 1,
     kLastTileOfSequence = 2,
     kIncompleteChunk = 4,
     kResumedChunk = 8
   };
-  // Scalars of a lane of the state warps: the sums of a over the slots for tokens row and row + 8, and the
-  // decay e^{L_C} of the chunk.
+  // Scalars that a lane of the state warps loads for its row: the sums of a over the slots for tokens row and
+  // row + 8, and the decay e^{L_C} of the chunk.
   struct alignas(16) RowScalars {
     float sum_a[2], decay, unused;
   };
@@ -92,8 +92,8 @@ struct TrellisScanStorage {
   __device__ StageScalars& scalars(int stage) const {
     return reinterpret_cast<StageScalars*>(base + kTileBytes + kMemoryBytes)[stage];
   }
-  // One of the four moments of a row for all warps; two buffers alternate by tile. The value of warp w is at
-  // index w ^ moment: four lanes store the four moments of a row to different banks.
+  // One of the four moments of a row, an element for each warp; two buffers alternate by tile. The element of
+  // warp w is at index w ^ moment: four lanes store the four moments of a row to different banks.
   __device__ float* moments(unsigned tile_index, int moment, int row) const {
     return reinterpret_cast<float*>(base + kTileBytes + kMemoryBytes + kScalarBytes) +
            (((tile_index & 1) * 4 + moment) * kTokenTile + row) * kStateWarps;
@@ -106,7 +106,8 @@ struct TrellisScanStorage {
   __device__ WeightedMapStats* weighted_row_stats(int stage) const {
     return reinterpret_cast<WeightedMapStats*>(base + kWeightOffset + kMomentBytes) + stage * kTokenTile;
   }
-  __device__ uint4& scores(int stage) const {  // of the calling lane
+  // The calling lane's registers of the scores.
+  __device__ uint4& scores(int stage) const {
     return reinterpret_cast<Scores*>(base + kTileBytes + kMemoryBytes + kScalarBytes +
                                      kMomentBytes)[stage][lane()];
   }

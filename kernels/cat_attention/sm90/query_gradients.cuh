@@ -24,7 +24,7 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
   const float scale;  // in units of log2
   int from;           // first row of the warp in the tile
   CatSm90TilePlan plan;
-  const float* of_rows;  // lse of the warp's rows, in shared memory
+  const float* lse_rows;  // lse of the warp's rows, in shared memory
   AFragment<Tile / 16> q, dout;
   Accumulator<Tile / 8> dq;
   float lse[2], delta[2];  // lse in units of log2
@@ -43,7 +43,7 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
     const CatSm90QueryTile& of = rest.tiles[tile.stage];
     plan = of.tile.read();
     rows = of.tile.rows(p.call.shape, plan, from);
-    of_rows = of.lse + from;
+    lse_rows = of.lse + from;
     tile.next(Storage::kTiles);
     const int at_dout = next();
     float sum[2] = {0.f, 0.f};
@@ -73,7 +73,7 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
         p.call.queries + (int64_t{plan.batch} * shape.query_heads + plan.head) * shape.rows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      lse[i] = of_rows[lane_row() + 8 * i] * kLog2E;
+      lse[i] = lse_rows[lane_row() + 8 * i] * kLog2E;
       const int row = plan.row + from + lane_row() + 8 * i;
       if (lane_col() == 0 && row < shape.rows)
         queries[row] = {lse[i], delta[i], rows.first[i], rows.chunk[i]};
@@ -96,12 +96,12 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
   // the tile of the keys or of the values. Terms of headers are written to global memory without scale: later
   // chunks add to them. The right factors are transposed in registers, because their stages in shared memory
   // are in use again.
-  template <int of_values>
+  template <int IsValues>
   __device__ void compute_own_terms(const uint32_t (&left)[4], int place) const {
     const CatShape& shape = p.call.shape;
-    const AFragment<Tile / 16>& right = of_values ? dout : q;
+    const AFragment<Tile / 16>& right = IsValues ? dout : q;
     const auto to = space.own(place);
-    const float by = of_values ? 1.f : shape.scale;
+    const float by = IsValues ? 1.f : shape.scale;
     const uint32_t transposed[4] = {transpose_pairs(left[0]), transpose_pairs(left[2]),
                                     transpose_pairs(left[1]), transpose_pairs(left[3])};
     float* share[2];  // for the lane's two rows, if these are headers
@@ -111,7 +111,7 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
       const int64_t head = int64_t{plan.batch} * shape.heads + plan.head;
       share[i] = (row & (shape.size - 1)) == 0 && row < shape.rows
                      ? p.header_shares +
-                           ((head * shape.chunks.tokens + plan.chunk_index(row)) * 2 + of_values) * Tile +
+                           ((head * shape.chunks.tokens + plan.chunk_index(row)) * 2 + IsValues) * Tile +
                            lane_col()
                      : nullptr;
     }
@@ -169,15 +169,15 @@ struct CatSm90QueryMainloop : CatRingConsumer<CatSm90QueryStorage<T, Tile>> {
       for_each_score(rows, shape, plan.row + from, plan.row + key, [&](int n, int e, bool visible) {
         if (!visible) s.at[n][e] = 0.f;
       });
-      AFragment<1> of_values, of_keys;
-      round_to_a_fragment<T>(of_values, s);
+      AFragment<1> value_weights, key_weights;
+      round_to_a_fragment<T>(value_weights, s);
       gradients(s, dp);
-      round_to_a_fragment<T>(of_keys, s);
-      add_product<T>(dq, of_keys, keys, key);
+      round_to_a_fragment<T>(key_weights, s);
+      add_product<T>(dq, key_weights, keys, key);
       if (p.header_shares != nullptr) {
         __syncwarp();  // keys and values have been read
-        compute_own_terms<1>(of_values.at[0], at_values);
-        compute_own_terms<0>(of_keys.at[0], at_keys);
+        compute_own_terms<1>(value_weights.at[0], at_values);
+        compute_own_terms<0>(key_weights.at[0], at_keys);
       }
     }
     if (p.header_shares != nullptr) {
