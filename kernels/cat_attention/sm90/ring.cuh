@@ -46,7 +46,8 @@ struct CatSm90Ring {
   }
 
   // Loads headers from row `at` to stage n; its barrier expects these bytes.
-  __device__ void tma_load_headers(int n, const TensorMap& k_map, const TensorMap& v_map, TmaCoords at) const {
+  __device__ void tma_load_headers(int n, const TensorMap& k_map, const TensorMap& v_map,
+                                   TmaCoords at) const {
     copy_rows(keys(n), k_map, at, rest().full.at(n));
     copy_rows(values(n), v_map, at, rest().full.at(n));
   }
