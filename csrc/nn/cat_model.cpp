@@ -81,6 +81,8 @@ void CatModelImpl::expect_state(const State& state, const Tensor& ids, const Ten
       chunk.defined() && chunk.dim() == 2 && at::isIntegralType(chunk.scalar_type(), /*includeBool=*/false),
       "state: ids should be int64 or int32, [N, chunk]; pass the state that this model returned");
   check_batch(chunk, N);
+  TORCH_CHECK_VALUE(std::ranges::count(lengths_, chunk.size(1)) > 0, "state: ids has chunks of ",
+                    chunk.size(1), " tokens; expected one of ", c10::Join(", ", lengths_));
   check_state_tensor("header", state.tensors[1], {N, header.size(-1)});
   check_state_tensor("tokens", state.tensors[2], {N}, at::kLong);
   check_state_tensor("host_tokens", state.tensors[3], {N}, at::kLong);

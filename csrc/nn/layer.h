@@ -85,9 +85,9 @@ void check_conv_state(const char* name, const State& state, const ShortConvImpl&
 // A tensor [N, ...] of a memory's state, as a layer expects it.
 struct MemoryTensor {
   const char* name;
-  std::vector<int64_t> sizes;  // after N
-  bool is_present = true;      // false: the state has an undefined tensor in this place
-  bool is_position = false;    // int64; otherwise fp32, or fp64 if x is fp64
+  std::vector<int64_t> sizes = {};  // after N
+  bool is_present = true;           // false: the state has an undefined tensor in this place
+  bool is_position = false;         // int64; otherwise fp32, or fp64 if x is fp64
 };
 // Throws unless `state` is empty or the state of a recurrent layer for the sequences of x [B, T, ...]: its
 // parts are the states of the convolutions, by name, and the memory; it has `tensors` tensors of its own.

@@ -519,3 +519,36 @@ def test_cpp_adaptive_model_matches_python(adaptive, tmp_path):
     assert str(error.value) == str(python.value)
     with pytest.raises(ValueError, match="chunk is 4; expected none: only the CAT model"):
         _C.LanguageModel(json.dumps({"mixer": "gsa", "hidden_size": 16})).set_chunk(4)
+
+
+WRONG_PARTS = {
+    "dtype": lambda part: part.long() if part.is_floating_point() else part.float(),
+    "shape": lambda part: torch.cat((part, part[..., :1]), -1),
+    "sequences": lambda part: part[:1],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+def test_a_wrong_part_of_the_state_is_refused_before_a_step_writes(wrong):
+    model = build_model(mixer="cat")
+    cache = model.new_cache()
+    model(tokens(2, CHUNK + 1), cache=cache)
+    (layer,), parts = cache.layers, []
+    state = layer.state
+    map_state(parts.append, state)
+    for index in range(len(parts)):
+        count = itertools.count()
+        given = map_state(
+            lambda part, count=count, index=index: (
+                WRONG_PARTS[wrong](part) if next(count) == index else part.clone()
+            ),
+            state,
+        )
+        before, after = [], []
+        map_state(lambda part, before=before: before.append(part.clone()), given)
+        layer.state = given
+        with pytest.raises(ValueError, match="state"):
+            model(tokens(2, 1), cache=cache)
+        map_state(after.append, given)
+        assert all(a.equal(b) for a, b in zip(after, before, strict=True)), index

@@ -522,6 +522,9 @@ def refusals():
     assert f"3 heads and 1 rows over {size} ranks" in message(
         lambda: distributed.ttt(x, x, x, x[..., 0], chunk=4, state=randn(3, 4, 4), group=pieces)
     )
+    assert "chunk is 4 but should be None without between_chunks" in message(
+        lambda: distributed.delta_product(x, x, x, x[..., 0], chunk=4, group=pieces)
+    )
     longer = randn(1, own + 1, 3, 4)
     assert "as the pieces say" in message(lambda: distributed.gla(longer, longer, longer, group=pieces))
     assert "should rise from 0 to" in message(lambda: distributed.Pieces.cut(None, own, torch.tensor([0, 3])))

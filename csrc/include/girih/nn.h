@@ -465,8 +465,10 @@ struct DeltaProductOptions {
   double norm_eps = 1e-6;
 };
 
-// DeltaProduct: a matrix memory with n delta-rule updates per token. n = 1 is DeltaNet, with `gated` Gated
-// DeltaNet.
+// DeltaProduct (Siems et al. 2025): a matrix memory S with n delta-rule updates per token. n = 1 is DeltaNet,
+// with `gated` Gated DeltaNet. q, k and v pass through a short convolution with SiLU; q and k are
+// l2-normalized; beta = sigmoid(x W), doubled with allow_neg_eigval. between_chunks is applied to S after
+// every `chunk` tokens (TPTT, eq. 24).
 //   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(D)
 //   y = W_o (RMSNorm(o) * silu(x W_g))
 class DeltaProductImpl : public RecurrentLayerImpl {

@@ -206,7 +206,12 @@ class CatModel(Backbone):
     def check_state(self, state: CatState, sequences: int) -> None:
         """Raises unless this model can have returned the state for this number of sequences."""
         C = state.ids.shape[1]
-        check_state(state.ids, TensorSpec((sequences, C), state.ids.dtype), "state.ids")
+        if C not in self.chunks:
+            raise ValueError(
+                f"state.ids has chunks of {C} tokens; expected one of {', '.join(map(str, self.chunks))}"
+            )
+        dtype = torch.int32 if state.ids.dtype == torch.int32 else torch.int64
+        check_state(state.ids, TensorSpec((sequences, C), dtype), "state.ids")
         check_state(state.header, TensorSpec((sequences, self.config.hidden_size)), "state.header")
         for i, (block, kv) in enumerate(zip(self.layers, state.kv, strict=True)):
             block.mixer.check_cache(kv, sequences, C, f"state.kv.{i}")
