@@ -52,13 +52,14 @@ struct DeltaShape {
 struct DeltaForward {
   DeltaShape shape;
   bool has_channel_beta;
-  InputTensor<4> q, k, v;   // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
-  InputTensor<4> beta;      // [B, T n, H, 1], any dtype; has_channel_beta: [B, T n, H, D], no fp64
-  InputTensor<3> g;         // [B, T, H], any dtype; absent: no gates
-  InputTensor<4> initial;   // [N, H, D, V] fp32; absent: zero
-  OutputTensor<4> final;    // [N, H, D, V] fp32
-  OutputTensor<4> o;        // [B, T, HO, V]
-  void *states, *prepared;  // all three are null if there is no backward
+  InputTensor<4> q, k, v;  // [B, T, HQ, D], [B, T n, HK, D], [B, T n, H, V]
+  InputTensor<4> beta;     // [B, T n, H, 1], any dtype; has_channel_beta: [B, T n, H, D], no fp64
+  InputTensor<3> g;        // [B, T, H], any dtype; absent: no gates
+  InputTensor<4> initial;  // [N, H, D, V] fp32; absent: zero
+  OutputTensor<4> final;   // [N, H, D, V] fp32
+  OutputTensor<4> o;       // [B, T, HO, V]
+  // Saved tensors, all null if there is no backward; transitions also if delta_saved_segments() is 0.
+  void *states, *prepared;
   float* transitions;
 };
 

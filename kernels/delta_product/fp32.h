@@ -1,6 +1,6 @@
 // DeltaProduct in fp32: sums and states are fp32, products are three tf32 products of split numbers
 // (tile/tf32.h). These kernels serve the calls that the 16-bit kernels do not: fp32 inputs, a beta for every
-// channel, a function between chunks, more than 16 steps.
+// channel with gates, with unit vectors or with D > 128, a function between chunks, more than 16 steps.
 //
 //     S <- e^{g_t} S                                          once a token, before its first step      [D, V]
 //     for j < n:  u_{t,j} = w_{t,j} - S^T b_{t,j}             b = beta k,  w = beta v                     [V]

@@ -19,8 +19,8 @@
 //         ds = value_read(k, q, dz, Gk) + value_read(v, do, p, Gv)
 // gla     dv = key_read(k, scale q, do, G)                           dk = value_read(v, do, scale q, G)
 //
-// fp32_scan computes the states. Rows start at multiples of 16 bytes and have a multiple of 4
-// elements. Tensors without a type in their comment are fp32, fp16 or bf16.
+// fp32_scan computes the states. Rows start at multiples of 16 bytes and have a multiple of 4 elements.
+// Tensors without a type in their comment are fp32, fp16 or bf16.
 #pragma once
 
 #include "gsa/kernels.h"

@@ -5,8 +5,9 @@
 //   producer   empty.wait(pipe);  write the stage;  full.arrive(pipe.stage);   pipe.next(stages);
 //   consumer   full.wait(pipe);   read the stage;   empty.arrive(pipe.stage);  pipe.next(stages);
 //
-// An mbarrier has one bit of phase. A warp that waits for a stage therefore waits for it in every pass, and
-// the stage is not refilled before this warp has arrived: otherwise it mistakes one phase for another.
+// A wait sees only the parity of a phase. A warp therefore waits for a stage in every pass, and arrives
+// before the stage is refilled. Warps that process stages in turn (`skip`) wait in order for stages that the
+// producers fill in order, and are at most one pass behind the producers.
 #pragma once
 
 #include "tile/cluster.h"

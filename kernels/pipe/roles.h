@@ -9,8 +9,8 @@ struct RoleRegisters {
   int warpgroups, registers;
 };
 
-// Registers at launch of one thread of every warpgroup, summed over the warpgroups of a block that has a
-// multiprocessor to itself. A thread has a multiple of 8 registers.
+// The registers of a thread at launch times the number of warpgroups, for a block of at least 384 threads
+// that has a multiprocessor to itself. A thread has a multiple of 8 registers.
 __host__ __device__ constexpr int launch_registers(int threads) {
   return threads / 128 * (65536 / threads / 8 * 8);
 }

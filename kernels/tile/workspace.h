@@ -16,8 +16,8 @@ class Workspace {
  public:
   virtual ~Workspace() = default;
 
-  // A tensor [sizes...] whose rows, the last dimension, are dense. A row has a multiple of 16 bytes if a
-  // kernel reads it by vectors.
+  // A tensor [sizes...] whose rows, the last dimension, are dense. The caller chooses a multiple of 16 bytes
+  // for rows that a kernel accesses by vectors.
   template <class... Size>
   OutputTensor<sizeof...(Size)> tensor(DType dtype, Size... sizes) {
     constexpr int kRank = sizeof...(Size);

@@ -142,8 +142,8 @@ struct TrellisFp32Forward : TrellisFp32Arguments {
   OutputTensor<4> last_chunk_start[2];  // A' of the chunk of the next token
   OutputTensor<4> last[2];              // A after the last token
   int64_t* last_position = nullptr;     // [N]
-  // [B, T, HQ, V] padded. With one memory [B, T, HQ, M] padded, contiguous fp32; the rows of tokens outside
-  // of the sequences become f of these rows.
+  // [B, T, HQ, V] padded. With one memory [B, T, HQ, M] padded, contiguous fp32: the caller initialises the
+  // rows of tokens outside of the sequences, and the plan replaces each of these rows by f of the row.
   OutputTensor<4> o;
   // Saved tensors, absent if backward does not run: z and s = -gamma u, [B, T, H, M] padded; A^T before every
   // segment of kChunk tokens, [token_range_count, H, X, M] with X and M padded.

@@ -37,8 +37,8 @@ inline void check_launch(cudaError_t error) {
   if (error != cudaSuccess) emulated::fail("a launch returns an error");
 }
 
-// The workspace of a plan, initialized with NaN. A gap follows every row. The destructor checks that the gaps
-// are still NaN. A protected page follows the last gap.
+// The workspace of a plan, initialized with NaN. A gap follows every row; the pitch of a single row contains
+// no gap. The destructor checks that the gaps are still NaN. A protected page follows the last gap.
 class Buffers : public girih::kernels::Workspace {
   struct Buffer {
     unsigned char *pages, *begin;
@@ -65,7 +65,6 @@ class Buffers : public girih::kernels::Workspace {
   }
 
  protected:
-  // An array of one row has no gap before the last one.
   void* allocate(int64_t rows, int64_t row_bytes, int64_t& pitch) override {
     if (rows > 1) pitch += kGap;
     const int64_t size = rows * pitch + kGap, used = (size + 15) / 16 * 16,

@@ -146,14 +146,15 @@ class TensorWorkspace : public kernels::Workspace {
   std::vector<Tensor> tensors_;
 };
 
-// Runs the plan kernels::function(problem, workspace, stream) on the current stream and on the device of
-// `tensor`.
+// Runs the plan kernels::function(problem, workspace, stream) on the current stream, with a workspace on the
+// device of `tensor`, which is the current device.
 #define GIRIH_RUN(function, problem, tensor)                                                         \
   do {                                                                                               \
     ::girih::TensorWorkspace workspace(tensor);                                                      \
     ::girih::check_launch(#function,                                                                 \
                           kernels::function(problem, workspace, c10::cuda::getCurrentCUDAStream())); \
   } while (false)
+
 // Launches kernels::function(arguments, stream) on the current stream.
 #define GIRIH_LAUNCH(function, ...) \
   ::girih::check_launch(#function, kernels::function(__VA_ARGS__, c10::cuda::getCurrentCUDAStream()))
