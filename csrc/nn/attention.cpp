@@ -116,16 +116,25 @@ Tensor AttentionImpl::make_mask(int64_t past, int64_t T, const Tensor& valid, co
   return valid.defined() ? ((see & valid.unsqueeze(1)) | (key == query)).unsqueeze(1) : see;
 }
 
-void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
-  check_packing(x, call.cu_seqlens);
+namespace {
+
+void refuse_packed_cache(bool is_packed, bool has_cache) {
   TORCH_CHECK_VALUE(
-      !call.cu_seqlens.defined() || (!call.use_cache && call.state.empty()),
+      !is_packed || !has_cache,
       "cu_seqlens: attention has no cache for packed sequences; call it with use_cache = false");
 }
 
-void AttentionImpl::expect_state(const State& state, const Tensor& x, const Tensor& /*cu_seqlens*/) const {
+}  // namespace
+
+void AttentionImpl::check_packed(const Tensor& x, const Call& call) const {
+  check_packing(x, call.cu_seqlens);
+  refuse_packed_cache(call.cu_seqlens.defined(), call.use_cache || !call.state.empty());
+}
+
+void AttentionImpl::expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens) const {
   check_state(state, 4, 0);
   if (state.empty()) return;
+  refuse_packed_cache(cu_seqlens.defined(), true);
   const auto &k = state.tensors[0], &v = state.tensors[1], &valid = state.tensors[2],
              &place = state.tensors[3];
   TORCH_CHECK_VALUE(k.defined() && k.dim() == 4, "state: attention has keys [N, slots, heads, head_dim]");
