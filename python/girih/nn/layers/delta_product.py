@@ -1,5 +1,6 @@
 """DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from girih.nn.layers.projections import Projection, decay_projections, split_hea
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 from girih.ops import DeltaProductState
+from girih.ops._describe import option
+
+CHUNK = option("delta_product", "chunk")
 
 
 class DeltaProduct(RecurrentLayer):
@@ -55,6 +59,11 @@ class DeltaProduct(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
+        # The range of chunk in a configuration, which resolve_heads tests, is wider than the operator's.
+        least, most = int(CHUNK["least"]), int(CHUNK["most"])
+        is_read = between_chunks is not None and isinstance(chunk, numbers.Integral)
+        if is_read and not least <= chunk <= most:
+            raise ValueError(f"chunk is {chunk}; expected {least} to {most} for between_chunks")
         kv_heads, head_dim = resolve_heads(
             "delta_product",
             hidden_size,
@@ -72,7 +81,7 @@ class DeltaProduct(RecurrentLayer):
             **({} if chunk is None else {"chunk": chunk}),
         )
         if between_chunks is not None and chunk is None:
-            raise ValueError("chunk is None; expected 1 to 64 with between_chunks")
+            raise ValueError(f"chunk is None; expected {least} to {most} with between_chunks")
         if between_chunks is None and chunk is not None:
             raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
         self.n, self.gated, self.allow_neg_eigval = n, gated, allow_neg_eigval
