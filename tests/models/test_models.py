@@ -585,9 +585,7 @@ def test_a_vocabulary_is_resized(model, size, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", [["gsa", "deltanet"], ["attention", "gsa"], ["mag", "cat"]], ids=str)
 def test_a_model_checks_the_states_of_all_layers_before_it_writes(mixer):
-    config = GirihConfig(
-        vocab_size=17, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer, chunk=4, num_slots=4
-    )
+    config = GirihConfig(vocab_size=17, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer)
     model, ids = GirihForCausalLM(config).eval(), torch.randint(17, (2, 6))
     cache = model.new_cache()
     model(ids, cache=cache)

@@ -207,7 +207,8 @@ class CatModel(Backbone):
         layer = cache.layers[0]
         return (
             chunk in (None, layer.chunk)
-            and layer.state is not None
+            and isinstance(layer.state, CatState)
+            and isinstance(layer.state.seq_lengths, SequenceLengths)
             and max_tokens(layer.state.seq_lengths.host_tokens) < self.config.max_position_embeddings
         )
 
