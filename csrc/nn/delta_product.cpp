@@ -4,25 +4,9 @@
 #include "step.h"
 
 namespace girih::nn {
-namespace {
-
-// Throws unless chunk is in the operator's range.
-void check_chunk(int64_t chunk) {
-  const auto& range = get_operator("delta_product").option("chunk");
-  TORCH_CHECK_VALUE(double(chunk) >= range.least && double(chunk) <= range.most, "chunk is ", chunk,
-                    "; expected ", int64_t(range.least), " to ", int64_t(range.most), " for between_chunks");
-}
-
-// The options of a layer. The range of `chunk` in a configuration is wider than the operator's.
-const DeltaProductOptions& check_chunk(const DeltaProductOptions& options) {
-  if (options.between_chunks && options.chunk) check_chunk(*options.chunk);
-  return options;
-}
-
-}  // namespace
 
 DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, DeltaProductOptions settings)
-    : options(completed("delta_product", hidden_size, num_heads, check_chunk(settings))),
+    : options(completed("delta_product", hidden_size, num_heads, settings)),
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
   // completed() has filled options.chunk from Config::chunk, so the caller's value is tested.
@@ -108,7 +92,6 @@ AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v
 template <int expand_v = 1>
 void check_delta_rule(const Config& c) {
   head_widths(c, 1, expand_v);
-  if (c.between_chunks) check_chunk(c.chunk);
 }
 
 // The configuration fields of a mixer of this file: `specific` ones and those that all read.

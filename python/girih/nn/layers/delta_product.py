@@ -1,6 +1,5 @@
 """DeltaProduct, and with n = 1 DeltaNet and Gated DeltaNet."""
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,11 +58,6 @@ class DeltaProduct(RecurrentLayer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        # The range of chunk in a configuration, which resolve_heads tests, is wider than the operator's.
-        least, most = int(CHUNK["least"]), int(CHUNK["most"])
-        is_read = between_chunks is not None and isinstance(chunk, numbers.Integral)
-        if is_read and not least <= chunk <= most:
-            raise ValueError(f"chunk is {chunk}; expected {least} to {most} for between_chunks")
         kv_heads, head_dim = resolve_heads(
             "delta_product",
             hidden_size,
@@ -81,6 +75,7 @@ class DeltaProduct(RecurrentLayer):
             **({} if chunk is None else {"chunk": chunk}),
         )
         if between_chunks is not None and chunk is None:
+            least, most = (int(CHUNK[bound]) for bound in ("least", "most"))
             raise ValueError(f"chunk is None; expected {least} to {most} with between_chunks")
         if between_chunks is None and chunk is not None:
             raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
