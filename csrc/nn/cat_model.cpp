@@ -86,9 +86,12 @@ void CatModelImpl::expect_state(const State& state, const Tensor& ids, const Ten
   check_state_tensor("header", state.tensors[1], {N, header.size(-1)});
   check_state_tensor("tokens", state.tensors[2], {N}, at::kLong);
   check_state_tensor("host_tokens", state.tensors[3], {N}, at::kLong);
-  for (size_t i = 0; i < layers->size(); ++i)
+  for (size_t i = 0; i < layers->size(); ++i) {
+    TORCH_CHECK_VALUE(!state.parts[i].empty(), "state: the keys of layer ", i,
+                      " are missing; pass the state that this model returned");
     dynamic_cast<const ChunkAttentionImpl&>(*layers->at<BlockImpl>(i).mixer)
         .expect_cache(state.parts[i], N, chunk.size(1));
+  }
 }
 
 // State {ids, header, tokens, host_tokens} and {k, v} of each layer: tokens and header of the current chunk,

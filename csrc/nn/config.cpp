@@ -322,6 +322,12 @@ json parse_options(const std::string& options) {
 
 // Config::completed without check_unread_options and the checks of mixers.
 Config complete(const Config& config) {
+  if (config.between_chunks) {  // before the range of the field, which is wider
+    const auto& range = get_operator("delta_product").option("chunk");
+    TORCH_CHECK_VALUE(double(config.chunk) >= range.least && double(config.chunk) <= range.most, "chunk is ",
+                      config.chunk, "; expected ", int64_t(range.least), " to ", int64_t(range.most),
+                      " for between_chunks");
+  }
   for_each_field(config, [](const char* name, const auto& field, const AllowedValues& allowed) {
     check_value(name, field, allowed);
   });

@@ -10,8 +10,9 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
       key_dim_(head_widths(options).key),
       value_dim_(head_widths(options).value) {
   // completed() has filled options.chunk from Config::chunk, so the caller's value is tested.
-  TORCH_CHECK_VALUE(!options.between_chunks || settings.chunk,
-                    "chunk is None; expected 1 to 64 with between_chunks");
+  const auto& range = get_operator("delta_product").option("chunk");
+  TORCH_CHECK_VALUE(!options.between_chunks || settings.chunk, "chunk is None; expected ",
+                    int64_t(range.least), " to ", int64_t(range.most), " with between_chunks");
   TORCH_CHECK_VALUE(options.between_chunks || !settings.chunk, "chunk is ", settings.chunk.value_or(0),
                     "; expected none: it is for between_chunks");
   if (!options.between_chunks) options.chunk = {};
@@ -91,9 +92,6 @@ AnyLayer make_delta_rule(const Config& c, int64_t n, bool gated, double expand_v
 template <int expand_v = 1>
 void check_delta_rule(const Config& c) {
   head_widths(c, 1, expand_v);
-  const auto& chunk = get_operator("delta_product").option("chunk");
-  TORCH_CHECK_VALUE(!c.between_chunks || c.chunk <= int64_t(chunk.most), "chunk is ", c.chunk, "; expected ",
-                    int64_t(chunk.least), " to ", int64_t(chunk.most), " for between_chunks");
 }
 
 // The configuration fields of a mixer of this file: `specific` ones and those that all read.

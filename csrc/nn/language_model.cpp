@@ -80,8 +80,12 @@ Output ModelImpl::run(const Tensor& ids, const Call& call) {
   auto x = embed_tokens(ids), branch = Tensor();
   const bool has_few = is_decode_sized(x);
   check_state(call.state, 0, layers->size());
-  for (size_t i = 0; i < layers->size(); ++i)  // before the first layer writes its state
-    layers->at<LayerImpl>(i).expect_state(call.part(i), x, call.cu_seqlens);
+  const bool has_past = has_tensors(call.state);
+  for (size_t i = 0; i < layers->size(); ++i) {  // before the first layer writes its state
+    const auto& layer = layers->at<LayerImpl>(i);
+    layer.expect_state(call.part(i), x, call.cu_seqlens);
+    if (has_past) check_present("layer " + std::to_string(i), layer, call.part(i));
+  }
   State after;
   for (size_t i = 0; i < layers->size(); ++i) {
     auto& block = layers->at<BlockImpl>(i);

@@ -141,6 +141,16 @@ void check_state(const State& state, size_t tensors, size_t parts) {
                     "; pass the state that this layer returned");
 }
 
+bool has_tensors(const State& state) {
+  return std::ranges::any_of(state.tensors, [](const Tensor& tensor) { return tensor.defined(); }) ||
+         std::ranges::any_of(state.parts, has_tensors);
+}
+
+void check_present(const std::string& name, const LayerImpl& layer, const State& part) {
+  TORCH_CHECK_VALUE(has_tensors(part) || !layer.has_state(), "state: ", name,
+                    " is missing; pass the state that this layer returned");
+}
+
 int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens) {
   return cu_seqlens.defined() && cu_seqlens.dim() == 1 ? cu_seqlens.size(0) - 1 : x.size(0);
 }

@@ -73,6 +73,10 @@ int64_t count_sequences(const Tensor& x, const Tensor& cu_seqlens = {});
 void check_batch(const Tensor& part, int64_t sequences);
 // Throws unless the state is empty or has this number of tensors and parts.
 void check_state(const State& state, size_t tensors, size_t parts);
+// Whether the state has a defined tensor, in any of its parts.
+bool has_tensors(const State& state);
+// Throws if the state of a layer is missing: `part` has no tensors, although other parts of the state do.
+void check_present(const std::string& name, const LayerImpl& layer, const State& part);
 // Throws unless a tensor of a state has this shape [N, ...] and this dtype. Without dtype, any floating dtype
 // is accepted.
 void check_state_tensor(const char* name, const Tensor& part, at::IntArrayRef shape,

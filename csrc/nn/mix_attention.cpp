@@ -68,6 +68,9 @@ void MixAttentionImpl::expect_state(const State& state, const Tensor& x, const T
   if (state.empty()) return;
   base->expect_state(state.parts[0], x, cu_seqlens);
   mixer->expect_state(state.parts[1], x, cu_seqlens);
+  if (!has_tensors(state)) return;
+  check_present("base", *base, state.parts[0]);
+  check_present("mixer", *mixer, state.parts[1]);
 }
 
 Output MixAttentionImpl::run(const Tensor& x, const Call& call) {

@@ -286,6 +286,9 @@ def test_invalid_state_of_a_layer_is_refused_before_any_write(options, cross):
     for other in wrong:
         with pytest.raises(ValueError, match="state"):
             layer(x[:, :1], None, other, True)
+    for other in (state.base, 5):
+        with pytest.raises(ValueError, match=f"state is a {type(other).__name__}; expected a MixState"):
+            layer(x[:, :1], None, other, True)
     assert all(now.equal(old) for now, old in zip(parts, before, strict=True))
     layer(x[:, :1], None, state, True)
     assert not any(now.equal(old) for now, old in zip(parts, before, strict=True) if now.is_floating_point())

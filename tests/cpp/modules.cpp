@@ -165,7 +165,39 @@ TEST_CASE("A wrong part of a state is refused before a step writes in every mixe
         for (size_t k = 0; k < count; ++k) CHECK(found[k]->equal(*expected[k]));
       }
     }
+    for (size_t i = 0; i < state.parts.size(); ++i) {
+      INFO(name_of(config) << ", part " << i);
+      auto given = state.map(clone);
+      given.parts[i] = {};
+      auto before = given.map(clone);
+      const auto expected_message = config.is_whole_cat()
+                                        ? "state: the keys of layer " + std::to_string(i) + " are missing"
+                                        : "state: layer " + std::to_string(i) + " is missing";
+      CHECK_THROWS_WITH(model->forward(token, {}, given, true), ContainsSubstring(expected_message));
+      const auto found = tensors_of(given), expected = tensors_of(before);
+      for (size_t k = 0; k < found.size(); ++k) CHECK(found[k]->equal(*expected[k]));
+    }
   }
+}
+
+TEST_CASE("A mixture refuses a state without a part of a layer that has a state", "[nn]") {
+  const at::NoGradGuard no_grad;
+  nn::Attention base(16, 2);
+  nn::MixAttention mixture(base.ptr(), nn::DeltaProduct(16, 2).ptr());
+  const auto x = at::randn({2, 5, 16}), token = at::randn({2, 1, 16});
+  const auto state = mixture->forward(x, {}, {}, true).second;
+  for (const size_t i : {0, 1}) {
+    auto given = state.map([](const Tensor& t) { return t.clone(); });
+    given.parts[i] = {};
+    for (const bool use_cache : {true, false})
+      CHECK_THROWS_WITH(mixture->forward(token, {}, given, use_cache),
+                        ContainsSubstring(i == 0 ? "state: base is missing" : "state: mixer is missing"));
+  }
+  nn::MixAttention with_activation(nn::ShortConv(16, nn::ShortConvOptions{.kernel_size = 0}).ptr(),
+                                   nn::DeltaProduct(16, 2).ptr());
+  const auto past = with_activation->forward(x, {}, {}, true).second;
+  CHECK(past.parts[0].empty());
+  CHECK(with_activation->forward(token, {}, past, true).first.size(1) == 1);
 }
 
 TEST_CASE("A short convolution refuses an integer state by name", "[nn]") {
@@ -611,6 +643,12 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
   check_refused(
       [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu", .chunk = 65}); },
       "chunk is 65; expected 1 to 64 for between_chunks");
+  check_refused(
+      [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu", .chunk = 0}); },
+      "chunk is 0; expected 1 to 64 for between_chunks");
+  check_refused(
+      [] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.between_chunks = "gelu", .chunk = 257}); },
+      "chunk is 257; expected 1 to 64 for between_chunks");
   check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.chunk = 4}); },
                 "chunk is 4; expected none: it is for between_chunks");
   check_refused([] { nn::Attention(16, 2, nn::AttentionOptions{.causal = false, .window = 4}); },

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from girih import _C
-from girih.models import CatModel, GirihForCausalLM
+from girih.models import CatModel, GirihConfig, GirihForCausalLM
 from girih.nn import ChunkAttention, CompressAttend, map_state, rotary
 from girih.nn.layers.chunk_attention import ROOM
 from small_models import config_of
@@ -552,3 +552,39 @@ def test_a_wrong_part_of_the_state_is_refused_before_a_step_writes(wrong):
             model(tokens(2, 1), cache=cache)
         map_state(after.append, given)
         assert all(a.equal(b) for a, b in zip(after, before, strict=True)), index
+
+
+@torch.no_grad()
+def test_a_missing_part_of_a_cat_state_is_named():
+    config = GirihConfig(
+        vocab_size=17, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer="cat", chunk=CHUNK
+    )
+    model, ids = GirihForCausalLM(config).eval(), torch.randint(17, (2, CHUNK + 1))
+    cache = model.new_cache()
+    model(ids, cache=cache)
+    (layer,) = cache.layers
+    state = layer.state
+    kv = state.kv
+    for wrong, message in (
+        (tuple(state), "state is a tuple; expected a CatState"),
+        (5, "state is a int; expected a CatState"),
+        (state._replace(ids=None), "state.ids is a NoneType; expected a Tensor"),
+        (state._replace(ids=state.ids[:, 0]), r"state.ids has shape \[2\]; expected 2 dimensions"),
+        (state._replace(header=None), "state.header is a NoneType; expected a Tensor"),
+        (state._replace(kv=None), "state.kv is a NoneType; expected a tuple of 2 KeyValues"),
+        (state._replace(kv=kv[:1]), "state.kv is a tuple of 1 parts; expected a tuple of 2 KeyValues"),
+        (state._replace(kv=(kv[0], None)), "state.kv.1 is a NoneType; expected a KeyValues"),
+        (
+            state._replace(kv=(kv[0], kv[1]._replace(k=None))),
+            "state.kv.1.k is a NoneType; expected a Tensor",
+        ),
+        (state._replace(seq_lengths=None), "state.seq_lengths is a NoneType; expected a SequenceLengths"),
+        (
+            state._replace(seq_lengths=state.seq_lengths._replace(tokens=None)),
+            "state.seq_lengths.tokens is a NoneType; expected a Tensor",
+        ),
+    ):
+        for tokens in (1, 2):
+            layer.state = wrong
+            with pytest.raises(ValueError, match=message):
+                model(ids[:, :tokens], cache=cache)

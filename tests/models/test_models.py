@@ -19,7 +19,7 @@ from girih.models import (
     GirihForSequenceClassification,
     GirihModel,
 )
-from girih.nn import CompressAttend, ShortConv
+from girih.nn import CompressAttend, ShortConv, map_state
 from packaging import version
 from small_models import config_of
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -580,3 +580,29 @@ def test_a_vocabulary_is_resized(model, size, tmp_path):
     close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(new).logits, logits, 0.0)
     padded = model.resize_token_embeddings(size + 1, pad_to_multiple_of=8)
     assert padded.num_embeddings % 8 == 0 and model(new + 1).logits.shape[-1] == padded.num_embeddings
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", [["gsa", "deltanet"], ["attention", "gsa"], ["mag", "cat"]], ids=str)
+def test_a_model_checks_the_states_of_all_layers_before_it_writes(mixer):
+    config = GirihConfig(vocab_size=17, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer)
+    model, ids = GirihForCausalLM(config).eval(), torch.randint(17, (2, 6))
+    cache = model.new_cache()
+    model(ids, cache=cache)
+    for i, layer in enumerate(cache.layers):
+        saved = layer.state
+        for wrong, message in (
+            (None, f"state of layer {i} is missing; pass the state"),
+            (map_state(lambda part: part[:1], saved), "state has 1 sequences; expected 2"),
+        ):
+            layer.state = wrong
+            parts = []
+            map_state(parts.append, tuple(each.state for each in cache.layers))
+            before = [part.clone() for part in parts]
+            for tokens in (1, 2):
+                with pytest.raises(ValueError, match=message):
+                    model(ids[:, :tokens], cache=cache)
+            assert all(now.equal(old) for now, old in zip(parts, before, strict=True))
+            assert [each.tokens for each in cache.layers] == [6, 6]
+            layer.state = saved
+    model(ids[:, :1], cache=cache)

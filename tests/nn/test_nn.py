@@ -551,6 +551,14 @@ def test_map_state_keeps_structure():
             lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu", chunk=65),
             "chunk is 65; expected 1 to 64 for between_chunks",
         ),
+        (
+            lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu", chunk=0),
+            "chunk is 0; expected 1 to 64 for between_chunks",
+        ),
+        (
+            lambda: DeltaProduct(HIDDEN, 2, between_chunks="gelu", chunk=257),
+            "chunk is 257; expected 1 to 64 for between_chunks",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(make, message):
@@ -675,6 +683,10 @@ def test_attention_refuses_invalid_states(tokens):
         (tuple(state), "state is a tuple; expected an AttentionState"),
         (state._replace(tokens=rows + 1), f"state.tokens is {rows + 1}; expected 0 to {rows}"),
         (state._replace(tokens=0, k=state.k[..., :1]), "state.k is torch.float32 of shape"),
+        (state._replace(k=None), "state.k is a NoneType; expected a Tensor"),
+        (state._replace(k=state.k[:, 0, 0, 0]), r"state.k has shape \[2\]; expected 4 dimensions"),
+        (state._replace(v=None), "state.v is a NoneType; expected a Tensor"),
+        (state._replace(tokens=None), "state.tokens is a NoneType; expected an int"),
     ):
         with pytest.raises(ValueError, match=message):
             layer(x[:, :tokens], state=wrong, use_cache=True)
@@ -687,13 +699,55 @@ def test_refused_step_leaves_retnet_state_unchanged():
     x = torch.randn(2, 5, HIDDEN)
     with torch.no_grad():
         state, other = (each(x, use_cache=True)[1] for each in (layer, plain))
-        for each, wrong, parts in ((layer, other, 2), (plain, state, 3)):
-            with pytest.raises(ValueError, match=f"state has {parts} parts; expected {5 - parts}"):
+        for each, wrong, message in (
+            (layer, other, "state is a LayerState; expected a RotaryState"),
+            (plain, state, "state is a RotaryState; expected a LayerState"),
+            (layer, 5, "state is a int; expected a RotaryState"),
+        ):
+            with pytest.raises(ValueError, match=message):
                 each(x[:, :1], state=wrong, use_cache=True)
         memory = girih.ops.GLAState(state.memory.s[:1])
         with pytest.raises(ValueError, match="state has 1 sequences; expected 2"):
             layer(x[:, :1], state=state._replace(memory=memory), use_cache=True)
     assert state.length.tolist() == [5, 5]
+
+
+@torch.no_grad()
+def test_compress_attend_names_a_missing_part_of_its_state():
+    layer, x = CompressAttend(HIDDEN, 2, chunk=4), torch.randn(2, 5, HIDDEN)
+    _, state = layer(x, use_cache=True)
+    for wrong, message in (
+        (state._replace(x=None), "state.x is a NoneType; expected a Tensor"),
+        (state._replace(kv=None), "state.kv is a NoneType; expected a KeyValues"),
+        (state._replace(kv=state.kv._replace(k=None)), "state.kv.k is a NoneType; expected a Tensor"),
+        (state._replace(kv=state.kv._replace(v=None)), "state.kv.v is a NoneType; expected a Tensor"),
+        (state._replace(seq_lengths=None), "state.seq_lengths is a NoneType; expected a SequenceLengths"),
+        (
+            state._replace(seq_lengths=state.seq_lengths._replace(host_tokens=None)),
+            "state.seq_lengths.host_tokens is a NoneType; expected a Tensor",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x[:, :1], state=wrong, use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_mixture_refuses_a_state_without_a_part(tokens):
+    layer, x = MixAttention(Attention(HIDDEN, 2), DeltaProduct(HIDDEN, 2)), torch.randn(2, 5, HIDDEN)
+    _, state = layer(x, use_cache=True)
+    for name in ("base", "mixer"):
+        with pytest.raises(ValueError, match=f"state.{name} is missing; pass the state"):
+            layer(x[:, :tokens], state=state._replace(**{name: None}), use_cache=True)
+
+
+@torch.no_grad()
+def test_mixture_with_a_layer_without_a_state_continues():
+    layer = MixAttention(ShortConv(HIDDEN, kernel_size=0), DeltaProduct(HIDDEN, 2)).double()
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.double)
+    _, state = layer(x[:, :4], use_cache=True)
+    assert state.base is None
+    close(layer(x[:, 4:], state=state, use_cache=True)[0], layer(x)[0][:, 4:])
 
 
 def with_changed_part(state, index, change):

@@ -522,7 +522,7 @@ def refusals():
     assert f"3 heads and 1 rows over {size} ranks" in message(
         lambda: distributed.ttt(x, x, x, x[..., 0], chunk=4, state=randn(3, 4, 4), group=pieces)
     )
-    assert "chunk is 4 but should be None without between_chunks" in message(
+    assert "girih.distributed.delta_product: chunk is 4 but should be None without between_chunks" in message(
         lambda: distributed.delta_product(x, x, x, x[..., 0], chunk=4, group=pieces)
     )
     longer = randn(1, own + 1, 3, 4)

@@ -156,6 +156,9 @@ class LayerImpl : public Module {
   // all of its state before it writes any part in place.
   virtual void expect_state(const State& /*state*/, const Tensor& /*x*/,
                             const Tensor& /*cu_seqlens*/ = {}) const {}
+  // Whether a call with use_cache returns a state that the next call requires. A mixture or a model refuses a
+  // state without the part of such a layer.
+  virtual bool has_state() const { return false; }
   // A model calls set_depth once for each of its layers, from 0: for options that depend on the depth.
   virtual void set_depth(int64_t /*layer*/, int64_t /*num_layers*/) {}
 
@@ -201,6 +204,7 @@ using AnyLayer = std::shared_ptr<LayerImpl>;  // of a module holder such as Gate
 class RecurrentLayerImpl : public LayerImpl {
  public:
   bool stepped(State& /*state*/, std::vector<int64_t>& /*kind*/) const override { return true; }
+  bool has_state() const override { return true; }
 
  protected:
   Output run(const Tensor& x, const Call& call) final;
@@ -275,6 +279,7 @@ class ShortConvImpl : public RecurrentLayerImpl {
   explicit ShortConvImpl(int64_t channels, ShortConvOptions options = {});
   void reset_parameters();
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+  bool has_state() const override { return options.kernel_size > 0; }
 
   ShortConvOptions options;
   Tensor weight, bias;
@@ -642,6 +647,7 @@ class AttentionImpl : public LayerImpl {
   AttentionImpl(int64_t hidden_size, int64_t num_heads, AttentionOptions options = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+  bool has_state() const override { return true; }
 
   AttentionOptions options;
   torch::nn::Linear qkv_proj{nullptr}, o_proj{nullptr};
@@ -729,6 +735,7 @@ class CompressAttendImpl : public LayerImpl {
   void reset_parameters();
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+  bool has_state() const override { return true; }
 
   ChunkAttentionOptions options;
   Tensor header;
@@ -775,6 +782,7 @@ class MixAttentionImpl : public MemoryAsGateImpl {
   MixAttentionImpl(AnyLayer base, AnyLayer mixer, MixAttentionOptions options = {});
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+  bool has_state() const override { return base->has_state() || mixer->has_state(); }
 
   AnyLayer base, mixer;
 
@@ -898,6 +906,7 @@ class BlockImpl : public LayerImpl {
             double norm_eps = 1e-6);
   bool stepped(State& state, std::vector<int64_t>& kind) const override;
   void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+  bool has_state() const override { return mixer->has_state(); }
   // The block with a function as its mixer: mix(x, prologue, residual) returns mixer(prologue(x)) + residual;
   // the residual may be undefined.
   Tensor around(const Tensor& x,

@@ -65,7 +65,8 @@ class ReplacedLayer(ConvertedAttention):
     prefix = "Replaced"
 
     def check_state(self, state: Any, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        self.girih.check_state(state, x, cu_seqlens)
+        if hasattr(self.girih, "check_state"):  # mixers of other packages have none
+            self.girih.check_state(state, x, cu_seqlens)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         return self.girih(x, *args, **kwargs)
@@ -78,6 +79,11 @@ class InjectedLayer(ConvertedAttention):
     prefix = "Injected"
 
     def check_state(self, state: MixState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        if state is not None and not isinstance(state, MixState):
+            raise ValueError(
+                f"state is a {type(state).__name__}; expected a MixState; pass the state that this layer "
+                "returned"
+            )
         base_state, path_state = state or (None, None)
         if (base_state is None) != (path_state is None):
             raise ValueError(

@@ -452,8 +452,8 @@ def delta_product(
         )
     if chunk is not None:
         raise ValueError(
-            f"girih.delta_product: chunk is {chunk} but should be None without between_chunks: it cannot "
-            "change the result"
+            f"girih.distributed.delta_product: chunk is {chunk} but should be None without between_chunks: "
+            "it cannot change the result"
         )
     given = unpack_state("delta_product", DeltaProductState, state)
     o, after = run(DeltaProductRule(), group, bounds, (q, k, v, beta, g), given, options)

@@ -11,10 +11,16 @@ from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
 from girih.nn import Attention, Block, ChunkAttention, ChunkRows, RMSNorm, map_state
-from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
+from girih.nn.functional.chunks import (
+    Continuation,
+    SequenceLengths,
+    check_seq_lengths,
+    chunk_table,
+    max_tokens,
+)
 from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.masking import check_mask, select_current_mask
-from girih.nn.functional.state import TensorSpec, check_state
+from girih.nn.functional.state import TensorSpec, check_state, check_tensor
 from girih.nn.layers.chunk_attention import KeyValues, with_room
 
 
@@ -189,6 +195,8 @@ class CatModel(Backbone):
         if cache is None:
             return self.read(input_ids, mask, None, self.choose_chunk(chunk, None), use_cache=False)[0]
         layer = cache.layers[0]
+        if layer.state is not None:
+            self.check_state(layer.state, input_ids.shape[0])
         # A cache that was cropped into its first call has no state, only tokens to reread.
         C = self.choose_chunk(chunk, layer.chunk if layer.state is None else layer.state.ids.shape[1])
         all_hidden = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
@@ -199,12 +207,19 @@ class CatModel(Backbone):
         layer = cache.layers[0]
         return (
             chunk in (None, layer.chunk)
-            and layer.state is not None
+            and isinstance(layer.state, CatState)
+            and isinstance(layer.state.seq_lengths, SequenceLengths)
             and max_tokens(layer.state.seq_lengths.host_tokens) < self.config.max_position_embeddings
         )
 
     def check_state(self, state: CatState, sequences: int) -> None:
         """Raises unless this model can have returned the state for this number of sequences."""
+        if not isinstance(state, CatState):
+            raise ValueError(
+                f"state is a {type(state).__name__}; expected a CatState; pass the state that this model "
+                "returned"
+            )
+        check_tensor(state.ids, 2, "state.ids")
         C = state.ids.shape[1]
         if C not in self.chunks:
             raise ValueError(
@@ -213,9 +228,15 @@ class CatModel(Backbone):
         dtype = torch.int32 if state.ids.dtype == torch.int32 else torch.int64
         check_state(state.ids, TensorSpec((sequences, C), dtype), "state.ids")
         check_state(state.header, TensorSpec((sequences, self.config.hidden_size)), "state.header")
+        if not isinstance(state.kv, tuple) or len(state.kv) != len(self.layers):
+            size = f" of {len(state.kv)} parts" if isinstance(state.kv, tuple) else ""
+            raise ValueError(
+                f"state.kv is a {type(state.kv).__name__}{size}; expected a tuple of {len(self.layers)} "
+                "KeyValues; pass the state that this model returned"
+            )
         for i, (block, kv) in enumerate(zip(self.layers, state.kv, strict=True)):
             block.mixer.check_cache(kv, sequences, C, f"state.kv.{i}")
-        state.seq_lengths.check(sequences)
+        check_seq_lengths(state.seq_lengths, sequences)
 
     def read(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool = True
@@ -223,8 +244,6 @@ class CatModel(Backbone):
         """Computes `all_hidden` and the state of tokens `[N, T]` that follow those of `state`; C: chunk
         length."""
         T = ids.shape[1]
-        if state is not None:
-            self.check_state(state, ids.shape[0])
         # Counts masked tokens too: the number of valid tokens is on the device.
         longest = T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens))
         if longest > self.config.max_position_embeddings:

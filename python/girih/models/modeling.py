@@ -19,6 +19,7 @@ from girih.nn import MIXERS, Block, RMSNorm
 from girih.nn.functional.fused import is_plain_linear
 from girih.nn.functional.loss import linear_cross_entropy
 from girih.nn.functional.masking import select_current_mask
+from girih.nn.functional.state import check_layer_states
 from girih.nn.layers.layer import Layer
 
 
@@ -77,6 +78,13 @@ class GirihModel(Backbone):
         if cache is None:
             all_hidden, _ = self.run_blocks(self.layers, x, lambda i: (mask, None, False, cu_seqlens))
         else:
+            check_layer_states(  # before the first layer writes its state
+                (f"state of layer {i}" for i in range(len(self.layers))),
+                (block.mixer for block in self.layers),
+                [cache.layers[i].state for i in range(len(self.layers))],
+                x,
+                cu_seqlens,
+            )
             all_hidden = [x]
             for i, block in enumerate(self.layers):
                 x = cache.layers[i].run(

@@ -88,13 +88,6 @@ class SequenceLengths(NamedTuple):
 
     on_host = ("host_tokens",)
 
-    def check(self, sequences: int) -> None:
-        """Raises unless these are the lengths of this number of sequences."""
-        spec = TensorSpec((sequences,), torch.int64)
-        check_state(self.tokens, spec, "state.seq_lengths.tokens")
-        if isinstance(self.host_tokens, Tensor):
-            check_state(self.host_tokens, spec, "state.seq_lengths.host_tokens")
-
     def count_compressions(self, chunk: int) -> int:
         """Number of chunks that the last step compresses.
 
@@ -124,6 +117,14 @@ class SequenceLengths(NamedTuple):
         row = self.tokens % chunk
         sequences = row.topk(count, largest=False).indices
         return Compressions(sequences, row[sequences] == 0)
+
+
+def check_seq_lengths(state: SequenceLengths, sequences: int) -> None:
+    """Raises unless `state` has the lengths of this number of sequences."""
+    spec = TensorSpec((sequences,), torch.int64)
+    host_tokens = getattr(state, "host_tokens", None)
+    like = SequenceLengths(spec, host_tokens if isinstance(host_tokens, int) else spec)
+    check_state(state, like, "state.seq_lengths")
 
 
 def max_tokens(host_tokens: int | Tensor) -> int:

@@ -1,6 +1,6 @@
 """States of layers: checks, calls of an operator with a state, and functions of nested states."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -65,6 +65,39 @@ def check_state(state: Any, like: Any, name: str = "state") -> None:
         names = getattr(like, "_fields", range(len(like)))
         for part_name, part, like_part in zip(names, state, like, strict=True):
             check_state(part, like_part, f"{name}.{part_name}")
+
+
+def check_tensor(state: Any, dim: int, name: str) -> None:
+    """Raises unless `state` is a tensor of `dim` dimensions."""
+    if not isinstance(state, Tensor):
+        raise ValueError(
+            f"{name} is a {type(state).__name__}; expected a Tensor; pass the state that this layer returned"
+        )
+    if state.dim() != dim:
+        raise ValueError(
+            f"{name} has shape {list(state.shape)}; expected {dim} dimensions; pass the state that this "
+            "layer returned"
+        )
+
+
+def is_absent(state: Any) -> bool:
+    """Whether a state is None or a tuple of absent states."""
+    return state is None or (isinstance(state, tuple) and all(is_absent(part) for part in state))
+
+
+def check_layer_states(
+    names: Iterable[str], layers: Iterable[Any], states: Sequence[Any], x: Tensor, cu_seqlens: Tensor | None
+) -> None:
+    """Raises unless each state fits its layer and the sequences of x `[B, T, ...]`, and either all states are
+    absent or none is. names: of the states. Layers without `check_state`, of other packages, are not checked.
+    A layer whose attribute `has_state` is False needs no state."""
+    has_past = not all(is_absent(state) for state in states)
+    for name, layer, state in zip(names, layers, states, strict=True):
+        if not hasattr(layer, "check_state"):
+            continue
+        layer.check_state(state, x, cu_seqlens)
+        if has_past and is_absent(state) and getattr(layer, "has_state", True):
+            raise ValueError(f"{name} is missing; pass the state that this layer returned")
 
 
 def advance(

@@ -15,7 +15,13 @@ from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.masking import check_mask, join_masks
 from girih.nn.functional.packing import check_packing
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import TensorSpec, check_state, current_pieces, is_eager_inference
+from girih.nn.functional.state import (
+    TensorSpec,
+    check_state,
+    check_tensor,
+    current_pieces,
+    is_eager_inference,
+)
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -183,10 +189,13 @@ class Attention(SequenceLayer):
             return
         if not isinstance(state, AttentionState):
             raise ValueError(f"state is a {type(state).__name__}; expected an AttentionState")
+        check_tensor(state.k, 4, "state.k")
         slots = state.k.shape[1]
         shape = (x.shape[0], slots, self.heads[1], self.head_dim)
         check_state(state.k, TensorSpec(shape), "state.k")
         check_state(state.v, TensorSpec(shape, state.k.dtype), "state.v")
+        if not isinstance(state.tokens, int | torch.SymInt):
+            raise ValueError(f"state.tokens is a {type(state.tokens).__name__}; expected an int")
         if not 0 <= state.tokens <= slots:
             raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
         if state.valid is not None:

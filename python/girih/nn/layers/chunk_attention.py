@@ -11,7 +11,7 @@ from girih import ops
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import TensorSpec, check_state
+from girih.nn.functional.state import TensorSpec, check_state, check_tensor
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -128,7 +128,8 @@ class ChunkAttention(SequenceLayer):
         """Raises unless this layer can have returned the cache for chunks of `chunk` rows."""
         if not isinstance(cache, KeyValues):
             raise ValueError(f"{name} is a {type(cache).__name__}; expected a KeyValues")
-        slots = cache.k.shape[1] if cache.k.dim() == 4 else chunk
+        check_tensor(cache.k, 4, f"{name}.k")
+        slots = cache.k.shape[1]
         shape = (sequences, slots, self.heads[1], self.head_dim)
         check_state(cache, KeyValues(TensorSpec(shape), TensorSpec(shape, cache.k.dtype)), name)
         if slots < chunk:

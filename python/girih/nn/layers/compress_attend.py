@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from girih.nn.functional.chunks import Continuation, SequenceLengths, chunk_table, max_tokens
+from girih.nn.functional.chunks import (
+    Continuation,
+    SequenceLengths,
+    check_seq_lengths,
+    chunk_table,
+    max_tokens,
+)
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
@@ -110,7 +116,7 @@ class CompressAttend(SequenceLayer):
         check_state(state.x, TensorSpec((N, self.chunk, width)), "state.x")
         check_state(state.header, TensorSpec((N, width)), "state.header")
         self.attention.check_cache(state.kv, N, self.chunk + 1, "state.kv")
-        state.seq_lengths.check(N)
+        check_seq_lengths(state.seq_lengths, N)
 
     def forward(
         self,

@@ -15,6 +15,9 @@ from girih.nn.layers.projections import Projection, decay_projections, split_hea
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 from girih.ops import DeltaProductState
+from girih.ops._describe import option
+
+CHUNK = option("delta_product", "chunk")
 
 
 class DeltaProduct(RecurrentLayer):
@@ -72,7 +75,8 @@ class DeltaProduct(RecurrentLayer):
             **({} if chunk is None else {"chunk": chunk}),
         )
         if between_chunks is not None and chunk is None:
-            raise ValueError("chunk is None; expected 1 to 64 with between_chunks")
+            least, most = (int(CHUNK[bound]) for bound in ("least", "most"))
+            raise ValueError(f"chunk is None; expected {least} to {most} with between_chunks")
         if between_chunks is None and chunk is not None:
             raise ValueError(f"chunk is {chunk}; expected none: it is for between_chunks")
         self.n, self.gated, self.allow_neg_eigval = n, gated, allow_neg_eigval

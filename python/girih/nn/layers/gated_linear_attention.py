@@ -140,11 +140,6 @@ class GatedLinearAttention(RecurrentLayer):
         use_cache: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        if state is not None and len(state) != 2 + self.rotary:
-            raise ValueError(
-                f"state has {len(state)} parts; expected {2 + self.rotary}; pass the state that this layer "
-                "returned"
-            )
         self.check_state(state, x, cu_seqlens)
         conv, memory, *length = state or (None, None)
         qkv, gate = project(self, (Projection("qkv_proj"), Projection("g_proj")), x)

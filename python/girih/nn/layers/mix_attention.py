@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.nn.functional.gates import promote_to_fp32
+from girih.nn.functional.state import check_layer_states
 from girih.nn.layers.layer import Layer
 from girih.nn.layers.mixers import MIXERS, register
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -128,8 +129,12 @@ class MixAttention(SequenceLayer, MemoryAsGate):
         super().__init__(weight=weight, learned=learned, cross=cross)
         self.base, self.mixer = base, mixer
 
+    @property
+    def has_state(self) -> bool:
+        return any(getattr(layer, "has_state", True) for layer in (self.base, self.mixer))
+
     def check_state(self, state: MixState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        """Raises unless state is None or has states of both layers for the sequences of x `[B, T, ...]`."""
+        """Raises unless state is None or has both layers' states for the sequences of x `[B, T, ...]`."""
         if state is None:
             return
         if not isinstance(state, MixState):
@@ -137,9 +142,7 @@ class MixAttention(SequenceLayer, MemoryAsGate):
                 f"state is a {type(state).__name__}; expected a MixState; pass the state that this layer "
                 "returned"
             )
-        for layer, part in zip((self.base, self.mixer), state, strict=True):
-            if hasattr(layer, "check_state"):  # layers of other packages have none
-                layer.check_state(part, x, cu_seqlens)
+        check_layer_states(("state.base", "state.mixer"), (self.base, self.mixer), state, x, cu_seqlens)
 
     def forward(
         self,

@@ -50,6 +50,10 @@ class ShortConv(RecurrentLayer):
         self.bias = nn.Parameter(torch.empty(channels)) if kernel_size and bias else None
         self.reset_parameters()
 
+    @property
+    def has_state(self) -> bool:
+        return self.kernel_size > 0
+
     def reset_parameters(self) -> None:
         if self.weight is not None:
             bound = self.weight.shape[1] ** -0.5
