@@ -535,4 +535,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for part in sys.argv[1:]:
         globals()[part]()
+    dist.barrier()  # no rank leaves the group while another one uses it
     dist.destroy_process_group()
