@@ -194,7 +194,8 @@ class Attention(SequenceLayer):
         shape = (x.shape[0], slots, self.heads[1], self.head_dim)
         check_state(state.k, TensorSpec(shape), "state.k")
         check_state(state.v, TensorSpec(shape, state.k.dtype), "state.v")
-        if not isinstance(state.tokens, int | torch.SymInt):
+        # torch.jit.trace makes tensors of sizes.
+        if not (isinstance(state.tokens, int | torch.SymInt) or torch.jit.is_tracing()):
             raise ValueError(f"state.tokens is a {type(state.tokens).__name__}; expected an int")
         if not 0 <= state.tokens <= slots:
             raise ValueError(f"state.tokens is {state.tokens}; expected 0 to {slots}, the slots of the keys")
