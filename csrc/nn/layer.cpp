@@ -184,15 +184,12 @@ void check_recurrent_state(const State& state, const Tensor& x, const Tensor& cu
   if (state.empty()) return;
   const auto N = count_sequences(x, cu_seqlens);
   const auto memory_dtype = at::promote_types(x.scalar_type(), at::kFloat);
-  const auto check_present = [](const char* name, const State& part) {
-    TORCH_CHECK_VALUE(!part.empty(), "state: ", name, " is missing; pass the state that this layer returned");
-  };
   auto part = state.parts.begin();
   for (const auto& [name, conv] : convolutions) {
-    if (conv->options.kernel_size > 0) check_present(name, *part);
+    check_present(name, *conv, *part);
     check_conv_state(name, *part++, *conv, N);
   }
-  check_present("memory", *part);
+  TORCH_CHECK_VALUE(!part->empty(), "state: memory is missing; pass the state that this layer returned");
   check_state(*part, memory.size(), 0);
   auto tensor = part->tensors.begin();
   for (const auto& expected : memory) {

@@ -27,6 +27,7 @@ from girih.models.adapters.attention_call import (
     resolve_tokens,
 )
 from girih.nn import Attention, MixState
+from girih.nn.functional.state import check_type
 from girih.nn.layers.sequence_layer import CACHES
 
 PART_NAME = "girih"
@@ -79,11 +80,8 @@ class InjectedLayer(ConvertedAttention):
     prefix = "Injected"
 
     def check_state(self, state: MixState | None, x: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        if state is not None and not isinstance(state, MixState):
-            raise ValueError(
-                f"state is a {type(state).__name__}; expected a MixState; pass the state that this layer "
-                "returned"
-            )
+        if state is not None:
+            check_type(state, MixState)
         base_state, path_state = state or (None, None)
         if (base_state is None) != (path_state is None):
             raise ValueError(

@@ -67,12 +67,18 @@ def check_state(state: Any, like: Any, name: str = "state") -> None:
             check_state(part, like_part, f"{name}.{part_name}")
 
 
+def check_type(state: Any, expected: type, name: str = "state") -> None:
+    """Raises unless `state` is an instance of `expected`."""
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"{name} is a {type(state).__name__}; expected a {expected.__name__}; pass the state that this "
+            "layer returned"
+        )
+
+
 def check_tensor(state: Any, dim: int, name: str) -> None:
     """Raises unless `state` is a tensor of `dim` dimensions."""
-    if not isinstance(state, Tensor):
-        raise ValueError(
-            f"{name} is a {type(state).__name__}; expected a Tensor; pass the state that this layer returned"
-        )
+    check_type(state, Tensor, name)
     if state.dim() != dim:
         raise ValueError(
             f"{name} has shape {list(state.shape)}; expected {dim} dimensions; pass the state that this "

@@ -11,7 +11,7 @@ from girih import ops
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.rotary import rotary_factors, rotate_row, split_and_rotate
-from girih.nn.functional.state import TensorSpec, check_state, check_tensor
+from girih.nn.functional.state import TensorSpec, check_state, check_tensor, check_type
 from girih.nn.layers.attention import attend_row
 from girih.nn.layers.projections import Projection, project
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -126,8 +126,7 @@ class ChunkAttention(SequenceLayer):
 
     def check_cache(self, cache: KeyValues, sequences: int, chunk: int, name: str = "state.past") -> None:
         """Raises unless this layer can have returned the cache for chunks of `chunk` rows."""
-        if not isinstance(cache, KeyValues):
-            raise ValueError(f"{name} is a {type(cache).__name__}; expected a KeyValues")
+        check_type(cache, KeyValues, name)
         check_tensor(cache.k, 4, f"{name}.k")
         slots = cache.k.shape[1]
         shape = (sequences, slots, self.heads[1], self.head_dim)

@@ -16,7 +16,7 @@ from girih.nn.functional.chunks import (
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
-from girih.nn.functional.state import TensorSpec, check_state, map_state
+from girih.nn.functional.state import TensorSpec, check_state, check_type, map_state
 from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
@@ -110,8 +110,7 @@ class CompressAttend(SequenceLayer):
         """Raises unless state is None or a state of this layer for the sequences of x `[B, T, ...]`."""
         if state is None:
             return
-        if not isinstance(state, CompressAttendState):
-            raise ValueError(f"state is a {type(state).__name__}; expected a CompressAttendState")
+        check_type(state, CompressAttendState)
         N, width = x.shape[0], x.shape[2]
         check_state(state.x, TensorSpec((N, self.chunk, width)), "state.x")
         check_state(state.header, TensorSpec((N, width)), "state.header")

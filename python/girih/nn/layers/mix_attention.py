@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from girih.nn.functional.gates import promote_to_fp32
-from girih.nn.functional.state import check_layer_states
+from girih.nn.functional.state import check_layer_states, check_type
 from girih.nn.layers.layer import Layer
 from girih.nn.layers.mixers import MIXERS, register
 from girih.nn.layers.sequence_layer import SequenceLayer
@@ -137,11 +137,7 @@ class MixAttention(SequenceLayer, MemoryAsGate):
         """Raises unless state is None or has both layers' states for the sequences of x `[B, T, ...]`."""
         if state is None:
             return
-        if not isinstance(state, MixState):
-            raise ValueError(
-                f"state is a {type(state).__name__}; expected a MixState; pass the state that this layer "
-                "returned"
-            )
+        check_type(state, MixState)
         check_layer_states(("state.base", "state.mixer"), (self.base, self.mixer), state, x, cu_seqlens)
 
     def forward(
