@@ -494,6 +494,20 @@ def test_packed_sequences_in_two_rows_or_with_a_cache_are_refused(family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid"])
+def test_packed_sequences_with_a_given_cache_are_refused(family):
+    model, bounds = model_of(family), torch.tensor([0, 10, 11, 30], dtype=torch.int32)
+    cache = DynamicCache(config=model.config)
+    with (
+        accelerate(model),
+        pytest.raises(
+            ValueError, match="(cache|past_key_values) is given with 3 packed sequences; expected none"
+        ),
+    ):
+        model(tokens(batch=1, length=30), past_key_values=cache, cu_seq_lens_q=bounds)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("way", ["injected", "replaced"])
 @pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "olmo_hybrid", "lfm2"])
 def test_packed_sequences_of_a_converted_model(family, way):

@@ -43,8 +43,8 @@ def gsa(B, T, kind):
     return data | {"g": None if kind == "abc" else gate(B, T, 2, M)}
 
 
-def delta(B, T, n=1, g=False, channels=False):
-    width = D if channels else V
+def delta(B, T, n=1, g=False, channels=False, values=V):
+    width = D if channels else values
     beta = rand(B, T * n, H, *[D][:channels])
     data = {"q": randn(B, T, H, D), "k": randn(B, T * n, 2, D), "v": randn(B, T * n, H, width), "beta": beta}
     return data | {"g": gate(B, T, H) if g else None}
@@ -99,6 +99,12 @@ SCANS = {
         {"n": 2, "l2norm_qk": True},
         lambda B, T: delta(B, T, 2, True),
         None,
+    ),
+    "delta_product, wide values": (  # D + V exceeds the kernels' widths
+        "delta_product",
+        {"n": 1, "l2norm_qk": True},
+        lambda B, T: delta(B, T, values=256),
+        lambda B: ops.DeltaProductState(randn(B, H, D, 256)),
     ),
     "delta_product, beta of channels": (
         "delta_product",

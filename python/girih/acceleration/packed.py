@@ -88,6 +88,16 @@ def has_packed_mask(arguments: dict[str, Any]) -> bool:
     return all(arguments.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
 
 
+def refuse_cache(arguments: dict[str, Any], cu_seqlens: Tensor) -> None:
+    """Raises ValueError if a cache is given: it has one place a row, not one a sequence."""
+    given = [name for name in ("cache_params", *CACHES) if arguments.get(name) is not None]
+    if given and arguments.get("girih_tokens") is None:
+        raise ValueError(
+            f"{given[0]} is given with {cu_seqlens.shape[0] - 1} packed sequences; expected none: no cache "
+            "is kept of packed sequences"
+        )
+
+
 def separate_attention(
     model: nn.Module, arguments: dict[str, Any], x: Tensor, cu_seqlens: Tensor, has_explicit_bounds: bool
 ) -> None:
@@ -141,6 +151,7 @@ def separate_packed(original: Forward) -> Forward:
         arguments.pop("cu_seqlens", None)
         arguments["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
+            refuse_cache(arguments, cu_seqlens)
             if arguments.get("seq_idx") is None:  # functions of transformers reject packed sequences by it
                 arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
             if has_packed_mask(arguments):

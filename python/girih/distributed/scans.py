@@ -192,7 +192,7 @@ class DeltaProductRule(Rule):
 
         # A beta per channel needs values of D channels.
         if beta.dim() == 4 or D + V > MAX_WIDTH:
-            return final(v, None), final(torch.zeros_like(v), identity)
+            return final(v, None), final(v.new_zeros(*v.shape[:-1], D), identity)
         both = final(
             torch.cat([v, v.new_zeros(*v.shape[:-1], D)], dim=-1),
             torch.cat([identity.new_zeros(sequences, H, D, V), identity], dim=-1),
