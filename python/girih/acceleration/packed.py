@@ -20,6 +20,7 @@ from girih.nn.functional.packing import cu_seqlens_from_starts, make_position_id
 from girih.nn.layers.sequence_layer import CACHES
 
 Forward = Callable[..., Any]
+CACHE_ARGUMENTS = ("cache_params", *CACHES)
 MASKS = ("create_causal_mask", "create_recurrent_attention_mask")
 HEADS_WITHOUT_KEYWORDS = ("Mamba2ForCausalLM",)
 # Models that compute attention's mask without position_ids, and do not pass position_ids to attention.
@@ -85,13 +86,13 @@ def bounds_of_call(arguments: dict[str, Any], rows: int, tokens: int) -> Tensor 
 
 def has_packed_mask(arguments: dict[str, Any]) -> bool:
     """Whether transformers looks for packed sequences in this call: it has neither a mask nor a cache."""
-    return all(arguments.get(name) is None for name in ("attention_mask", "cache_params", *CACHES))
+    return all(arguments.get(name) is None for name in ("attention_mask", *CACHE_ARGUMENTS))
 
 
 def refuse_cache(arguments: dict[str, Any], cu_seqlens: Tensor) -> None:
     """Raises ValueError if a cache is given: it has one place a row, not one a sequence."""
-    given = [name for name in ("cache_params", *CACHES) if arguments.get(name) is not None]
-    if given and arguments.get("girih_tokens") is None:
+    given = [name for name in CACHE_ARGUMENTS if arguments.get(name) is not None]
+    if given:
         raise ValueError(
             f"{given[0]} is given with {cu_seqlens.shape[0] - 1} packed sequences; expected none: no cache "
             "is kept of packed sequences"

@@ -190,11 +190,12 @@ class DeltaProductRule(Rule):
                 self.forward((q, k, v, beta, g), (state, None), cu_seqlens, options, False)[1], cu_seqlens
             )
 
+        zeros = v.new_zeros(*v.shape[:-1], D)
         # A beta per channel needs values of D channels.
         if beta.dim() == 4 or D + V > MAX_WIDTH:
-            return final(v, None), final(v.new_zeros(*v.shape[:-1], D), identity)
+            return final(v, None), final(zeros, identity)
         both = final(
-            torch.cat([v, v.new_zeros(*v.shape[:-1], D)], dim=-1),
+            torch.cat([v, zeros], dim=-1),
             torch.cat([identity.new_zeros(sequences, H, D, V), identity], dim=-1),
         )
         return both[..., :V].contiguous(), both[..., V:].contiguous()
