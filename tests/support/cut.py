@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from girih import distributed, ops
 from girih.models import GirihForCausalLM, GirihForSequenceClassification
+from girih.training.processes import exit_at_once
 from small_models import config_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -543,3 +544,4 @@ if __name__ == "__main__":
         globals()[part]()
     dist.barrier()  # no rank leaves the group while another one uses it
     dist.destroy_process_group()
+    exit_at_once(0)

@@ -1,11 +1,9 @@
 """Every layer refuses a projection sharded over two processes, and names it (started by test_sharding.py)."""
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from girih import nn
+from girih.training.processes import exit_at_once
 from torch.distributed.tensor import Replicate, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -46,6 +44,4 @@ for make in layers():
         assert refusal(make(), name, output_layouts=Replicate()) == (2, 9, 32), name
 dist.barrier()
 dist.destroy_process_group()
-# All assertions are done. The reason for os._exit is in sharded.py.
-sys.stdout.flush()
-os._exit(0)
+exit_at_once(0)

@@ -1,9 +1,9 @@
+from girih.training.processes import exit_at_once
+
 """Every case with operands sharded along the batch and the heads, in two processes (started by
 test_sharding.py)."""
 
 import dataclasses
-import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,4 @@ for case in CASES:
         assert_within(whole, want_grads, 1e-7)
 dist.barrier()
 dist.destroy_process_group()
-# All assertions are done. A normal exit may abort on a loaded machine, because threads of torch's store may
-# still be running.
-sys.stdout.flush()
-os._exit(0)
+exit_at_once(0)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 from copy import deepcopy
 
 import peft
@@ -13,6 +12,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from converted import WAYS, converted
 from girih import distributed
 from girih.models import GirihForCausalLM
+from girih.training.processes import exit_at_once
 from small_models import CAT, HYBRID, SIZES, config_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -173,5 +173,4 @@ for parameter, p in together.named_parameters():
     assert_close_by_norm(p.full_tensor().float(), want, 2**-8, f"accelerate: {parameter}")
 dist.barrier()
 dist.destroy_process_group()
-# Threads of PyTorch, gloo's among them, sometimes end the process with an error during a normal exit.
-os._exit(0)
+exit_at_once(0)
