@@ -32,12 +32,6 @@ DeltaProductImpl::DeltaProductImpl(int64_t hidden_size, int64_t num_heads, Delta
   o_proj = register_module("o_proj", linear(width, hidden_size));
 }
 
-// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n keys, values or betas of a token are
-// adjacent rows.
-Tensor DeltaProductImpl::split_steps(const Tensor& x) const {
-  return x.unflatten(2, {options.n, -1}).flatten(1, 2);
-}
-
 std::vector<Product> DeltaProductImpl::products() const {
   std::vector<Product> all = {make_product(qkv_proj),
                               make_product(beta_proj, "sigmoid", options.allow_neg_eigval ? 2 : 1),
@@ -58,12 +52,12 @@ void DeltaProductImpl::expect_state(const State& state, const Tensor& x, const T
 Output DeltaProductImpl::core(const std::vector<Tensor>& projected, const Call& call) {
   auto [qkv, conv_state] = run_part(*conv, projected[0], call, 0);
   auto [q, k, v] = split_heads(qkv, heads_, key_dim_, value_dim_);
-  k = split_steps(k);
-  v = split_steps(v);
+  k = split_steps(k, options.n);
+  v = split_steps(v, options.n);
   // For n > 1 split_steps copies k and v. A copy of q too frees qkv: autograd saves q, not qkv.
   if (options.n > 1 && at::GradMode::is_enabled()) q = q.contiguous();
   qkv.reset();
-  const auto beta = split_steps(projected[1]), g = decay ? projected[3] : Tensor();
+  const auto beta = split_steps(projected[1], options.n), g = decay ? projected[3] : Tensor();
   const ops::DeltaProductOptions op_options{.n = options.n,
                                             .l2norm_qk = true,
                                             .chunk = options.chunk,

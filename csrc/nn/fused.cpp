@@ -52,6 +52,8 @@ bool has_linears_kernel(const Tensor& x, const std::vector<Product>& specs) {
          });
 }
 
+}  // namespace
+
 Tensor apply_gate(const Tensor& r, const Product& product) {
   const auto& [weight, gate, bias, rate, scale] = product;
   if (gate == "none") return r;
@@ -72,8 +74,6 @@ Tensor apply_gate(const Tensor& r, const Product& product) {
   z = gate == "sigmoid" ? z.sigmoid() : at::log_sigmoid(z);
   return scale == 1.0 ? z : scale * z;
 }
-
-}  // namespace
 
 at::ScalarType autocast_dtype(const Tensor& x, at::ScalarType other) {
   const auto device = x.device().type();

@@ -31,6 +31,9 @@ std::array<Tensor, 3> split_and_rotate(const Tensor& qkv, at::IntArrayRef heads,
 // silu(gate) * up
 Tensor silu_product(const Tensor& gate, const Tensor& up);
 
+// The gate of a product r = x W^T, without the product.
+Tensor apply_gate(const Tensor& r, const Product& product);
+
 // Computes every product of x; in training on a GPU by one operator, fused::linears.
 std::vector<Tensor> apply_linears(const Tensor& x, const std::vector<Product>& specs);
 

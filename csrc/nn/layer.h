@@ -64,6 +64,9 @@ inline std::array<Tensor, 3> split_heads(const Tensor& qkv, at::IntArrayRef head
   return {to_heads(p[0], heads[0]), to_heads(p[1], heads[1]), to_heads(p[2], heads[2])};
 }
 
+// [B, T, n * heads, ...] -> [B, T * n, heads, ...]: the n keys, values or betas of a token are adjacent rows.
+inline Tensor split_steps(const Tensor& x, int64_t n) { return x.unflatten(2, {n, -1}).flatten(1, 2); }
+
 // Throws unless attention_mask has x's shape [B, T]; throws unless cu_seqlens is [N + 1] and x has one row.
 void check_mask(const Tensor& x, const Tensor& attention_mask);
 void check_packing(const Tensor& x, const Tensor& cu_seqlens);

@@ -22,6 +22,17 @@ Tensor GatedRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {
   return ops::gated_rms_norm(x, weight, gate.to(x.scalar_type()), {.activation = activation, .eps = eps});
 }
 
+GatedInputRMSNormImpl::GatedInputRMSNormImpl(int64_t dim, int64_t groups, double eps)
+    : RMSNormImpl(dim, eps), groups(groups) {
+  TORCH_CHECK_VALUE(groups >= 1 && dim % groups == 0, "groups is ", groups, "; expected a divisor of ", dim);
+}
+
+Tensor GatedInputRMSNormImpl::forward(const Tensor& x, const Tensor& gate) {
+  const auto y = to_heads(promote_to_fp32(x) * at::silu(promote_to_fp32(gate)), groups);
+  const auto unit = at::rms_norm(y, {y.size(-1)}, {}, eps).flatten(-2);
+  return (unit * promote_to_fp32(weight)).to(x.scalar_type());
+}
+
 SwiGLUImpl::SwiGLUImpl(int64_t hidden_size, int64_t intermediate_size)
     : gate_proj(register_module("gate_proj", linear(hidden_size, intermediate_size))),
       up_proj(register_module("up_proj", linear(hidden_size, intermediate_size))),

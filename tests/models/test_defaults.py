@@ -33,6 +33,14 @@ CONFIGURATION = {
     "expand_k": None,
     "expand_v": None,
     "state_size": 128,
+    "num_groups": 1,
+    "topk": None,
+    "slot_decay": False,
+    "router_score": "sigmoid",
+    "router_mlp": False,
+    "router_bias": False,
+    "router_noise": False,
+    "output_gate": False,
     "phi": "ln_silu",
     "f": "ln_silu",
     "objective": "decode",
@@ -83,6 +91,7 @@ BOUNDS = dict.fromkeys(["vocab_size", "window", "max_position_embeddings"], (1, 
 BOUNDS |= dict.fromkeys(
     ["hidden_size", "num_heads", "num_kv_heads", "head_dim", "num_slots", "state_size"], (1, 2**20)
 )
+BOUNDS |= dict.fromkeys(["num_groups", "topk"], (1, 2**20))
 BOUNDS |= {"compressor_hidden_size": (1, 2**20), "intermediate_size": (1, 2**24)}
 BOUNDS |= dict.fromkeys(["num_hidden_layers", "compressor_layers", "n"], (1, 4096))
 BOUNDS |= {"chunk": (1, 256), "chunks": (1, 256), "conv_size": (0, 4), "mag_weight": (0, 1)}
@@ -156,6 +165,9 @@ LAYERS = {
     | NORM
     | {"n": 1, "gated": False, "allow_neg_eigval": False}
     | {"between_chunks": None, "chunk": None, "conv_size": 4},
+    "GatedDeltaProduct": {"n": 2, "num_groups": 1, "head_dim": None, "state_size": 128, "conv_size": 4}
+    | NORM,
+    "GatedInputRMSNorm": {"groups": 1, "eps": 1e-6},
     "GatedLinearAttention": WIDTHS
     | NORM
     | {"gate": "vector", "gate_low_rank": 16, "gate_logit_normalizer": 16.0, "conv_size": 0}
@@ -171,6 +183,11 @@ LAYERS = {
     "MemoryAsGate": {"weight": 0.5, "learned": False, "cross": False},
     "MixAttention": {"weight": 0.5, "learned": False, "cross": False},
     "RMSNorm": {"eps": 1e-6},
+    "Raven": WIDTHS
+    | NORM
+    | {"num_slots": 64, "topk": None, "slot_decay": False, "gate_logit_normalizer": 8.0}
+    | {"router_score": "sigmoid", "router_mlp": False, "router_bias": False, "router_noise": False}
+    | {"output_gate": False},
     "ShortConv": {"kernel_size": 4, "activation": "silu", "bias": False},
     "TTTLinear": {"head_dim": None, "chunk": 16, "conv_size": 4} | NORM,
     "Trellis": CHUNKED

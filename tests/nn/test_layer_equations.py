@@ -17,11 +17,13 @@ from girih.nn import (
     Attention,
     CompressAttend,
     DeltaProduct,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     Lattice,
     Mamba2,
     MixAttention,
+    Raven,
     RMSNorm,
     ShortConv,
     SwiGLU,
@@ -258,6 +260,96 @@ def test_delta_product(options):
         between_chunks=options.get("between_chunks"),
     )
     check(layer, x, gated_out(layer, o, x, F.silu))
+
+
+def gated_delta_product(layer, x, H, G, n, K, V):
+    """Megatron's layer, by the definition: a state for each head, token by token and update by update."""
+    rows = x @ layer.in_proj.weight.T
+    z, vkq, b, a = rows.split([H * V, n * H * V + (n + 1) * G * K, n * H, H], -1)
+    vkq = conv(vkq, layer.conv.weight)
+    v, k, q = vkq.split([n * H * V, n * G * K, G * K], -1)
+    v, k, q = v.unflatten(-1, (n, H, V)), k.unflatten(-1, (n, G, K)), q.unflatten(-1, (G, K))
+    q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (q, k))
+    beta = (1 / (1 + (-b).exp())).unflatten(-1, (n, H))
+    forget = (-layer.A_log.exp() * (1 + (a + layer.dt_bias).exp()).log()).exp()
+    outputs = []
+    for row in range(x.shape[0]):
+        for h in range(H):
+            S, group = torch.zeros(K, V, dtype=x.dtype), h // (H // G)
+            for t in range(x.shape[1]):
+                S = forget[row, t, h] * S
+                for j in range(n):
+                    key = k[row, t, j, group]
+                    S = S + beta[row, t, j, h] * torch.outer(key, v[row, t, j, h] - key @ S)
+                outputs.append(q[row, t, group] @ S / K**0.5)
+    o = torch.stack(outputs).view(x.shape[0], H, x.shape[1], V).transpose(1, 2).flatten(2)
+    gated = heads(o * F.silu(z), G)
+    y = rms(gated, 1.0).flatten(2) * layer.norm.weight
+    return y @ layer.o_proj.weight.T
+
+
+@pytest.mark.parametrize("n, groups, conv_size", [(3, 2, 4), (1, 1, 4), (2, 4, 0)])
+def test_gated_delta_product(n, groups, conv_size):
+    """Outputs, and gradients of every parameter and of the input."""
+    sizes = {"n": n, "num_groups": groups, "head_dim": 3, "state_size": 5}
+    layer, x = draw_layer(GatedDeltaProduct(HIDDEN, 4, conv_size=conv_size, norm_eps=EPS, **sizes))
+    x.requires_grad_()
+    y = gated_delta_product(layer, x, 4, groups, n, 5, 3)
+    check(layer, x, y)
+    tensors = [x, *layer.parameters()]
+    weights = torch.randn_like(y)
+    want = torch.autograd.grad((y * weights).sum(), tensors)
+    found = torch.autograd.grad((layer(x)[0] * weights).sum(), tensors)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"topk": 5, "num_kv_heads": 2, "expand_k": 2, "expand_v": 3},
+        {"slot_decay": True, "router_score": "softmax", "gate_logit_normalizer": 2.0},
+        {"router_bias": True, "router_mlp": True},
+        {"output_gate": True, "num_kv_heads": 2, "router_bias": True, "router_score": "softmax"},
+    ],
+    ids=str,
+)
+def test_raven(options):
+    HQ, H, M, D = 4, options.get("num_kv_heads", 4), 5, 3
+    topk = options.get("topk", 2)
+    layer, x = draw_layer(
+        Raven(HIDDEN, HQ, num_slots=M, head_dim=D, norm_eps=EPS, **({"topk": topk} | options))
+    )
+    q = rms(heads(F.silu(x @ layer.q_proj.weight.T), HQ), layer.q_norm.weight)
+    k = rms(heads(F.silu(x @ layer.k_proj.weight.T), H), layer.k_norm.weight)
+    v = heads(F.silu(x @ layer.v_proj.weight.T), H)
+    if options.get("router_mlp"):
+        first, _, second = layer.r_proj
+        logits = F.gelu(x @ first.weight.T + first.bias) @ second.weight.T
+    else:
+        logits = x @ layer.r_proj.weight.T
+    logits = heads(logits, H)
+    is_softmax = options.get("router_score") == "softmax"
+    r = logits.exp() / logits.exp().sum(-1, keepdim=True) if is_softmax else 1 / (1 + (-logits).exp())
+    ranked = r + layer.r_bias if options.get("router_bias") else r
+    kept = (ranked[..., None, :] > ranked[..., None]).sum(-1) < topk  # fewer than topk slots rank before
+    w = torch.where(kept, r, 0)
+    w = w if is_softmax else w / w.sum(-1, keepdim=True)
+    if options.get("slot_decay"):
+        g = -w * (1 + (-heads(x @ layer.f_proj.weight.T, H)).exp()).log() / 2.0
+    else:
+        g = (
+            -w
+            * (layer.A_log.exp() * (1 + (x @ layer.a_proj.weight.T + layer.dt_bias).exp()).log())[..., None]
+        )
+    o, _ = by_token.gsa(q, k, v, 1 - g.exp(), g, scale=1.0)
+    if options.get("output_gate"):
+        y = rms(F.silu(o), layer.o_norm.weight) * F.silu(heads(x @ layer.o_gate_proj.weight.T, HQ))
+        y = y.flatten(2)
+    else:
+        y = rms(F.silu(o).flatten(2), layer.g_norm.weight)
+    torch.testing.assert_close(layer(x)[0], y @ layer.o_proj.weight.T, atol=1e-8, rtol=1e-7)
 
 
 def unit(x, dim=-1):

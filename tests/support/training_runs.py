@@ -36,6 +36,8 @@ WORDS = {  # for every mixer, the options that change its update rule
     "gla": [{}, {"conv_size": 4}],
     "hgrn2": [{}],
     "mamba2": [{}],
+    "gated_delta_product": [{}, {"n": 3}],
+    "raven": [{}, {"slot_decay": True, "output_gate": True}, {"router_noise": True, "router_mlp": True}],
     "attention": [{}, {"window": 8}],
     "mag": [{}, {"mag_cross": True}, {"mag_learned": True}],
 }

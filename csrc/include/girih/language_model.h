@@ -51,7 +51,13 @@ struct Config {
   std::optional<int64_t> conv_size = {};
   // Widths of keys and values as multiples of head_dim; the defaults are those of the paper of each mixer.
   std::optional<double> expand_k = {}, expand_v = {};
-  int64_t state_size = 128;  // mamba2
+  int64_t state_size = 128;          // mamba2, gated_delta_product
+  int64_t num_groups = 1;            // gated_delta_product; divides num_heads
+  std::optional<int64_t> topk = {};  // raven, like the next fields; default: min(32, num_slots)
+  bool slot_decay = false;
+  std::string router_score = "sigmoid";
+  bool router_mlp = false, router_bias = false, router_noise = false;
+  bool output_gate = false;
   std::string phi = "ln_silu", f = "ln_silu";
   std::string objective = "decode";
   std::string feature = "softmax";

@@ -240,6 +240,17 @@ class GatedRMSNormImpl : public RMSNormImpl {
 };
 TORCH_MODULE(GatedRMSNorm);
 
+// RMSNorm(x * silu(gate)), over each of `groups` equal parts of the last dimension, computed by ATen in fp32
+// or fp64 with one rounding to the dtype of x. gated_rms_norm has the norm before the gate.
+class GatedInputRMSNormImpl : public RMSNormImpl {
+ public:
+  explicit GatedInputRMSNormImpl(int64_t dim, int64_t groups = 1, double eps = 1e-6);
+  Tensor forward(const Tensor& x, const Tensor& gate);
+
+  int64_t groups;
+};
+TORCH_MODULE(GatedInputRMSNorm);
+
 // down(silu(gate(x)) * up(x)).
 class SwiGLUImpl : public Module {
  public:
@@ -421,6 +432,101 @@ class Mamba2Impl : public RecurrentLayerImpl {
 };
 TORCH_MODULE(Mamba2);
 
+struct GatedDeltaProductOptions {
+  int64_t n = 2;           // delta-rule updates of a token
+  int64_t num_groups = 1;  // groups of heads, which share queries and keys; divides num_heads
+  std::optional<int64_t> head_dim = {};
+  int64_t state_size = 128;
+  int64_t conv_size = 4;
+  double norm_eps = 1e-6;
+};
+
+// Gated DeltaProduct whose heads share queries and keys in groups, as in Megatron-LM: num_heads memories of
+// state_size key channels and head_dim value channels. The norm is taken over the channels of a group. The
+// parts of in_proj's output, in Megatron's order: z [num_heads, head_dim], v [n, num_heads, head_dim],
+// k [n, num_groups, state_size], q [num_groups, state_size], beta [n, num_heads], a [num_heads].
+//   z, (v, k, q), beta, a = x W;   v, k, q = silu(conv(v, k, q));   q, k are l2-normalized
+//   g = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(beta)
+//   S <- e^g S;  for j < n:  S <- S + beta_j k_j (v_j - S^T k_j)^T;   o = S^T q / sqrt(state_size)
+//   y = W_o RMSNorm(o * silu(z))
+class GatedDeltaProductImpl : public RecurrentLayerImpl {
+ public:
+  GatedDeltaProductImpl(int64_t hidden_size, int64_t num_heads, GatedDeltaProductOptions options = {});
+  void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+
+  GatedDeltaProductOptions options;
+  torch::nn::Linear in_proj{nullptr};
+  ShortConv conv{nullptr};
+  Tensor A_log, dt_bias;  // [num_heads]
+  GatedInputRMSNorm norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  Product output() const override;
+
+ private:
+  int64_t num_heads_;
+  std::vector<int64_t> channels_, parts_;  // of v, k and q; of z, of v, k and q together, of beta, of a
+};
+TORCH_MODULE(GatedDeltaProduct);
+
+struct RavenOptions {
+  int64_t num_slots = 64;
+  std::optional<int64_t> topk = {};  // 1 to num_slots; default: min(32, num_slots)
+  std::optional<int64_t> num_kv_heads = {}, head_dim = {};
+  double expand_k = 1.0, expand_v = 1.0;
+  bool slot_decay = false;               // a decay for each slot, not for each memory
+  double gate_logit_normalizer = 8.0;    // of slot_decay
+  std::string router_score = "sigmoid";  // softmax
+  bool router_mlp = false;               // a layer of hidden_size channels with GELU before W_r
+  bool router_bias = false;              // r_bias is added to r for the choice of the slots; no gradient
+  bool router_noise = false;             // in training, Gumbel noise is added to the router's logits
+  bool output_gate = false;
+  double norm_eps = 1e-6;
+};
+
+// Raven: gated slot attention in which a router chooses the topk slots R that a token changes.
+//   r = sigmoid(x W_r);   w = r / (sum of r over R) in R, 0 in the other slots; softmax: w = r in R
+//   g = -w exp(A_log) softplus(x W_a + dt_bias), or with slot_decay w logsigmoid(x W_f) /
+//   gate_logit_normalizer Hk <- Hk Diag(e^g) + k s^T,  Hv <- Diag(e^g) Hv + s v^T,  s = 1 - e^g,   o = Hv^T
+//   softmax(Hk^T q) y = W_o RMSNorm(silu(o)), or with output_gate W_o (RMSNorm(silu(o)) * silu(x W_g)) with a
+//   norm a head q, k = RMSNorm(silu(x W)) for each head,   v = silu(x W)
+class RavenImpl : public RecurrentLayerImpl {
+ public:
+  RavenImpl(int64_t hidden_size, int64_t num_heads, RavenOptions options = {});
+  void reset_parameters();
+  void expect_state(const State& state, const Tensor& x, const Tensor& cu_seqlens = {}) const override;
+
+  RavenOptions options;
+  torch::nn::Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr};
+  torch::nn::Linear r_proj{nullptr};                          // the router
+  torch::nn::Linear router_in{nullptr}, router_out{nullptr};  // with router_mlp: r_proj.0, r_proj.2
+  torch::nn::Linear a_proj{nullptr}, f_proj{nullptr};         // of the decay; f_proj with slot_decay
+  Tensor A_log, dt_bias;                                      // [memories]
+  Tensor r_bias;                                              // [memories, slots]
+  RMSNorm q_norm{nullptr}, k_norm{nullptr}, g_norm{nullptr};  // g_norm: without output_gate
+  torch::nn::Linear o_gate_proj{nullptr};
+  GatedRMSNorm o_norm{nullptr};
+  torch::nn::Linear o_proj{nullptr};
+
+ protected:
+  Output mix(const Tensor& x, const Call& call) final { return run_products(x, call); }
+  std::vector<Product> products() const override;
+  Output core(const std::vector<Tensor>& projected, const Call& call) override;
+  RowInput output_prologue() const override;
+  Product output() const override;
+
+ private:
+  Tensor write_weights(Tensor logits) const;
+  Tensor log_decay(Tensor router, const Tensor& decay);
+  int64_t num_heads_, key_dim_, value_dim_;
+};
+TORCH_MODULE(Raven);
+
 struct HGRN2Options {
   std::optional<int64_t> head_dim = {};
   double expand_k = 1.0, expand_v = 1.0;
@@ -497,7 +603,6 @@ class DeltaProductImpl : public RecurrentLayerImpl {
   Product output() const override;
 
  private:
-  Tensor split_steps(const Tensor& x) const;
   std::vector<int64_t> heads_;
   int64_t key_dim_, value_dim_;
 };

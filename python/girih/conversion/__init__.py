@@ -1,9 +1,11 @@
-"""Models of transformers whose attention is replaced by girih's mixers, or mixed with a linear path."""
+"""Models of transformers whose attention is replaced by girih's mixers, or mixed with a linear path, and
+layers with the parameters of Megatron-LM."""
 
 from girih.conversion.config import Injection, Replacement
 from girih.conversion.convert import Conversion, inject, replace_attention
 from girih.conversion.liza import LinearPath, Liza
 from girih.conversion.loading import from_pretrained
+from girih.conversion.megatron import load_megatron, to_megatron
 from girih.conversion.schedule import MixSchedule
 
 __all__ = [
@@ -15,5 +17,7 @@ __all__ = [
     "Replacement",
     "from_pretrained",
     "inject",
+    "load_megatron",
     "replace_attention",
+    "to_megatron",
 ]

@@ -29,18 +29,23 @@ class GirihConfig(PretrainedConfig):
         and `mag_mixer`.
     num_heads, num_kv_heads, head_dim: num_heads query heads read num_kv_heads memories; head_dim is the width
         of a head. Default: num_kv_heads = num_heads.
-    num_slots: number of memory slots M of gsa, abc, trellis and lattice.
+    num_slots: number of memory slots M of gsa, abc, raven, trellis and lattice.
     chunk: chunk length C of trellis, lattice, ttt, cat and between_chunks.
     chunks: chunk lengths that a call of the CAT model may choose. It includes `chunk`. The lengths are
         ascending multiples of the first, such as [4, 8, 16, 32].
-    n: delta-rule updates of a token in delta_product.
+    n: delta-rule updates of a token in delta_product and gated_delta_product.
     gated: whether the memories of delta_product, trellis and lattice decay.
     conv_size: width of the short convolutions; 0: none. Default: that of the mixer's paper.
     expand_k, expand_v: width of keys and values as multiples of head_dim. Defaults are those of the papers:
         gla 0.5 and 1; gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
         delta_product 1 and 1. mamba2 reads expand_v only: it has expand_v * num_heads heads, by default 2 *
         num_heads. Other mixers read neither.
-    state_size: width of the keys (B, C) of mamba2, which all of its heads share.
+    state_size: width of the keys (B, C) of mamba2, which all of its heads share, and of the keys of
+        gated_delta_product, which the heads of a group share. num_groups: groups of heads of
+        gated_delta_product; a divisor of num_heads.
+    topk: how many slots a token of raven changes, 1 to num_slots. Default: 32, or num_slots if that is less.
+    router_score (sigmoid or softmax), router_mlp, router_bias, router_noise, slot_decay, output_gate: options
+        of raven; `girih.nn.Raven` documents them.
     intermediate_size: width of the feed-forward layers. Blocks of mamba2 have none: if all layers are mamba2,
         intermediate_size must be None.
     feature: gsa, abc. data_dependent_decay: gsa. phi, f, shared_qk, normalize_kv, value_read: trellis.
@@ -91,6 +96,14 @@ class GirihConfig(PretrainedConfig):
     expand_k: float | None = None
     expand_v: float | None = None
     state_size: int = 128
+    num_groups: int = 1
+    topk: int | None = None
+    slot_decay: bool = False
+    router_score: str = "sigmoid"
+    router_mlp: bool = False
+    router_bias: bool = False
+    router_noise: bool = False
+    output_gate: bool = False
     phi: str = "ln_silu"
     f: str = "ln_silu"
     objective: str = "decode"

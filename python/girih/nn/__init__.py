@@ -24,6 +24,7 @@ from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows
 from girih.nn.layers.compress_attend import CompressAttend, CompressAttendState
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.delta_product import DeltaProduct
+from girih.nn.layers.gated_delta_product import GatedDeltaProduct
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
 from girih.nn.layers.gated_slot_attention import GatedSlotAttention
 from girih.nn.layers.hgrn2 import HGRN2
@@ -32,7 +33,8 @@ from girih.nn.layers.layer import GateLinear, Layer, decay_parameter_names
 from girih.nn.layers.mamba2 import Mamba2
 from girih.nn.layers.mix_attention import MemoryAsGate, MixAttention, MixState, mix_weight
 from girih.nn.layers.mixers import MIXERS
-from girih.nn.layers.norm import GatedRMSNorm, RMSNorm
+from girih.nn.layers.norm import GatedInputRMSNorm, GatedRMSNorm, RMSNorm
+from girih.nn.layers.raven import Raven
 from girih.nn.layers.short_conv import ShortConv
 from girih.nn.layers.swiglu import SwiGLU
 from girih.nn.layers.trellis import Trellis
@@ -51,6 +53,8 @@ __all__ = [
     "DecayGate",
     "DeltaProduct",
     "GateLinear",
+    "GatedDeltaProduct",
+    "GatedInputRMSNorm",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
@@ -62,6 +66,7 @@ __all__ = [
     "MixAttention",
     "MixState",
     "RMSNorm",
+    "Raven",
     "ShortConv",
     "SwiGLU",
     "TTTLinear",

@@ -11,7 +11,7 @@ from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.layers.decay import DecayGate
 from girih.nn.layers.mixers import make_builder, register
 from girih.nn.layers.norm import GatedRMSNorm
-from girih.nn.layers.projections import Projection, decay_projections, split_heads
+from girih.nn.layers.projections import Projection, decay_projections, split_heads, split_steps
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import ShortConv
 from girih.ops import DeltaProductState
@@ -95,11 +95,6 @@ class DeltaProduct(RecurrentLayer):
         self.norm = GatedRMSNorm(self.value_dim, norm_eps)
         self.o_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
-    def split_steps(self, x: Tensor) -> Tensor:
-        """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: the n keys, values or betas of a token are
-        adjacent rows."""
-        return x.unflatten(2, (self.n, -1)).flatten(1, 2)
-
     def input_projections(self) -> tuple[Projection, ...]:
         beta = Projection("beta_proj", "sigmoid", 2.0 if self.allow_neg_eigval else 1.0)
         return Projection("qkv_proj"), beta, Projection("g_proj"), *decay_projections(self)
@@ -122,7 +117,7 @@ class DeltaProduct(RecurrentLayer):
         conv, memory = state or (None, None)
         qkv, conv = self.conv(qkv, state=conv, use_cache=use_cache, cu_seqlens=cu_seqlens)
         q, k, v = split_heads(qkv, self.heads, self.key_dim, self.value_dim)
-        k, v, beta = (self.split_steps(rows) for rows in (k, v, beta))
+        k, v, beta = (split_steps(rows, self.n) for rows in (k, v, beta))
         # For n > 1 split_steps copies k and v. A copy of q too frees qkv: autograd saves q, not qkv.
         if self.n > 1 and torch.is_grad_enabled():
             q = q.contiguous()

@@ -1,5 +1,6 @@
 """RMS norms."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,6 +44,30 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return ops.gated_rms_norm(x, self.weight, gate.to(x.dtype), activation=self.activation, eps=self.eps)
+
+
+class GatedInputRMSNorm(RMSNorm):
+    """`RMSNorm(x * silu(gate))`, over each of `groups` equal parts of the last dimension; x, gate
+    `[..., dim]`. The norm of Mamba-2 and of Megatron-LM's Gated DeltaProduct, where the gate comes first.
+
+    PyTorch's operators compute it, in fp32 or fp64, with one rounding to the dtype of x: the operator
+    `gated_rms_norm` has the norm before the gate.
+
+    >>> GatedInputRMSNorm(8, groups=2)(torch.randn(2, 3, 8), torch.randn(2, 3, 8)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(self, dim: int, groups: int = 1, eps: float = 1e-6):
+        if groups < 1 or dim % groups:
+            raise ValueError(f"groups is {groups}; expected a divisor of {dim}")
+        super().__init__(dim, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        y = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (self.groups, -1))
+        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2)
+        return (y * self.weight.to(dtype)).to(x.dtype)
 
 
 def apply_output_gate(norm: GatedRMSNorm | None, o: Tensor, gate: Tensor) -> Tensor:

@@ -76,6 +76,12 @@ def split_heads(
     return q, k, v
 
 
+def split_steps(x: Tensor, n: int) -> Tensor:
+    """`[B, T, n * heads, ...]` -> `[B, T * n, heads, ...]`: the n keys, values or betas of a token are
+    adjacent rows."""
+    return x.unflatten(2, (n, -1)).flatten(1, 2)
+
+
 def plain_weight(module: nn.Module) -> Tensor | None:
     """The weight of a module that is a linear product without hooks or adapters; None for other modules."""
     if type(module) is GateLinear and is_called_plainly(module):
