@@ -26,21 +26,19 @@ RavenImpl::RavenImpl(int64_t hidden_size, int64_t num_heads, RavenOptions settin
   } else {
     r_proj = register_module("r_proj", linear(hidden_size, slots));
   }
-  std::vector<Tensor> vectors;
-  if (options.router_bias) {
-    r_bias = register_parameter("r_bias", at::zeros({kv_heads, options.num_slots}), /*requires_grad=*/false);
-    vectors = {r_bias};
-  }
+  if (options.router_bias) r_bias = register_buffer("r_bias", at::empty({kv_heads, options.num_slots}));
   if (options.slot_decay) {
     f_proj = register_module("f_proj", linear(hidden_size, slots));
   } else {
     a_proj = register_module("a_proj", linear(hidden_size, kv_heads));
     A_log = register_parameter("A_log", at::empty({kv_heads}));
     dt_bias = register_parameter("dt_bias", at::empty({kv_heads}));
-    vectors.insert(vectors.end(), {A_log, dt_bias});
+    no_weight_decay({A_log, dt_bias});
   }
-  no_weight_decay(vectors);
-  keep_fp32(vectors);
+  std::vector<Tensor> fp32;
+  for (const auto& tensor : {A_log, dt_bias, r_bias})
+    if (tensor.defined()) fp32.push_back(tensor);
+  keep_fp32(std::move(fp32));
   q_norm = register_module("q_norm", RMSNorm(key_dim_, options.norm_eps));
   k_norm = register_module("k_norm", RMSNorm(key_dim_, options.norm_eps));
   if (options.output_gate) {
@@ -57,6 +55,7 @@ RavenImpl::RavenImpl(int64_t hidden_size, int64_t num_heads, RavenOptions settin
 void RavenImpl::reset_parameters() {
   const at::NoGradGuard no_grad;
   if (r_bias.defined()) r_bias.zero_();
+  if (router_in) router_in->bias.zero_();
   if (!A_log.defined()) return;
   A_log.uniform_(1e-4, 16).log_();
   const auto dt = at::empty_like(dt_bias).uniform_(std::log(1e-3), std::log(1e-1)).exp_();

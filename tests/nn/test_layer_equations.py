@@ -321,6 +321,8 @@ def test_raven(options):
     layer, x = draw_layer(
         Raven(HIDDEN, HQ, num_slots=M, head_dim=D, norm_eps=EPS, **({"topk": topk} | options))
     )
+    if options.get("router_bias"):
+        layer.r_bias.normal_()
     q = rms(heads(F.silu(x @ layer.q_proj.weight.T), HQ), layer.q_norm.weight)
     k = rms(heads(F.silu(x @ layer.k_proj.weight.T), H), layer.k_norm.weight)
     v = heads(F.silu(x @ layer.v_proj.weight.T), H)

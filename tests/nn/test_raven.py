@@ -28,15 +28,11 @@ def test_a_token_changes_topk_slots(slot_decay):
 def test_the_bias_of_the_router_changes_the_choice_only():
     layer = make_layer(router_bias=True)
     x = torch.randn(2, 9, HIDDEN).double()
-    with torch.no_grad():
-        layer.r_bias[:, :TOPK] = 2.0  # more than any sigmoid
+    layer.r_bias[:, :TOPK] = 2.0  # more than any sigmoid
     assert (changed_slots(layer, x) == (torch.arange(SLOTS) < TOPK)).all()
     y = layer(x)[0]
-    with torch.no_grad():
-        layer.r_bias[:, :TOPK] = 3.0
+    layer.r_bias[:, :TOPK] = 3.0
     assert layer(x)[0].equal(y)
-    y.sum().backward()
-    assert layer.r_bias.grad is None and layer.r_proj.weight.grad.abs().sum() > 0
 
 
 def test_noise_of_the_router_in_training_only():

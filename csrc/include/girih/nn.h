@@ -483,7 +483,7 @@ struct RavenOptions {
   double gate_logit_normalizer = 8.0;    // of slot_decay
   std::string router_score = "sigmoid";  // softmax
   bool router_mlp = false;               // a layer of hidden_size channels with GELU before W_r
-  bool router_bias = false;              // r_bias is added to r for the choice of the slots; no gradient
+  bool router_bias = false;              // r_bias, a buffer, is added to r to choose R
   bool router_noise = false;             // in training, Gumbel noise is added to the router's logits
   bool output_gate = false;
   double norm_eps = 1e-6;

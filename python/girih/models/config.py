@@ -39,7 +39,7 @@ class GirihConfig(PretrainedConfig):
     expand_k, expand_v: width of keys and values as multiples of head_dim. Defaults are those of the papers:
         gla 0.5 and 1; gated_deltanet and retnet 1 and 2; linear_attention, hgrn2, deltanet and
         delta_product 1 and 1. mamba2 reads expand_v only: it has expand_v * num_heads heads, by default 2 *
-        num_heads. Other mixers read neither.
+        num_heads. raven: 1 and 1. Other mixers read neither.
     state_size: width of the keys (B, C) of mamba2, which all of its heads share, and of the keys of
         gated_delta_product, which the heads of a group share. num_groups: groups of heads of
         gated_delta_product; a divisor of num_heads.

@@ -34,8 +34,8 @@ class Raven(RecurrentLayer):
     `slot_decay`: a decay for each slot, `g = w logsigmoid(x W_f) / gate_logit_normalizer`.
     `router_score="softmax"`: r is the softmax over the slots of a memory, and w = r in R.
     `router_mlp`: a layer of hidden_size channels with GELU before W_r.
-    `router_bias`: r_bias `[num_kv_heads, num_slots]` is added to r for the choice of R only. It has no
-    gradient: the training program sets it, to balance the use of slots.
+    `router_bias`: r_bias `[num_kv_heads, num_slots]` is added to r for the choice of R only. It is a buffer,
+    0 at first, without gradient: the training program sets it, to balance the use of slots.
     `router_noise`: in training, Gumbel noise is added to the logits x W_r; a call is then not reproducible
     without the state of the random generator. flash-linear-attention's layer adds it by default.
     `output_gate`: `y = W_o (RMSNorm(silu(o)) * silu(x W_g))`, with a norm for each head.
@@ -50,7 +50,8 @@ class Raven(RecurrentLayer):
     (torch.Size([3, 10, 64]), torch.Size([3, 2, 32, 16]))
     """
 
-    undecayed = fp32 = ("A_log", "dt_bias", "r_bias")
+    undecayed = ("A_log", "dt_bias")
+    fp32 = ("A_log", "dt_bias", "r_bias")
 
     def __init__(
         self,
@@ -104,8 +105,7 @@ class Raven(RecurrentLayer):
         if router_mlp:
             self.r_proj = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.GELU(), self.r_proj)
         if router_bias:
-            zeros = promote_to_fp32(torch.zeros(kv_heads, num_slots))
-            self.r_bias = nn.Parameter(zeros, requires_grad=False)
+            self.register_buffer("r_bias", promote_to_fp32(torch.empty(kv_heads, num_slots)))
         if slot_decay:
             self.f_proj = nn.Linear(hidden_size, slots, bias=False)
         else:
@@ -126,7 +126,9 @@ class Raven(RecurrentLayer):
     def reset_parameters(self) -> None:
         """Rates exp(A_log) are uniform in [0.0001, 16], softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
         if self.router_bias:
-            nn.init.zeros_(self.r_bias)
+            self.r_bias.zero_()
+        if self.router_mlp:
+            self.router_in.bias.zero_()
         if self.slot_decay:
             return
         self.A_log.uniform_(1e-4, 16.0).log_()
