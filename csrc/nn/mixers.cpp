@@ -108,6 +108,8 @@ double layer_lower_bound(const Config& c, const std::string& name) {
   // 0.5 is the smallest default of expand_k (gla).
   const double keys = reads("expand_k") ? c.expand_k.value_or(0.5) : 1,
                values = reads("expand_v") ? c.expand_v.value_or(1) : 1;
+  if (reads("num_groups"))
+    return h * (double(c.n + 2) * heads * D + double((c.n + 1) * c.num_groups) * double(c.state_size));
   if (reads("state_size")) return h * (3 * c.expand_v.value_or(2) * heads * D + 2 * double(c.state_size));
   double count = h * (heads * (keys + values) + memories * std::min(1.0, keys + values)) * D;
   if (reads("num_slots")) count += h * memories * M;

@@ -632,6 +632,11 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
                 "num_kv_heads is 2; mamba2 has no groups of queries: expected num_heads, 4");
   check_refused([] { nn::Mamba2(16, 2, nn::Mamba2Options{.expand_v = 0.75}); },
                 "expand_v is 0.75 and num_heads is 2, which makes 1.5 heads of mamba2");
+  check_refused([] { nn::Raven(16, 2, nn::RavenOptions{.num_slots = 4, .topk = 5}); },
+                "topk is 5; expected 1 to num_slots, 4");
+  check_refused([] { nn::Raven(16, 2, nn::RavenOptions{.router_score = "tanh"}); }, "router_score is 'tanh'");
+  check_refused([] { nn::GatedDeltaProduct(16, 4, nn::GatedDeltaProductOptions{.num_groups = 3}); },
+                "num_groups is 3; expected a divisor of num_heads, 4");
   check_refused([] { nn::HGRN2(16, 2, nn::HGRN2Options{.lower_bound = 1}); }, "lower_bound is 1");
   check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.n = 0}); }, "n is 0");
   check_refused([] { nn::DeltaProduct(16, 2, nn::DeltaProductOptions{.conv_size = -1}); }, "conv_size is -1");
@@ -689,6 +694,13 @@ TEST_CASE("Wrong configurations and arguments are refused by name", "[nn]") {
 }
 
 TEST_CASE("Default values of options", "[nn]") {
+  const nn::GatedDeltaProductOptions grouped;
+  CHECK((grouped.n == 2 && grouped.num_groups == 1 && grouped.state_size == 128 && grouped.conv_size == 4 &&
+         grouped.norm_eps == 1e-6));
+  const nn::RavenOptions raven;
+  CHECK((raven.num_slots == 64 && !raven.topk && !raven.slot_decay && raven.gate_logit_normalizer == 8 &&
+         raven.router_score == "sigmoid" && !raven.router_mlp && !raven.router_bias && !raven.router_noise &&
+         !raven.output_gate && raven.norm_eps == 1e-6));
   const nn::GatedSlotAttentionOptions gsa;
   CHECK((gsa.num_slots == 64 && gsa.gated && gsa.data_dependent_decay && gsa.gate_logit_normalizer == 8 &&
          gsa.feature == "softmax" && gsa.conv_size == 0 && gsa.norm_eps == 1e-6));

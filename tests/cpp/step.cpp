@@ -47,6 +47,8 @@ std::vector<std::pair<std::string, nn::Block>> blocks() {
   all.emplace_back("trellis", nn::Config{.gated = false});
   all.emplace_back("lattice", nn::Config{.gated = false});
   all.emplace_back("gsa", nn::Config{.conv_size = 4});
+  all.emplace_back("gated_delta_product", nn::Config{.n = 3, .num_groups = 2});
+  all.emplace_back("raven", nn::Config{.topk = 3, .router_mlp = true, .output_gate = true});
   all.emplace_back("attention", nn::Config{.num_kv_heads = 1});
   all.emplace_back("gsa", nn::Config{.num_kv_heads = 1});
   std::vector<std::pair<std::string, nn::Block>> result;

@@ -316,6 +316,19 @@ def test_decays_start_with_rates_of_1_to_16_and_steps_of_two_decades(language, m
     check_uniform(found["decay.dt_bias"], math.log(largest / 100), math.log(largest))
 
 
+@pytest.mark.parametrize(
+    "mixer, sizes", [("gated_delta_product", {"state_size": 2}), ("raven", {"num_slots": 1})]
+)
+def test_layers_of_public_code_start_with_its_rates_and_steps(language, mixer, sizes):
+    """Those of Megatron-LM and of flash-linear-attention."""
+    options = {"router_mlp": True, "router_bias": True} if mixer == "raven" else {}
+    found = parameters_of(language, mixer=mixer, num_heads=2 * MANY_HEADS, head_dim=2, **sizes, **options)
+    check_uniform(found["A_log"].exp(), 1e-4, 16.0)
+    steps = torch.nn.functional.softplus(found["dt_bias"])
+    check_uniform(steps.log(), math.log(1e-3), math.log(1e-1))
+    assert not any(found[name].any() for name in ("r_bias", "r_proj.0.bias") if name in found)
+
+
 def test_mamba2_starts_with_the_rates_and_steps_of_its_paper(language):
     found = parameters_of(language, mixer="mamba2", num_heads=MANY_HEADS, head_dim=2, state_size=2)
     check_uniform(found["A_log"].exp(), 1.0, 16.0)

@@ -116,6 +116,26 @@ def test_groups_of_queries_may_be_those_of_other_layers():
         assert hybrid.num_kv_heads == 2
 
 
+def test_groups_of_heads_of_gated_delta_product():
+    with pytest.raises(ValueError, match="num_groups is 3; expected a divisor of num_heads, 4"):
+        GirihConfig(mixer="gated_delta_product", num_groups=3)
+    with pytest.raises(
+        ValueError, match="num_kv_heads is 2; gated_delta_product has no groups of queries.*4"
+    ):
+        GirihConfig(mixer="gated_delta_product", num_kv_heads=2)
+    hybrid = GirihConfig(
+        mixer=["gated_delta_product", "gsa"], num_hidden_layers=2, num_kv_heads=2, num_groups=4
+    )
+    assert (hybrid.num_kv_heads, hybrid.num_groups) == (2, 4)
+
+
+def test_raven_chooses_at_most_all_slots():
+    with pytest.raises(ValueError, match="topk is 9; expected 1 to num_slots, 8"):
+        GirihConfig(mixer="raven", num_slots=8, topk=9)
+    assert GirihConfig(mixer="raven", num_slots=8, topk=8).topk == 8
+    assert GirihForCausalLM(GirihConfig(mixer="raven", num_slots=8)).model.layers[0].mixer.topk == 8
+
+
 def test_chunk_of_the_delta_rule_needs_between_chunks():
     with pytest.raises(ValueError, match="mixer deltanet does not read without between_chunks"):
         GirihConfig(mixer="deltanet", chunk=8)

@@ -10,8 +10,8 @@ from girih.models import MIXERS, GirihConfig, GirihForCausalLM
 from girih.models.config import OWN_FIELDS
 from small_models import config_of
 
-# A value other than the default for every field but router_noise, which draws in training: a new model of C++ is in
-# training. Trellis and Lattice have as many memories as queries.
+# A value other than the default for every field but router_noise, which draws random numbers in training, and
+# a new model of C++ is in training. Trellis and Lattice have as many memories as queries.
 NON_DEFAULT = {
     "head_dim": 6,
     "intermediate_size": 40,
@@ -84,14 +84,14 @@ VARIANTS = {
     "lattice, any length": {"mixer": "lattice", "chunk": 1, "normalize": False},
     "lattice encode": {"mixer": "lattice", "objective": "encode", "gated": False},
     "grouped keys": {"mixer": "gated_delta_product", "n": 3, "num_groups": 2, "state_size": 10},
-    "raven, all slots": {"mixer": "raven", "topk": 6, "slot_decay": True, "output_gate": True},
-    "raven, router": {
+    "raven, all slots": {
         "mixer": "raven",
-        "topk": 2,
-        "router_mlp": True,
-        "router_bias": True,
+        "topk": 6,
+        "slot_decay": True,
+        "output_gate": True,
         "num_kv_heads": 2,
     },
+    "raven, router": {"mixer": "raven", "topk": 2, "router_mlp": True, "router_bias": True},
     "learned mixture": {"mixer": "mag", "mag_base": "gsa", "mag_learned": True, "mag_cross": True},
     "hybrid running": {"mixer": ["cat", "gsa"], "running_positions": True},
     "cat adaptive": {"mixer": "cat", "chunks": [2, 4, 8]},

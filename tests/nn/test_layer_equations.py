@@ -175,93 +175,6 @@ def test_retnet():
     check(layer, x, gated_out(layer, torch.stack(rows, 1), x, F.silu))
 
 
-@pytest.mark.parametrize("bound", [0.0, 0.6])
-@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
-def test_hgrn2(bound, expand_k, expand_v):
-    H, D = 3, 4
-    layer, x = draw_layer(
-        HGRN2(
-            HIDDEN,
-            H,
-            head_dim=D,
-            expand_k=expand_k,
-            expand_v=expand_v,
-            lower_bound=bound,
-            norm_eps=EPS,
-        )
-    )
-    K, V = int(D * expand_k), int(D * expand_v)
-    q, f, v = (heads(p, H) for p in (x @ layer.qfv_proj.weight.T).split((H * K, H * K, H * V), -1))
-    f = bound + (1 - bound) / (1 + (-f).exp())
-    S, rows = torch.zeros(2, H, K, V, dtype=torch.double), []
-    for t in range(T):
-        S = f[:, t, :, :, None] * S + (1 - f[:, t])[..., None] * v[:, t, :, None]
-        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t] * q[:, t].sigmoid()))
-    o = torch.stack(rows, 1).flatten(-2)
-    check(layer, x, rms(o, layer.norm.weight) @ layer.o_proj.weight.T)
-
-
-@pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)
-def test_mamba2(options):
-    D, N = 3, options.get("state_size", 128)
-    H = int(2 * options.get("expand_v", 2))
-    layer, u = draw_layer(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
-    projected = u @ layer.in_proj.weight.T
-    W = layer.conv.weight.shape[1]
-    padded = F.pad(projected, (0, 0, W - 1, 0))
-    mixed = sum(padded[:, j : j + T] * layer.conv.weight[:, j] for j in range(W)) + layer.conv.bias
-    x, B, C = F.silu(mixed).split((H * D, N, N), -1)
-    x = heads(x, H)
-    dt = (1 + (u @ layer.dt_proj.weight.T + layer.dt_bias).exp()).log()
-    S, rows = torch.zeros(2, H, D, N, dtype=torch.double), []
-    for t in range(T):
-        decay = (-layer.A_log.exp() * dt[:, t]).exp()
-        update = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
-        S = decay[:, :, None, None] * S + update
-        rows.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]) + layer.skip[:, None] * x[:, t])
-    z = u @ layer.z_proj.weight.T
-    y = rms(torch.stack(rows, 1).flatten(-2) * z * z.sigmoid(), layer.norm.weight)
-    check(layer, u, y @ layer.o_proj.weight.T)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n": 1},
-        {"n": 1, "gated": True},
-        {"n": 3, "gated": True, "allow_neg_eigval": True},
-        {"n": 2, "between_chunks": "gelu", "chunk": CHUNK},
-        {"n": 2, "conv_size": 0},
-        {"n": 1, "gated": True, "expand_v": 2},
-        {"n": 2, "expand_k": 2, "expand_v": 3, "between_chunks": "tanh", "chunk": CHUNK},
-    ],
-    ids=str,
-)
-def test_delta_product(options):
-    n, H, HQ, D = options["n"], 2, 4, 3
-    layer, x = draw_layer(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
-    K, V = D * options.get("expand_k", 1), D * options.get("expand_v", 1)
-    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * K, n * H * K, n * H * V), -1)
-    beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
-    beta = 2 * beta if options.get("allow_neg_eigval") else beta
-    # the n steps of a token, in order
-    steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]
-    q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (heads(q, HQ), steps[0]))
-    g = decay(layer.decay, x)[0] if options.get("gated") else None
-    o, _ = by_token.delta_product(
-        q,
-        k,
-        steps[1],
-        steps[2][..., 0],
-        g,
-        n=n,
-        scale=K**-0.5,
-        chunk=options.get("chunk"),
-        between_chunks=options.get("between_chunks"),
-    )
-    check(layer, x, gated_out(layer, o, x, F.silu))
-
-
 def gated_delta_product(layer, x, H, G, n, K, V):
     """Megatron's layer, by the definition: a state for each head, token by token and update by update."""
     rows = x @ layer.in_proj.weight.T
@@ -352,6 +265,93 @@ def test_raven(options):
     else:
         y = rms(F.silu(o).flatten(2), layer.g_norm.weight)
     torch.testing.assert_close(layer(x)[0], y @ layer.o_proj.weight.T, atol=1e-8, rtol=1e-7)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.6])
+@pytest.mark.parametrize("expand_k, expand_v", [(1, 1), (0.5, 1.5)])
+def test_hgrn2(bound, expand_k, expand_v):
+    H, D = 3, 4
+    layer, x = draw_layer(
+        HGRN2(
+            HIDDEN,
+            H,
+            head_dim=D,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            lower_bound=bound,
+            norm_eps=EPS,
+        )
+    )
+    K, V = int(D * expand_k), int(D * expand_v)
+    q, f, v = (heads(p, H) for p in (x @ layer.qfv_proj.weight.T).split((H * K, H * K, H * V), -1))
+    f = bound + (1 - bound) / (1 + (-f).exp())
+    S, rows = torch.zeros(2, H, K, V, dtype=torch.double), []
+    for t in range(T):
+        S = f[:, t, :, :, None] * S + (1 - f[:, t])[..., None] * v[:, t, :, None]
+        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t] * q[:, t].sigmoid()))
+    o = torch.stack(rows, 1).flatten(-2)
+    check(layer, x, rms(o, layer.norm.weight) @ layer.o_proj.weight.T)
+
+
+@pytest.mark.parametrize("options", [{}, {"expand_v": 1.5, "state_size": 7, "conv_size": 3}], ids=str)
+def test_mamba2(options):
+    D, N = 3, options.get("state_size", 128)
+    H = int(2 * options.get("expand_v", 2))
+    layer, u = draw_layer(Mamba2(HIDDEN, 2, head_dim=D, norm_eps=EPS, **options))
+    projected = u @ layer.in_proj.weight.T
+    W = layer.conv.weight.shape[1]
+    padded = F.pad(projected, (0, 0, W - 1, 0))
+    mixed = sum(padded[:, j : j + T] * layer.conv.weight[:, j] for j in range(W)) + layer.conv.bias
+    x, B, C = F.silu(mixed).split((H * D, N, N), -1)
+    x = heads(x, H)
+    dt = (1 + (u @ layer.dt_proj.weight.T + layer.dt_bias).exp()).log()
+    S, rows = torch.zeros(2, H, D, N, dtype=torch.double), []
+    for t in range(T):
+        decay = (-layer.A_log.exp() * dt[:, t]).exp()
+        update = torch.einsum("bhp,bn->bhpn", x[:, t] * dt[:, t, :, None], B[:, t])
+        S = decay[:, :, None, None] * S + update
+        rows.append(torch.einsum("bhpn,bn->bhp", S, C[:, t]) + layer.skip[:, None] * x[:, t])
+    z = u @ layer.z_proj.weight.T
+    y = rms(torch.stack(rows, 1).flatten(-2) * z * z.sigmoid(), layer.norm.weight)
+    check(layer, u, y @ layer.o_proj.weight.T)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 1},
+        {"n": 1, "gated": True},
+        {"n": 3, "gated": True, "allow_neg_eigval": True},
+        {"n": 2, "between_chunks": "gelu", "chunk": CHUNK},
+        {"n": 2, "conv_size": 0},
+        {"n": 1, "gated": True, "expand_v": 2},
+        {"n": 2, "expand_k": 2, "expand_v": 3, "between_chunks": "tanh", "chunk": CHUNK},
+    ],
+    ids=str,
+)
+def test_delta_product(options):
+    n, H, HQ, D = options["n"], 2, 4, 3
+    layer, x = draw_layer(DeltaProduct(HIDDEN, HQ, num_kv_heads=H, head_dim=D, norm_eps=EPS, **options))
+    K, V = D * options.get("expand_k", 1), D * options.get("expand_v", 1)
+    q, k, v = conv(x @ layer.qkv_proj.weight.T, layer.conv.weight).split((HQ * K, n * H * K, n * H * V), -1)
+    beta = 1 / (1 + (-(x @ layer.beta_proj.weight.T)).exp())
+    beta = 2 * beta if options.get("allow_neg_eigval") else beta
+    # the n steps of a token, in order
+    steps = [x.unflatten(-1, (n, H, -1)).flatten(1, 2) for x in (k, v, beta)]
+    q, k = (p / (p.square().sum(-1, keepdim=True) + 1e-6).sqrt() for p in (heads(q, HQ), steps[0]))
+    g = decay(layer.decay, x)[0] if options.get("gated") else None
+    o, _ = by_token.delta_product(
+        q,
+        k,
+        steps[1],
+        steps[2][..., 0],
+        g,
+        n=n,
+        scale=K**-0.5,
+        chunk=options.get("chunk"),
+        between_chunks=options.get("between_chunks"),
+    )
+    check(layer, x, gated_out(layer, o, x, F.silu))
 
 
 def unit(x, dim=-1):

@@ -273,7 +273,7 @@ def replace_attention(
         o_proj, dense, c_proj or out_proj; query, key, value; Wqkv, Wo. In an encoder the mixer scans in both
         directions, counts the current token once, and has no short convolutions.
     mixer: gsa, abc, delta_product, deltanet, gated_deltanet, gla, linear_attention, mamba2, retnet, trellis,
-        lattice, ttt or raven. The last four cannot be used in an encoder.
+        lattice or ttt. The last three cannot be used in an encoder.
     layers: the `layer_idx` of the attention to replace; default: all. Fewer layers make a hybrid.
     options: options of the mixer, by the names of `GirihConfig`'s fields: num_slots, n, gated, conv_size, ...
 
