@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Arguments of fla's functions that girih supports at their default only, and why.
 REASONS = {
+    "bias": "the norm has a weight only",
     "cp_context": "girih.context_parallel cuts sequences over processes",
     "gk": "delta_product has no gate for each key channel",
     "gv": "girih has no gate for each channel of the values",
