@@ -19,6 +19,7 @@ layers = pytest.importorskip("fla.layers", reason="needs flash-linear-attention=
 
 import fla.modules.causal_conv1d.ops as fla_conv
 import fla.modules.norm.fused_norm_gate as fla_norm
+from fla.layers import simple_gla
 from fla.models.utils import Cache
 
 SIZES = {"hidden_size": 32, "layer_idx": 0}
@@ -88,7 +89,7 @@ def on_recurrences(monkeypatch):
 def make(name):
     torch.manual_seed(0)
     options, names = LAYERS[name]
-    layer = getattr(layers, name)(**SIZES, **options)
+    layer = getattr(simple_gla if name.startswith("Simple") else layers, name)(**SIZES, **options)
     return layer, names
 
 

@@ -159,7 +159,8 @@ def causal_conv1d_fwd(
     shape, x = x.shape, as_channels(x, weight)
     y = convolve(x, weight, bias, initial_state, activation, cu_seqlens)
     state = last_inputs(x, weight.shape[1], initial_state, cu_seqlens) if output_final_state else None
-    return y.view(shape), state
+    # autograd refuses in-place operations on a view that an autograd.Function returns
+    return y if y.shape == shape else y.view(shape), state
 
 
 def verify_causal_conv1d_fwd(
