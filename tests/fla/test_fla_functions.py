@@ -228,6 +228,7 @@ REFUSED = [
     ("chunk_delta_rule", {"beta": torch.rand(B, T, H, V)}),
     ("chunk_delta_rule", {"chunk_size": 128}),
     ("fused_recurrent_delta_rule", {"beta": torch.rand(B, T, H, V)}),
+    ("chunk_gated_delta_rule", {"g": torch.zeros(B, T, H, K)}),
     ("chunk_gated_delta_rule", {"cp_context": object()}),
     ("chunk_gated_delta_rule", {"chunk_size": 8}),
     ("chunk_gated_delta_rule", {"allow_neg_eigval": True}),

@@ -237,6 +237,7 @@ GATED = "chunk_gated_delta_rule"
 FALLBACKS = [
     (GATED, {"cp_context": object()}),
     (GATED, {"beta": torch.rand(2, 70, 2, 3)}),
+    (GATED, {"g": torch.zeros(2, 70, 2, 4)}),
     (GATED, {"q": torch.zeros(2, 70, 2, 4, dtype=torch.bfloat16)}),
     (GATED, {"an_option_of_a_later_fla": 1}),
     ("fused_recurrent_simple_gla", {"reverse": True}),

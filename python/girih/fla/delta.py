@@ -232,6 +232,13 @@ def gated_options(
     return value_first(function, state_v_first, options["transpose_state_layout"]), gates
 
 
+def check_gates(function: str, beta: Tensor, g: Tensor | None) -> None:
+    """Raises ValueError unless both are per head. A fourth dimension of delta_product's beta means key
+    channels, of fla's beta channels of the values."""
+    check_dims(function, "beta", beta, "[B, T, H]")
+    check_dims(function, "g", g, "[B, T, H]")
+
+
 def ones_per_head(v: Tensor) -> Tensor:
     return v.new_ones(v.shape[:3])
 
@@ -253,8 +260,7 @@ def _delta_rule(
     n: int = 1,
     gates: Gates = AS_GIVEN,
 ) -> tuple[Tensor, Tensor | None]:
-    # A fourth dimension of delta_product's beta means key channels, of fla's beta channels of the values.
-    check_dims(function, "beta", beta, "[B, T, H]")
+    check_gates(function, beta, g)
     check_dims(function, "cu_seqlens", cu_seqlens, "[N + 1]")
     state = None
     if initial_state is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih import fla as functions
-from girih.fla.arguments import check_dims, check_word, read_options, refuse, value_first
+from girih.fla.arguments import check_word, read_options, refuse, value_first
 from girih.fla.convolution import (
     NORM_ACTIVATIONS,
     as_channels,
@@ -24,7 +24,7 @@ from girih.fla.convolution import (
     last_inputs,
     past,
 )
-from girih.fla.delta import gated_options
+from girih.fla.delta import check_gates, gated_options
 from girih.fla.linear import head_gates
 from girih.nn.functional.fused import WITH_CUDA
 from girih.nn.functional.gates import canonical_activation
@@ -85,7 +85,7 @@ def verify_chunk_gated_delta_rule(
     function = "chunk_gated_delta_rule"
     refuse(function, cp_context=cp_context)
     gated_options(function, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, kwargs)
-    check_dims(function, "beta", beta, "[B, T, H]")
+    check_gates(function, beta, g)
     inputs = (q, k, v, beta, g, None, None, cu_seqlens)
     return verify_path("delta_product", *inputs, n=1, scale=scale, l2norm_qk=use_qk_l2norm_in_kernel)
 
