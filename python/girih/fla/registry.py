@@ -6,7 +6,6 @@ verifiers refuse what the functions of girih.fla refuse, and calls that take gir
 
 import os
 import warnings
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +29,9 @@ from girih.nn.functional.fused import WITH_CUDA
 from girih.nn.functional.gates import canonical_activation
 
 try:
+    import fla.modules.causal_conv1d.ops as fla_conv
+    import fla.modules.norm.fused_norm_gate as fla_norm
+    import fla.ops.simple_gla as fla_simple_gla
     from fla.backends import BaseBackend, register
 except ImportError as error:
     message = f"girih.fla.register needs fla-core 0.6 or newer, whose registry is fla.backends: {error}"
@@ -351,27 +353,24 @@ class GatedDeltaRule(GirihBackend):
     chunk_gated_delta_rule_verifier = staticmethod(verify_chunk_gated_delta_rule)
 
 
-SIMPLE_GLA = "fla.ops.simple_gla"
-CONV = "fla.modules.causal_conv1d.ops"
-NORM = "fla.modules.norm.fused_norm_gate"
 # fla's functions with a registry of their own: the module, girih's implementation, the verifier.
 SERVED = {
     "fused_recurrent_simple_gla": (
-        SIMPLE_GLA,
+        fla_simple_gla,
         functions.fused_recurrent_simple_gla,
         verify_fused_recurrent_simple_gla,
     ),
     "fused_chunk_simple_gla": (
-        SIMPLE_GLA,
+        fla_simple_gla,
         functions.fused_chunk_simple_gla,
         verify_fused_chunk_simple_gla,
     ),
-    "parallel_simple_gla": (SIMPLE_GLA, functions.parallel_simple_gla, verify_parallel_simple_gla),
-    "causal_conv1d_fwd": (CONV, causal_conv1d_fwd, verify_causal_conv1d_fwd),
-    "causal_conv1d_bwd": (CONV, causal_conv1d_bwd, verify_causal_conv1d_bwd),
-    "causal_conv1d_update": (CONV, functions.causal_conv1d_update, verify_causal_conv1d_update),
-    "layer_norm_gated_fwd": (NORM, layer_norm_gated_fwd, verify_layer_norm_gated_fwd),
-    "layer_norm_gated_bwd": (NORM, layer_norm_gated_bwd, verify_layer_norm_gated_bwd),
+    "parallel_simple_gla": (fla_simple_gla, functions.parallel_simple_gla, verify_parallel_simple_gla),
+    "causal_conv1d_fwd": (fla_conv, causal_conv1d_fwd, verify_causal_conv1d_fwd),
+    "causal_conv1d_bwd": (fla_conv, causal_conv1d_bwd, verify_causal_conv1d_bwd),
+    "causal_conv1d_update": (fla_conv, functions.causal_conv1d_update, verify_causal_conv1d_update),
+    "layer_norm_gated_fwd": (fla_norm, layer_norm_gated_fwd, verify_layer_norm_gated_fwd),
+    "layer_norm_gated_bwd": (fla_norm, layer_norm_gated_bwd, verify_layer_norm_gated_bwd),
 }
 
 
@@ -384,8 +383,7 @@ def register_backend() -> None:
     GirihBackend.is_registered = True
     register("gated_delta_rule")(GatedDeltaRule)
     for name, (module, implementation, verifier) in SERVED.items():
-        entry_point = getattr(import_module(module), name)
-        register(entry_point, backend=GirihBackend, verifier=verifier)(implementation)
+        register(getattr(module, name), backend=GirihBackend, verifier=verifier)(implementation)
 
 
 def unregister_backend() -> None:
