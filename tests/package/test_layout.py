@@ -14,6 +14,7 @@ FORBIDDEN = [
     ("nn/functional", ("girih.nn.layers",), {"girih.nn.layers.norm", "girih.nn.layers.norm.RMSNorm"}),
     ("nn/layers/norm.py", ("girih.nn",), set()),
     ("models", ("girih.conversion",), set()),
+    ("fla", ("girih.models", "girih.conversion", "girih.acceleration", "transformers"), set()),
 ]
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from girih import ops
 from girih.acceleration import functions, packed
+from girih.nn.functional.gates import canonical_activation
 
 # Functions of modelling modules by name, and the functions that wrap them.
 SERVED: dict[str, Callable] = {
@@ -244,14 +245,11 @@ def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
         taps = 4 if conv is None else conv.kernel_size[0]
         if taps > functions.MAX_TAPS:
             return "transformers", f"a filter of {taps} taps; girih.short_conv has {functions.MAX_TAPS}"
-        if (
-            functions.canonical_activation(getattr(layer, "activation", None))
-            not in functions.FILTER_ACTIVATIONS
-        ):
+        if canonical_activation(getattr(layer, "activation", None)) not in functions.FILTER_ACTIVATIONS:
             return "transformers", f"the activation {layer.activation!r}"
         op, inputs, is_step = "short_conv", (x(1, T, 64), x(64, taps)), False
     else:
-        if functions.canonical_activation(layer.activation) not in functions.NORM_ACTIVATIONS:
+        if canonical_activation(layer.activation) not in functions.NORM_ACTIVATIONS:
             return "transformers", f"the activation {layer.activation!r}"
         op, inputs = "gated_rms_norm", (x(64, 64), x(64), x(64, 64))
     if is_step:

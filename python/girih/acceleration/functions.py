@@ -16,17 +16,13 @@ from torch import Tensor
 
 from girih import ops
 from girih.nn.functional.fused import autocast_dtype
+from girih.nn.functional.gates import canonical_activation
 from girih.nn.functional.packing import cu_seqlens_from_starts
 
 Function = Callable[..., Any]
 FILTER_ACTIVATIONS = (None, *ops.words("short_conv", "activation"))
 NORM_ACTIVATIONS = ops.words("gated_rms_norm", "activation")
 MAX_TAPS = int(ops.describe()["short_conv"]["sizes"]["W"]["most"])
-
-
-def canonical_activation(activation: str | None) -> str | None:
-    """The name that girih uses for an activation."""
-    return "silu" if activation == "swish" else activation
 
 
 def packed_bounds(kwargs: dict[str, Any]) -> Tensor | None:

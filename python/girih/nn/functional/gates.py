@@ -12,6 +12,11 @@ def promote_to_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def canonical_activation(activation: str | None) -> str | None:
+    """The name that girih uses for an activation: fla and transformers also call silu swish."""
+    return "silu" if activation == "swish" else activation
+
+
 def apply_gate(
     r: Tensor, gate: str, bias: Tensor | None = None, rate: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
