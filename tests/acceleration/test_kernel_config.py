@@ -25,6 +25,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils.import_utils import is_kernels_available
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:girih.accelerate")
 needs_kernels = pytest.mark.skipif(
     not is_kernels_available(), reason="needs a version of the package kernels that transformers accepts"
@@ -333,20 +334,31 @@ def test_accelerate_before_and_after(restored):
 
 
 @needs_kernels
+def test_the_example_of_the_page(tmp_path, restored, calls):
+    (example,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "ways-in.md").read_text(), re.DOTALL)
+    model_of("qwen3_5_text").save_pretrained(tmp_path)
+    names = {"folder": tmp_path}
+    exec(example, names)
+    names["model"](tokens())
+    assert "delta_product" in calls
+
+
+@needs_kernels
+@pytest.mark.parametrize("bounds", ["cu_seq_lens_q", "seq_idx"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
-def test_packed_sequences_by_their_bounds(family, restored):
+def test_packed_sequences_by_their_bounds(family, bounds, restored):
     model = model_of(family)
-    ids, bounds = tokens(batch=1, length=50), torch.tensor([0, 20, 50], dtype=torch.int32)
+    ids = tokens(batch=1, length=50)
+    packing = {
+        "cu_seq_lens_q": torch.tensor([0, 20, 50], dtype=torch.int32),
+        "seq_idx": (torch.arange(50)[None] >= 20).int(),
+    }
+    positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    call = {"position_ids": positions, "use_cache": False, bounds: packing[bounds]}
     with torch.no_grad():
         want = torch.cat([model(part).logits for part in ids.split([20, 30], 1)], 1)
         model.set_use_kernels(True, girih.kernel_config())
-        positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
-        packing = {
-            "cu_seq_lens_q": bounds,
-            "seq_idx": (positions.cumsum(1) * 0 + (torch.arange(50) >= 20)).int(),
-        }
-        found = model(ids, position_ids=positions, use_cache=False, **packing).logits
-    assert relative_error(found, want) < 1e-5
+        assert relative_error(model(ids, **call).logits, want) < 1e-5
 
 
 @needs_kernels

@@ -10,8 +10,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of transformers whose token ids are the bytes of the text in UTF-8.
 
     Byte 0 is bos_token, eos_token and pad_token, because texts have none. No token is added to a text.
-    `girih-train` saves the tokenizer with its models. Call `save_pretrained(folder)` to add it to another
-    folder of a model with vocab_size 256.
+    `make train` saves the tokenizer with its models. `save_pretrained(folder)` adds it to another folder of a
+    model with vocab_size 256.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer("Øg")["input_ids"], tokenizer.decode([195, 152, 103])
