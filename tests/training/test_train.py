@@ -24,6 +24,7 @@ from girih.training.folder import LOCK, WHOLE, check_space, lock_folder, newest_
 from girih.training.recipe import SIZES, model_of_size
 from girih.training.trainer import BITS, ByteTrainer, fit
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 STEPS = 24
 FULL = "girih.train: the disk or a file is full; nothing half-written counts, the same command continues"
@@ -68,6 +69,8 @@ def test_files_and_last_line_of_a_run(finished):
     assert 0 < result["bits_per_byte"] < 6 and result["tokens_per_second"] > 0
     model = GirihForCausalLM.from_pretrained(result["folder"])
     assert model.num_parameters() == result["parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(result["folder"])
+    assert tokenizer("Øg")["input_ids"] == list("Øg".encode())
     assert (folder / "loss.png").read_bytes()[1:4] == b"PNG"
     assert (folder / "sample.txt").read_text() in printed
     assert list((folder / "logs").glob("events*"))

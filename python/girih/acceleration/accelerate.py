@@ -38,7 +38,8 @@ NOT_SERVED = {
 }
 # Norms whose gate follows the norm. In the families of Mamba-2 the gate precedes the norm.
 GATED_NORM = re.compile(
-    r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4ExpText|OlmoHybrid|KimiLinear|BailingHybrid|Glm5NextText)RMSNormGated"
+    r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4ExpText|OlmoHybrid|LaraMini|KimiLinear|BailingHybrid|Glm5NextText)"
+    r"RMSNormGated"
 )
 MODELS = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 

@@ -8,6 +8,7 @@ from girih.models.cache import GirihCache
 from girih.models.cat import CatModel
 from girih.models.config import GirihConfig
 from girih.models.modeling import GirihForCausalLM, GirihForSequenceClassification, GirihModel
+from girih.models.tokenizer import byte_tokenizer
 from girih.nn import MIXERS
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "GirihForCausalLM",
     "GirihForSequenceClassification",
     "GirihModel",
+    "byte_tokenizer",
 ]

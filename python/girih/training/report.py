@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from girih.models import GirihForCausalLM
+from girih.models import GirihForCausalLM, byte_tokenizer
 from girih.training.folder import publish
 from girih.training.recipe import Recipe
 from girih.training.trainer import BITS, ByteTrainer
@@ -87,6 +87,7 @@ def finish(trainer: ByteTrainer, size: Recipe, arguments: dict, folder: Path, pr
         shutil.rmtree(draft, ignore_errors=True)
         shutil.rmtree(folder / "model", ignore_errors=True)
         trainer.model.save_pretrained(draft)
+        byte_tokenizer().save_pretrained(draft)
         os.replace(draft, folder / "model")
         sample = write_sample(trainer.model.eval(), prompt, 256, arguments["seed"])
         publish(folder / "sample.txt", sample)
