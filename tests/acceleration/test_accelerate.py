@@ -380,6 +380,19 @@ def test_caches_are_transformers_caches(model):
 
 
 @torch.no_grad()
+def test_a_token_leaves_the_state_of_lightning_attention_before_it():
+    """transformers replaces the tensor in the cache. An output with attentions holds the earlier ones."""
+    model = model_of("minimax")
+    (cache,) = cache_of(model).values()
+    with accelerate(model):
+        model(tokens(length=9), use_cache=True, past_key_values=cache)
+        state = cache.linear_cache[1]
+        before = state.clone()
+        model(tokens(length=1), use_cache=True, past_key_values=cache)
+    assert state.equal(before) and not cache.linear_cache[1].equal(before)
+
+
+@torch.no_grad()
 def test_bf16_caches_have_the_dtypes_of_transformers(model):
     for want, found in caches_step_by_step(copy.deepcopy(model).bfloat16()):
         assert {key: (x.shape, x.dtype) for key, x in found.items()} == {
@@ -682,6 +695,16 @@ def test_packed_sequences_of_a_converted_model(family, way):
     with accelerate(model):
         want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
         assert relative_error(model(**batch).logits, want) < 2e-5
+
+
+@torch.no_grad()
+def test_packed_sequences_of_a_subclass():
+    """Granite's attention gets a mask from girih, which looks for the model by the name of its class."""
+    model, (parts, batch) = model_of("granitemoehybrid"), pack_sequences()
+    model.model.__class__ = type("Own", (type(model.model),), {})
+    want = torch.cat([model(part, use_cache=False).logits for part in parts], 1)
+    with accelerate(model):
+        assert relative_error(model(**batch).logits, want) < 1e-5
 
 
 @torch.no_grad()
