@@ -6,9 +6,10 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ SERVED: dict[str, Callable] = {
     "causal_conv1d_fn": functions.causal_conv1d_fn,
     "causal_conv1d_update": functions.causal_conv1d_update,
 }
+# Layers by class, and the wrappers of their `forward`.
+SERVED_LAYERS: dict[str, Callable] = {"MiniMaxLightningAttention": functions.lightning_attention}
 # Functions that are not replaced, and why.
 NOT_SERVED = {
     "chunk_kimi_delta_attention": "a gate for every key channel, which delta_product has not",
@@ -41,6 +44,8 @@ GATED_NORM = re.compile(
     r"(Qwen3Next|Qwen3_5|Qwen3_5Moe|Qwen4ExpText|OlmoHybrid|LaraMini|KimiLinear|BailingHybrid|Glm5NextText)"
     r"RMSNormGated"
 )
+# Attributes of a layer that hold its `forward` as a bound method if the layer has hooks, as with device_map.
+BOUND_FORWARDS = ("forward", "_old_forward")
 MODELS = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 
 
@@ -96,19 +101,40 @@ def _restore(attribute: Attribute) -> None:
         setattr(attribute.owner, attribute.name, original)
 
 
+def _bound_forwards(layer: nn.Module) -> Iterator[tuple[str, Callable]]:
+    """The functions that a layer itself holds as bound methods, and the names of their attributes."""
+    for name in BOUND_FORWARDS:
+        if (function := getattr(vars(layer).get(name), "__func__", None)) is not None:
+            yield name, function
+
+
+def _bind(models: Iterable[nn.Module], functions: dict[Callable, Callable]) -> None:
+    """Replaces functions that layers of these models hold as bound methods: a class does not reach them."""
+    for layer in (layer for model in models for layer in model.modules()):
+        for name, function in list(_bound_forwards(layer)):
+            if function in functions:
+                setattr(layer, name, MethodType(functions[function], layer))
+
+
 def _attributes(module: ModuleType) -> Iterator[tuple[Attribute, Callable]]:
-    """The attributes of a modelling module to replace, with their wrappers: functions, and if there are any,
-    `forward` of the module's gated norms and models."""
+    """The attributes of a modelling module to replace, with their wrappers: functions, `forward` of layers,
+    and if there are any, `forward` of the module's gated norms and models."""
     members = list(vars(module).items())
+    classes = [
+        (name, value)
+        for name, value in members
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
     attributes = [
         (Attribute(module, name), SERVED[name])
         for name, value in members
         if name in SERVED and callable(value)
     ]
+    attributes += [
+        (Attribute(value, "forward"), SERVED_LAYERS[name]) for name, value in classes if name in SERVED_LAYERS
+    ]
     yield from attributes
-    for name, value in members if attributes else ():
-        if not isinstance(value, type) or value.__module__ != module.__name__:
-            continue
+    for name, value in classes if attributes else ():
         if GATED_NORM.fullmatch(name):
             yield Attribute(value, "forward"), functions.rms_norm_gated
         elif (serve := packed.find_wrapper(value)) is not None:
@@ -129,6 +155,7 @@ class Acceleration:
     def __init__(self, model: nn.Module | None):
         self._model = model
         self._attributes: set[Attribute] = set()
+        self._models: WeakSet[nn.Module] = WeakSet()
         if model is None:
             self._accelerate_every_model()
         else:
@@ -137,6 +164,12 @@ class Acceleration:
     def _accelerate(self, model: nn.Module) -> None:
         for module in {m[1] for layer in model.modules() if (m := _find_definition(layer)) is not None}:
             self._serve(module)
+        self._models.add(model)
+        _bind([model], {_replaced[a][1]: function for a, function in self._forwards().items()})
+
+    def _forwards(self) -> dict[Attribute, Callable]:
+        """`forward` of the replaced classes, as it is now."""
+        return {a: vars(a.owner)[a.name] for a in self._attributes if a.name == "forward"}
 
     def _serve(self, module: ModuleType) -> None:
         for attribute, serve in _attributes(module):
@@ -159,8 +192,10 @@ class Acceleration:
             _global_accelerations.remove(self)
             if not _global_accelerations:
                 _restore(POST_INIT)
+        replaced = self._forwards()
         while self._attributes:
             _restore(self._attributes.pop())
+        _bind(self._models, {function: vars(a.owner)[a.name] for a, function in replaced.items()})
 
     def __enter__(self) -> "Acceleration":
         return self
@@ -179,10 +214,12 @@ class Acceleration:
         kinds: Counter[tuple[str, str, str, str]] = Counter()
         for layer in model.modules():
             for function, attribute in _called_functions(layer):
-                if attribute in self._attributes:
-                    path, why = _explain_path(layer, function)
-                else:
+                if attribute not in self._attributes:
                     path, why = "transformers", NOT_SERVED.get(function, "undone")
+                elif _replaced[attribute][1] in dict(_bound_forwards(layer)).values():
+                    path, why = "transformers", "hooks of device_map; call accelerate with this model"
+                else:
+                    path, why = _explain_path(layer, function)
                 kinds[type(layer).__name__, function, path, why] += 1
         return [Row(layer, n, function, path, why) for (layer, function, path, why), n in kinds.items()]
 
@@ -206,7 +243,7 @@ def _called_functions(layer: nn.Module) -> Iterator[tuple[str, Attribute]]:
     if definition is None:
         return
     kind, module = definition
-    if GATED_NORM.fullmatch(kind.__name__):
+    if GATED_NORM.fullmatch(kind.__name__) or kind.__name__ in SERVED_LAYERS:
         yield kind.__name__, Attribute(kind, "forward")
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     for name in code.co_names if code else ():
@@ -238,8 +275,8 @@ def _explain_path(layer: nn.Module, function: str) -> tuple[str, str]:
         state = ops.DeltaProductState
     elif function == "mamba2_split_conv1d_scan_combined":
         return "girih, in parts", "the functions of its parts are called"
-    elif function.startswith("mamba2"):
-        D, V = size("ssm_state_size"), size("head_dim")
+    elif function.startswith("mamba2") or function in SERVED_LAYERS:
+        D, V = size("head_dim" if function in SERVED_LAYERS else "ssm_state_size"), size("head_dim")
         op, inputs, state = "gla", (x(1, T, 1, D), x(1, T, 1, D), x(1, T, 1, V), x(1, T, 1)), ops.GLAState
     elif function.startswith("causal_conv1d"):
         conv = next((m for m in layer.modules() if isinstance(m, nn.Conv1d)), None)
@@ -266,9 +303,10 @@ def accelerate(model: nn.Module | None = None) -> Acceleration:
     results.
 
     Replaces the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, ...), Mamba-2 (Mamba-2, Bamba, Falcon-H1,
-    Granite 4, Nemotron-H, Zamba2) and short convolutions (these models, LFM2, Kimi-Linear, ...), in training
-    and in decoding, with packed sequences, padding and transformers' own caches. The functions are replaced
-    in the module that defines the model, so every model of the family in this process uses them.
+    Granite 4, Nemotron-H, Zamba2), lightning attention (MiniMax) and short convolutions (these models, LFM2,
+    Kimi-Linear, ...), in training and in decoding, with packed sequences, padding and transformers' own
+    caches. The functions are replaced in the module that defines the model, so every model of the family in
+    this process uses them.
 
     model: a model, wrapped or not. None: all existing and future models of this process.
 
@@ -284,7 +322,7 @@ def accelerate(model: nn.Module | None = None) -> Acceleration:
     if model is not None and not acceleration._attributes:
         raise ValueError(
             f"model is a {type(model).__name__} without a layer that girih serves: no gated delta rule, no "
-            "Mamba-2, no short convolution"
+            "Mamba-2, no lightning attention, no short convolution"
         )
     if not torch.cuda.is_available():
         warnings.warn(

@@ -243,6 +243,41 @@ def causal_conv1d_update(original: Function) -> Function:
     return girih_causal_conv1d_update
 
 
+def lightning_attention(original: Function) -> Function:
+    """`forward` of MiniMax's lightning attention: `S <- e^{-slope} S + k v^T, o = S^T q`, computed as `gla`
+    with a gate for each head. A padding token has q = k = v = 0. The cache keeps S `[B, H, D, D]`."""
+
+    @functools.wraps(original)
+    def girih_lightning_attention(
+        self: torch.nn.Module,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor | None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        cache, cu_seqlens = kwargs.get("past_key_values", cache), packed_bounds(kwargs)
+        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            qkv = (qkv * attention_mask[..., None]).to(qkv.dtype)
+        q, k, v = qkv.unflatten(-1, (self.num_attention_heads, -1)).chunk(3, -1)
+        state_dtype = torch.promote_types(v.dtype, torch.float32)
+        g = -self.slope_rate.flatten().to(state_dtype).expand(*v.shape[:-1])
+        past = None if cache is None else cache.get_linear_cache(self.layer_idx)
+        state = None if past is None else ops.GLAState(past.to(state_dtype, copy=True))
+        if state is not None and v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+            o = ops.gla_step(q, k, v, g, scale=1.0, state=state)
+        else:
+            o, state = ops.gla(q, k, v, g, scale=1.0, state=state, cu_seqlens=cu_seqlens)
+        S = state.s.to(torch.promote_types(v.dtype, self.slope_rate.dtype))
+        if cache is not None:
+            cache.set_linear_cache(self.layer_idx, S)
+        y = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(o.flatten(-2))
+        return self.out_proj(y), S
+
+    return girih_lightning_attention
+
+
 def rms_norm_gated(original: Function) -> Function:
     """`forward` of a norm followed by a gate: `rms(x) * weight * activation(gate)`."""
 

@@ -22,9 +22,17 @@ from girih.nn.layers.sequence_layer import CACHES
 Forward = Callable[..., Any]
 CACHE_ARGUMENTS = ("cache_params", *CACHES)
 MASKS = ("create_causal_mask", "create_recurrent_attention_mask")
-HEADS_WITHOUT_KEYWORDS = ("Mamba2ForCausalLM",)
+HEADS_WITHOUT_KEYWORDS = ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
 # Models that compute attention's mask without position_ids, and do not pass position_ids to attention.
 MASKS_WITHOUT_POSITIONS = ("GraniteMoeHybridModel",)
+# Models that cannot separate packed sequences, and why.
+MODELS_OF_SINGLE_SEQUENCES = {
+    **dict.fromkeys(
+        ("MambaModel", "FalconMambaModel", "JambaModel", "ZambaModel"),
+        "the scan of Mamba-1 reads a row as one sequence",
+    ),
+    "InklingTextModel": "its short convolutions get no bounds",
+}
 
 
 class Keywords(NamedTuple):
@@ -89,6 +97,20 @@ def has_packed_mask(arguments: dict[str, Any]) -> bool:
     return all(arguments.get(name) is None for name in ("attention_mask", *CACHE_ARGUMENTS))
 
 
+def class_names(model: nn.Module) -> set[str]:
+    """Names of a model's class and of its bases: a model may be a subclass of a model of transformers."""
+    return {kind.__name__ for kind in type(model).__mro__}
+
+
+def refuse_packed(model: nn.Module, cu_seqlens: Tensor) -> None:
+    """Raises ValueError for a model that would mix the sequences."""
+    for name in class_names(model) & MODELS_OF_SINGLE_SEQUENCES.keys():
+        raise ValueError(
+            f"{name} is called with {cu_seqlens.shape[0] - 1} packed sequences; expected one sequence a row: "
+            f"{MODELS_OF_SINGLE_SEQUENCES[name]}"
+        )
+
+
 def refuse_cache(arguments: dict[str, Any], cu_seqlens: Tensor) -> None:
     """Raises ValueError if a cache is given: it has one place a row, not one a sequence."""
     given = [name for name in CACHE_ARGUMENTS if arguments.get(name) is not None]
@@ -115,7 +137,7 @@ def separate_attention(
     positions, position_ids = make_position_ids(cu_seqlens, x.shape[1]), arguments.get("position_ids")
     if position_ids is None or (has_explicit_bounds and position_ids.dim() == 2):
         arguments["position_ids"] = positions
-    if type(model).__name__ in MASKS_WITHOUT_POSITIONS:
+    if not class_names(model).isdisjoint(MASKS_WITHOUT_POSITIONS):
         sizes = torch.empty(*x.shape[:2], 0, dtype=model.dtype, device=x.device)
         mask = create_causal_mask(model.config, sizes, None, None, position_ids=positions)
         arguments["attention_mask"] = mask
@@ -152,6 +174,7 @@ def separate_packed(original: Forward) -> Forward:
         arguments.pop("cu_seqlens", None)
         arguments["cu_seq_lens_q"] = cu_seqlens
         if cu_seqlens.shape[0] > 2:
+            refuse_packed(self, cu_seqlens)
             refuse_cache(arguments, cu_seqlens)
             if arguments.get("seq_idx") is None:  # functions of transformers reject packed sequences by it
                 arguments["seq_idx"] = make_seq_idx(cu_seqlens, x.shape[1])
@@ -185,7 +208,8 @@ def find_wrapper(value: type) -> Callable[[Forward], Forward] | None:
     if value.__name__ in HEADS_WITHOUT_KEYWORDS:
         return pass_on_keywords
     code = getattr(inspect.unwrap(value.forward), "__code__", None)
-    return separate_packed if code is not None and not names_of(code).isdisjoint(MASKS) else None
+    has_masks = code is not None and not names_of(code).isdisjoint(MASKS)
+    return separate_packed if has_masks or value.__name__ in MODELS_OF_SINGLE_SEQUENCES else None
 
 
 def names_of(code: CodeType) -> set[str]:
