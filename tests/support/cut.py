@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from girih import distributed, ops
+from girih.distributed import chunks
 from girih.models import GirihForCausalLM, GirihForSequenceClassification
 from girih.training.processes import exit_at_once
 from small_models import config_of
@@ -329,6 +330,7 @@ def operators():
 
 def attentions():
     rank, size = dist.get_rank(), dist.get_world_size()
+    chunks.BLOCK_ROWS = 4  # blocks of one chunk
     for packed in (False, True):
         for chunk, lengths in ((4, {2: [8, 14], 4: [8, 4, 0, 6]}[size]), (None, LENGTHS[size])):
             torch.manual_seed(0)
@@ -363,7 +365,7 @@ def attentions():
                 torch.testing.assert_close(x, y[:, own], rtol=1e-9, atol=1e-9)
 
 
-MIXERS = [name for name in girih.nn.MIXERS if name != "cat"]
+MIXERS = [*girih.nn.MIXERS, ["cat", "gsa"]]
 HYBRID = ["gsa", "attention", "gated_deltanet", "trellis"]
 T = 37
 
@@ -390,8 +392,8 @@ def model_of(mixer, **options):
         "hidden_size": 16,
         "num_heads": 4,
         "num_hidden_layers": len(mixer) if isinstance(mixer, list) else 1,
-    }
-    return GirihForCausalLM(config_of(**sizes, mixer=mixer, **options)).double().train()
+    } | options
+    return GirihForCausalLM(config_of(**sizes, mixer=mixer)).double().train()
 
 
 def gradients(model):
@@ -405,29 +407,42 @@ def models():
         for kind in kinds:
             for chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
                 model, batch = model_of(mixer, loss_in_chunks=chunks), batch_of(kind)
-                loss = model(**batch, use_cache=False).loss
-                loss.backward()
-                want = gradients(model)
-                model.zero_grad()
-                if mixer == HYBRID and chunks:
-                    model.gradient_checkpointing_enable()
-                with girih.context_parallel():
-                    output = model(**batch)
-                    output.loss.backward()
-                torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
-                got = gradients(model)
-                assert set(got) == set(want), (mixer, kind, set(got) ^ set(want))
-                for name, grad in got.items():
-                    dist.all_reduce(grad)
-                    torch.testing.assert_close(
-                        grad / dist.get_world_size(),
-                        want[name],
-                        rtol=1e-8,
-                        atol=1e-9,
-                        msg=lambda text, name=name, kind=kind, mixer=mixer: (
-                            f"{mixer}, {kind}, {name}: {text}"
-                        ),
-                    )
+                compare_cut(model, batch, mixer, kind, checkpoints=mixer == HYBRID and chunks)
+    for kind in ("plain", "masked", "packed"):
+        whole = model_of("cat", chunk=4, num_hidden_layers=2, max_position_embeddings=64)
+        compare_cut(whole, batch_of(kind), "cat", kind, checkpoints=kind == "plain")
+        compare_cut(model_of(["cat", "cat"], chunk=3), batch_of(kind), "layers of cat", kind)
+        # Every rank chooses a random chunk, and reads with that of the first rank.
+        adaptive = model_of("cat", chunk=4, chunks=[2, 4, 8], max_position_embeddings=64)
+        compare_cut(adaptive, batch_of(kind), "adaptive cat", kind)
+
+
+def compare_cut(model, batch, mixer, kind, checkpoints=False):
+    """The loss and the gradients of a model within the context equal those of the whole sequences."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    want = gradients(model)
+    model.zero_grad()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    torch.manual_seed(5 + rank)
+    with girih.context_parallel():
+        output = model(**batch)
+        output.loss.backward()
+    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
+    got = gradients(model)
+    assert set(got) == set(want), (mixer, kind, set(got) ^ set(want))
+    for name, grad in got.items():
+        dist.all_reduce(grad)
+        torch.testing.assert_close(
+            grad / dist.get_world_size(),
+            want[name],
+            rtol=1e-8,
+            atol=1e-9,
+            msg=lambda text, name=name: f"{mixer}, {kind}, {name}: {text}",
+        )
 
 
 def training():
@@ -516,8 +531,6 @@ def refusals():
     model, batch = model_of("gsa"), batch_of("plain")
     with girih.context_parallel():
         assert "use_cache: context_parallel has no cache" in message(lambda: model(**batch, use_cache=True))
-        cat = model_of(["cat", "gsa"])
-        assert "is a CompressAttend, which reads whole sequences" in message(lambda: cat(**batch))
         assert "logits_to_keep: context_parallel" in message(lambda: model(**batch, logits_to_keep=1))
         scores = GirihForSequenceClassification(model.config)
         assert "SequenceClassification reads whole" in message(lambda: scores(batch["input_ids"]))

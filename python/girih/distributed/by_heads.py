@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -83,6 +84,14 @@ def gather_all(pieces: Pieces, tensors: Sequence[Tensor]) -> list[Tensor]:
         for i, x in zip(places, gather(pieces, [tensors[i] for i in places]), strict=True):
             result[i] = x
     return result
+
+
+def gather_rows(tensors: list[Tensor], pieces: Pieces, counts: tuple[int, ...]) -> list[Tensor]:
+    """``[B, n_r, ...] -> [B, sum n_r, ...]``: the rows of all ranks."""
+    most = max(counts)
+    padded = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, most - x.shape[1])) for x in tensors]
+    found = AllGather.apply(pieces, *padded)
+    return [torch.cat([part[:, :n] for part, n in zip(x.unbind(0), counts, strict=True)], 1) for x in found]
 
 
 def exchange(parts: list[list[Tensor]], shapes: list[list[list[int]]], pieces: Pieces) -> list[list[Tensor]]:

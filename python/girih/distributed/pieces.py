@@ -23,6 +23,7 @@ class Pieces:
         sequences.
     begins: ``[R]`` bool, packed rows only: piece r starts with the first token of a sequence.
     cuts: ``[R]`` bool, packed rows only: a sequence begins within piece r, or with it.
+    chunk_cuts: those that layers have made, by `ChunkCut.of_layer`.
     """
 
     group: dist.ProcessGroup
@@ -31,6 +32,7 @@ class Pieces:
     cu_seqlens: Tensor | None = None
     begins: Tensor | None = None
     cuts: Tensor | None = None
+    chunk_cuts: dict = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
