@@ -405,9 +405,9 @@ def models():
     for i, mixer in enumerate([*MIXERS, HYBRID]):
         kinds = ("plain", "masked", "packed") if mixer == HYBRID else (("plain", "masked", "packed")[i % 3],)
         for kind in kinds:
-            for chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
-                model, batch = model_of(mixer, loss_in_chunks=chunks), batch_of(kind)
-                compare_cut(model, batch, mixer, kind, checkpoints=mixer == HYBRID and chunks)
+            for in_chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
+                model, batch = model_of(mixer, loss_in_chunks=in_chunks), batch_of(kind)
+                compare_cut(model, batch, mixer, kind, checkpoints=mixer == HYBRID and in_chunks)
     for kind in ("plain", "masked", "packed"):
         whole = model_of("cat", chunk=4, num_hidden_layers=2, max_position_embeddings=64)
         compare_cut(whole, batch_of(kind), "cat", kind, checkpoints=kind == "plain")
