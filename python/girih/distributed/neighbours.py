@@ -140,7 +140,15 @@ def cat_attention(q, k, v, *, group=None, chunk: int, scale=None, cu_chunks: Ten
 
 
 def attention(
-    q, k, v, *, group=None, valid: Tensor | None = None, window: int | None = None, causal: bool = True
+    q,
+    k,
+    v,
+    *,
+    group=None,
+    valid: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of a sequence that is cut over the ranks of a group: every rank gathers keys and values.
 
@@ -163,5 +171,8 @@ def attention(
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     return F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=sees, enable_gqa=q.shape[2] != k.shape[2]
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=sees,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
