@@ -55,6 +55,8 @@ class Pieces:
         from girih import distributed
 
         bounds = cu_seqlens if cu_seqlens is not None and cu_seqlens.dim() == 2 else None
+        if name in ("gla", "gsa", "delta_product"):  # layers of cut sequences keep no state
+            options["final_state"] = False
         return getattr(distributed, name)(*data, group=self, bounds=bounds, state=state, **options)
 
     def tokens_before(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
