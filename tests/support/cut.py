@@ -579,6 +579,14 @@ def check_resumed(name, kind, *, heads, rows):
     H, ROWS = before
 
 
+def compiled():
+    """Blocks under torch.compile: compiled for whole sequences first, then within the context."""
+    model, batch = model_of(["gla", "attention"]), batch_of("plain")
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    compare_cut(model, batch, "compiled", "plain")
+
+
 def rows_and_precision():
     """Shares that are rows of the batch, with states after some tokens; autocast; one call of hooks."""
     for name in ("trellis", "lattice"):

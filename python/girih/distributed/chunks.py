@@ -66,6 +66,7 @@ class ChunkCut:
     shift: int
 
     @classmethod
+    @torch.compiler.disable
     def of_layer(cls, pieces: Pieces, chunk: int, x: Tensor, mask: Tensor | None) -> "ChunkCut":
         """For a layer. x, mask: this rank's piece. Layers of the same chunk share the result."""
         key = (chunk, x.shape[0], x.device, id(mask))
@@ -140,6 +141,7 @@ class ChunkCut:
         ]
         return sent, received
 
+    @torch.compiler.disable
     def to_chunks(self, x: Tensor) -> Tensor:
         """This rank's tokens ``[B, T_r, ...]`` -> its chunks ``[B, count, chunk, ...]``. Rows without a token
         are zero."""
@@ -148,6 +150,7 @@ class ChunkCut:
         y = Move.apply(self.pieces, sent, received, size, x.flatten(0, 1))
         return y.view(x.shape[0], self.count, self.chunk, *x.shape[2:])
 
+    @torch.compiler.disable
     def to_tokens(self, y: Tensor) -> Tensor:
         """The outputs of this rank's chunks ``[B, count, chunk, ...]`` -> those of its tokens
         ``[B, T_r, ...]``, zero for a token without a row."""
@@ -165,6 +168,7 @@ class ChunkCut:
         table = x.new_zeros(B, K * self.chunk + 1).scatter(1, rows, x)
         return table[:, :-1].view(B, K, self.chunk)
 
+    @torch.compiler.disable
     def shift_chunks(self, x: Tensor) -> Tensor:
         """x ``[B, count, ...]`` -> x of each chunk's predecessor, which may be on another rank; arbitrary for
         the first chunk of a sequence."""
@@ -175,6 +179,7 @@ class ChunkCut:
         holders = [r for r in range(self.pieces.rank) if self.bounds[r] < self.bounds[r + 1]]
         return torch.cat((every[holders[-1] if holders else 0][:, None], x[:, :-1]), 1)
 
+    @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
         """`girih.ops.cat_attention` of this rank's chunks of `rows` rows, ``[B, count * rows, ...]``."""
         return attend_chunks(q, k, v, pieces=self.pieces, bounds=self.bounds, first=self.first, chunk=rows)

@@ -139,6 +139,7 @@ def cat_attention(q, k, v, *, group=None, chunk: int, scale=None, cu_chunks: Ten
     return o
 
 
+@torch.compiler.disable
 def attention(
     q,
     k,

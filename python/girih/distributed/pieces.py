@@ -47,6 +47,7 @@ class Pieces:
         """The index of this rank's first token."""
         return sum(self.lengths[: self.rank])
 
+    @torch.compiler.disable  # a compiler may drop or reorder communication, differently on each rank
     def advance(
         self, name: str, *data: Tensor | None, state: Any, cu_seqlens: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
@@ -59,6 +60,7 @@ class Pieces:
             options["final_state"] = False
         return getattr(distributed, name)(*data, group=self, bounds=bounds, state=state, **options)
 
+    @torch.compiler.disable
     def tokens_before(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The tokens of each sequence of this piece that earlier pieces have, ``[n]`` or ``[B]`` int64.
         cu_seqlens: as in :meth:`advance`."""
