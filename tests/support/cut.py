@@ -8,15 +8,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from girih import distributed, ops
+from girih.distributed import chunks
 from girih.models import GirihForCausalLM, GirihForSequenceClassification
+from girih.models.adapters.pieces_call import MODEL_TYPES
+from girih.nn.functional.packing import make_position_ids
 from girih.training.processes import exit_at_once
 from small_models import config_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2Model,
+    LlamaForSequenceClassification,
+)
 
 LENGTHS = {2: [22, 13], 4: [5, 9, 0, 7]}
 H, D, V, M = 4, 4, 6, 5
+ROWS = 4
 
 
 def rand(*shape):
@@ -45,9 +56,14 @@ def gsa(B, T, kind):
 
 
 def delta(B, T, n=1, g=False, channels=False, values=V):
-    width = D if channels else values
+    width, key_heads = D if channels else values, 2 if H % 2 == 0 else 1
     beta = rand(B, T * n, H, *[D][:channels])
-    data = {"q": randn(B, T, H, D), "k": randn(B, T * n, 2, D), "v": randn(B, T * n, H, width), "beta": beta}
+    data = {
+        "q": randn(B, T, H, D),
+        "k": randn(B, T * n, key_heads, D),
+        "v": randn(B, T * n, H, width),
+        "beta": beta,
+    }
     return data | {"g": gate(B, T, H) if g else None}
 
 
@@ -184,14 +200,14 @@ def rows_of(name):
     return rows_per_token if name in ("k", "v", "beta") else 1
 
 
-def check_operator(name, operator, options, make, make_state, kind):
+def check_operator(name, operator, options, make, make_state, kind, final_state=True):
     """Outputs, final states and gradients of the pieces equal those of the whole sequence. kind: rows,
-    packed, or padded."""
+    packed, or padded. final_state: whether the final state is wanted."""
     global rows_per_token
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = LENGTHS[size]
-    T, B = sum(lengths), 1 if kind == "packed" else 4
+    T, B = sum(lengths), 1 if kind == "packed" else ROWS
     rows_per_token = options.get("n", 1)
     data = make(B, T)
     sequences = 6 if kind == "packed" else B
@@ -199,7 +215,7 @@ def check_operator(name, operator, options, make, make_state, kind):
     state = None if without_state else make_state(sequences)
     require_gradients(data, state)
     start, own = sum(lengths[:rank]), lengths[rank]
-    whole, local = {}, {}
+    whole, local = {}, {} if final_state else {"final_state": False}
     if kind == "packed":
         bounds = torch.tensor([0, 3, 3, lengths[0], T - 9, T - 2, T])
         whole["cu_seqlens"], local["group"] = bounds, distributed.Pieces.cut(None, own, bounds)
@@ -242,7 +258,7 @@ def check_operator(name, operator, options, make, make_state, kind):
     weight = [randn(*o.shape) for o in outputs]
     loss = sum((o * w).sum() for o, w in zip(outputs, weight, strict=True))
     ends = [torch.cat(x) for x in zip(*finals, strict=True)]
-    compares_ends = kind != "packed" or name in BY_HEADS
+    compares_ends = final_state and (kind != "packed" or name in BY_HEADS)
     end_weight = [randn(*x.shape) for x in ends]
     if compares_ends:
         loss = loss + sum((x * w).sum() for x, w in zip(ends, end_weight, strict=True))
@@ -324,11 +340,14 @@ def operators():
     for kind in ("rows", "packed", "padded"):
         for name, case in (SCANS | BY_HEADS).items():
             check_operator(name, *case, kind)
+            if name in SCANS and kind != "packed":
+                check_operator(name, *case, kind, final_state=False)
         check_short_conv(kind)
 
 
 def attentions():
     rank, size = dist.get_rank(), dist.get_world_size()
+    chunks.BLOCK_ROWS = 4  # blocks of one chunk
     for packed in (False, True):
         for chunk, lengths in ((4, {2: [8, 14], 4: [8, 4, 0, 6]}[size]), (None, LENGTHS[size])):
             torch.manual_seed(0)
@@ -363,7 +382,7 @@ def attentions():
                 torch.testing.assert_close(x, y[:, own], rtol=1e-9, atol=1e-9)
 
 
-MIXERS = [name for name in girih.nn.MIXERS if name != "cat"]
+MIXERS = [*girih.nn.MIXERS, ["cat", "gsa"]]
 HYBRID = ["gsa", "attention", "gated_deltanet", "trellis"]
 T = 37
 
@@ -390,8 +409,8 @@ def model_of(mixer, **options):
         "hidden_size": 16,
         "num_heads": 4,
         "num_hidden_layers": len(mixer) if isinstance(mixer, list) else 1,
-    }
-    return GirihForCausalLM(config_of(**sizes, mixer=mixer, **options)).double().train()
+    } | options
+    return GirihForCausalLM(config_of(**sizes, mixer=mixer)).double().train()
 
 
 def gradients(model):
@@ -403,31 +422,104 @@ def models():
     for i, mixer in enumerate([*MIXERS, HYBRID]):
         kinds = ("plain", "masked", "packed") if mixer == HYBRID else (("plain", "masked", "packed")[i % 3],)
         for kind in kinds:
-            for chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
-                model, batch = model_of(mixer, loss_in_chunks=chunks), batch_of(kind)
-                loss = model(**batch, use_cache=False).loss
-                loss.backward()
-                want = gradients(model)
-                model.zero_grad()
-                if mixer == HYBRID and chunks:
-                    model.gradient_checkpointing_enable()
-                with girih.context_parallel():
-                    output = model(**batch)
-                    output.loss.backward()
-                torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
-                got = gradients(model)
-                assert set(got) == set(want), (mixer, kind, set(got) ^ set(want))
-                for name, grad in got.items():
-                    dist.all_reduce(grad)
-                    torch.testing.assert_close(
-                        grad / dist.get_world_size(),
-                        want[name],
-                        rtol=1e-8,
-                        atol=1e-9,
-                        msg=lambda text, name=name, kind=kind, mixer=mixer: (
-                            f"{mixer}, {kind}, {name}: {text}"
-                        ),
-                    )
+            for in_chunks in (False, True) if mixer == HYBRID else (i % 2 == 0,):
+                model, batch = model_of(mixer, loss_in_chunks=in_chunks), batch_of(kind)
+                compare_cut(model, batch, mixer, kind, checkpoints=mixer == HYBRID and in_chunks)
+    for kind in ("masked", "packed"):  # states are passed from rank to rank
+        compare_cut(model_of("ttt", num_heads=3, hidden_size=18), batch_of(kind), "ttt", kind)
+    for kind in ("plain", "masked", "packed"):
+        whole = model_of("cat", chunk=4, num_hidden_layers=2, max_position_embeddings=64)
+        compare_cut(whole, batch_of(kind), "cat", kind, checkpoints=kind == "plain")
+        compare_cut(model_of(["cat", "cat"], chunk=3), batch_of(kind), "layers of cat", kind)
+        # Every rank chooses a random chunk, and reads with that of the first rank.
+        adaptive = model_of("cat", chunk=4, chunks=[2, 4, 8], max_position_embeddings=64)
+        compare_cut(adaptive, batch_of(kind), "adaptive cat", kind)
+
+
+def compare_cut(model, batch, mixer, kind, checkpoints=False):
+    """The loss and the gradients of a model within the context equal those of the whole sequences."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    want = gradients(model)
+    model.zero_grad()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    torch.manual_seed(5 + rank)
+    with girih.context_parallel():
+        output = model(**batch)
+        output.loss.backward()
+    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
+    got = gradients(model)
+    assert set(got) == set(want), (mixer, kind, set(got) ^ set(want))
+    for name, grad in got.items():
+        dist.all_reduce(grad)
+        torch.testing.assert_close(
+            grad / dist.get_world_size(),
+            want[name],
+            rtol=1e-8,
+            atol=1e-9,
+            msg=lambda text, name=name: f"{mixer}, {kind}, {name}: {text}",
+        )
+
+
+def llama_of(kind="llama", **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        pad_token_id=0,
+        **options,
+    )
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
+CONVERSIONS = {
+    "attention": lambda model: None,
+    "inject": lambda model: girih.inject(model, n=2, weight=0.3),
+    "inject, window": lambda model: girih.inject(model, pool="window", virtual_tokens="both", weight=0.3),
+    "inject, between chunks": lambda model: girih.inject(model, between_chunks="tanh", chunk=4, weight=0.3),
+    "inject, linear attention": lambda model: girih.inject(
+        model, mixer="linear_attention", cross=True, weight=0.3
+    ),
+    "gated_deltanet": lambda model: girih.replace_attention(model, "gated_deltanet"),
+    "gsa, hybrid": lambda model: girih.replace_attention(model, "gsa", layers=[0], num_slots=4),
+    "trellis": lambda model: girih.replace_attention(model, "trellis", num_slots=4),
+}
+
+
+def converted():
+    """Models of transformers, converted or not, whose sequences are cut."""
+    for i, (name, convert) in enumerate(CONVERSIONS.items()):
+        for kind in (
+            ("plain", "masked", "packed")
+            if name in ("attention", "inject")
+            else (("plain", "masked", "packed")[i % 3],)
+        ):
+            model, batch = llama_of(), batch_of(kind)
+            if kind == "packed":
+                batch["position_ids"] = make_position_ids(batch.pop("cu_seqlens"), T)
+            if kind == "masked":  # the outputs at masked tokens are unspecified
+                mask = batch["attention_mask"].bool()
+                batch["labels"][:, 1:].masked_fill_(~mask[:, :-1], -100)
+            convert(model)
+            compare_cut(model, batch, name, kind, checkpoints=kind == "plain")
+    for kind in MODEL_TYPES:
+        options = {"sliding_window": 5} if kind in ("mistral", "phi3") else {}
+        if kind in ("qwen2", "qwen3", "smollm3"):
+            options = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
+        compare_cut(llama_of(kind, **options), batch_of("plain"), "attention", kind)
+    own = model_of(["attention", "attention"])
+    girih.inject(own, layers=[0], weight=0.3)
+    girih.replace_attention(own, "gla", layers=[1])
+    compare_cut(own, batch_of("masked"), "a converted girih model", "masked")
 
 
 def training():
@@ -467,20 +559,43 @@ def training():
         )
 
 
+def check_resumed(name, kind, *, heads, rows):
+    """`check_operator` with a state after some tokens."""
+    global H, ROWS
+    before, (H, ROWS) = (H, ROWS), (heads, rows)
+    operator, options, make, first = BY_HEADS[name]
+
+    def resumed(B):
+        state = None if first is None else first(B)
+        with torch.no_grad():
+            data = make(B, 5)
+            return getattr(ops, operator)(*data.values(), state=state, **options)[1]
+
+    # Lattice's steps are orthogonal to their columns. Their gradients along the columns have no meaning, and
+    # change where a chunk is cut.
+    if name != "lattice" or rows % dist.get_world_size() == 0:
+        check_operator(name, operator, options, make, resumed, kind)
+    check_operator(name, operator, options, make, first, kind)
+    H, ROWS = before
+
+
+def compiled():
+    """Blocks under torch.compile: compiled for whole sequences first, then within the context."""
+    model, batch = model_of(["gla", "attention"]), batch_of("plain")
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    compare_cut(model, batch, "compiled", "plain")
+
+
 def rows_and_precision():
     """Shares that are rows of the batch, with states after some tokens; autocast; one call of hooks."""
-    global H
-    H, heads = 3, H
     for name in ("trellis", "lattice"):
-        operator, options, make, first = BY_HEADS[name]
-
-        def resumed(B, operator=operator, options=options, make=make, first=first):
-            with torch.no_grad():
-                return getattr(ops, operator)(*make(B, 5).values(), state=first(B), **options)[1]
-
         for kind in ("rows", "padded"):
-            check_operator(name, operator, options, make, resumed, kind)
-    H = heads
+            check_resumed(name, kind, heads=3, rows=4)
+    for name in BY_HEADS:  # states are passed from rank to rank: the ranks divide neither heads nor rows
+        for heads, rows in ((3, 3), (5, 1)):
+            for kind in ("rows", "packed", "padded"):
+                check_resumed(name, kind, heads=heads, rows=rows)
     own, dtype = LENGTHS[dist.get_world_size()][dist.get_rank()], torch.bfloat16
     torch.manual_seed(dist.get_rank())
     q, v, beta = (torch.randn(1, own, 2, 16) for _ in range(3))
@@ -516,19 +631,29 @@ def refusals():
     model, batch = model_of("gsa"), batch_of("plain")
     with girih.context_parallel():
         assert "use_cache: context_parallel has no cache" in message(lambda: model(**batch, use_cache=True))
-        cat = model_of(["cat", "gsa"])
-        assert "is a CompressAttend, which reads whole sequences" in message(lambda: cat(**batch))
         assert "logits_to_keep: context_parallel" in message(lambda: model(**batch, logits_to_keep=1))
+        llama, ids = llama_of(), batch["input_ids"]
+        assert "use_cache: context_parallel has no cache" in message(lambda: llama.generate(ids))
+        assert "logits_to_keep: context_parallel" in message(lambda: llama(ids, logits_to_keep=1))
+        eager = llama_of(attn_implementation="eager")
+        assert "attn_implementation is 'eager' but should be 'sdpa'" in message(lambda: eager(ids))
+        assert "attention_dropout is 0.5" in message(lambda: llama_of(attention_dropout=0.5)(ids))
+        gpt = GPT2Model(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+        assert "GPT2Model reads whole sequences" in message(lambda: gpt(ids))
+        windowed = llama_of()
+        girih.inject(windowed, max_self_attn_length=4)
+        assert "max_self_attn_length of model.layers.0.self_attn should be None" in message(
+            lambda: windowed(ids)
+        )
+        scores = LlamaForSequenceClassification(llama.config)
+        assert "LlamaForSequenceClassification reads whole" in message(lambda: scores(ids))
         scores = GirihForSequenceClassification(model.config)
         assert "SequenceClassification reads whole" in message(lambda: scores(batch["input_ids"]))
         model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
         assert "layers.0 is a CheckpointWrapper" in message(lambda: model(**batch))
-    size, own = dist.get_world_size(), LENGTHS[dist.get_world_size()][dist.get_rank()]
+    own = LENGTHS[dist.get_world_size()][dist.get_rank()]
     x = randn(1, own, 3, 4)
     pieces = distributed.Pieces.cut(None, own)
-    assert f"3 heads and 1 rows over {size} ranks" in message(
-        lambda: distributed.ttt(x, x, x, x[..., 0], chunk=4, state=randn(3, 4, 4), group=pieces)
-    )
     assert "girih.distributed.delta_product: chunk is 4 but should be None without between_chunks" in message(
         lambda: distributed.delta_product(x, x, x, x[..., 0], chunk=4, group=pieces)
     )

@@ -9,6 +9,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,11 @@ from girih.nn.functional.state import check_type
 from girih.nn.layers.sequence_layer import CACHES
 
 PART_NAME = "girih"
-MASKED = ("sdpa", "eager")  # implementations of attention whose masks are tensors, as `cut_mask` requires
+MASKED = (
+    "sdpa",
+    "eager",
+    "girih",
+)  # implementations of attention whose masks are tensors, as `cut_mask` requires
 
 
 class ConvertedAttention(nn.Module):
@@ -134,9 +139,16 @@ class InjectedAttention(ConvertedAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = self.bind_arguments(args, kwargs)
+        given = call.get("girih_tokens")
+        with nullcontext() if given is None else given.reading():
+            return self.mix_call(hidden_states, call)
+
+    def mix_call(self, hidden_states: Tensor, call: dict[str, Any]) -> tuple[Any, ...]:
         token_arguments = {name: call[name] for name in TOKEN_ARGUMENTS if call.get(name) is not None}
-        for name in ("girih_tokens", "cu_seqlens"):  # the original forward does not accept these
-            call.pop(name, None)
+        # The original forward does not accept these. Its attention needs the tokens of a piece.
+        if getattr(call.get("girih_tokens"), "pieces", None) is None:
+            call.pop("girih_tokens", None)
+        call.pop("cu_seqlens", None)
         cache, mask = cache_of(call), call.get("attention_mask")
         layer = None
         if cache is not None:

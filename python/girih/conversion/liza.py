@@ -16,7 +16,7 @@ from girih.nn import MemoryAsGate, RMSNorm
 from girih.nn.functional.fused import autocast_device, autocast_dtype, residual_norm
 from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.packing import token_positions
-from girih.nn.functional.state import TensorSpec, advance
+from girih.nn.functional.state import TensorSpec, advance, current_pieces
 from girih.nn.layers.recurrent_layer import RecurrentLayer
 from girih.nn.layers.short_conv import cast_conv_state
 from girih.ops import DeltaProductState, GLAState, ShortConvState
@@ -241,6 +241,7 @@ class LinearPath(SharedPath):
         q, k, v = self.rows(qkv)
         # Every row is a whole sequence: it begins with this call, and no later call continues it.
         is_whole_text = state is None and cu_seqlens is None and not use_cache
+        is_whole_text = is_whole_text and current_pieces.get() is None
         beta, pool, count = self.step_sizes(k, v, state, in_place, cu_seqlens, is_whole_text)
         differences: tuple[Any, ...] = ()
         has_kernel_rows = self.n == 1 or (self.virtual_tokens == "derivative" and self.n <= MAX_STEPS)

@@ -22,7 +22,7 @@ def lattice(
     shrinkage=0.0,
     state,
 ) -> tuple[Tensor, LatticeState]:
-    """:func:`girih.ops.lattice` of a sequence that is cut over the ranks of a group, by an all-to-all."""
+    """:func:`girih.ops.lattice` of a sequence that is cut over the ranks of a group, as :func:`trellis`."""
     options = {"chunk": chunk, "objective": objective, "normalize": normalize, "shrinkage": shrinkage}
     return by_shares(
         "lattice",
@@ -32,5 +32,7 @@ def lattice(
         heads=k.shape[2],
         bounds=bounds,
         state=state,
+        kind=LatticeState,
+        starts=("first",),
         options=options,
     )

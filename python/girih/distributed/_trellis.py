@@ -12,8 +12,10 @@ def trellis(
 ) -> tuple[Tensor, TrellisState]:
     """:func:`girih.ops.trellis` of a sequence that is cut over the ranks of a group.
 
-    q, k, v, a, gamma, g: this rank's piece. group, bounds, state: as in :func:`gla`. The ranks must divide
-        the heads or the rows.
+    An all-to-all gives a rank all tokens of its heads, or of its rows of the batch. If the number of ranks
+    divides neither, the ranks pass states on, and a rank starts when it has that of the rank before it.
+
+    q, k, v, a, gamma, g: this rank's piece. group, bounds, state: as in :func:`gla`.
     """
     options = {"chunk": chunk, "phi": phi, "f": f}
     return by_shares(
@@ -24,5 +26,8 @@ def trellis(
         heads=k.shape[2],
         bounds=bounds,
         state=state,
+        kind=TrellisState,
+        starts=("k", "v"),
+        low=4,
         options=options,
     )

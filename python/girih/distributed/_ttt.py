@@ -23,7 +23,7 @@ def ttt(
     f="identity",
     state,
 ) -> tuple[Tensor, TTTState]:
-    """:func:`girih.ops.ttt` of a sequence that is cut over the ranks of a group, by an all-to-all."""
+    """:func:`girih.ops.ttt` of a sequence that is cut over the ranks of a group, as :func:`trellis`."""
     pieces = pieces_of(group, q, bounds)
     heads = k.shape[2]
 
@@ -35,5 +35,15 @@ def ttt(
 
     options = {"chunk": chunk, "phi": phi, "f": f}
     return by_shares(
-        "ttt", operator, pieces, (q, k, a, gamma, g), heads=heads, bounds=bounds, state=state, options=options
+        "ttt",
+        operator,
+        pieces,
+        (q, k, a, gamma, g),
+        heads=heads,
+        bounds=bounds,
+        state=state,
+        kind=TTTState,
+        starts=("k",),
+        weights=(phi_weight,),
+        options=options,
     )

@@ -1,6 +1,6 @@
 """Operators whose pieces cannot be joined (trellis, lattice, ttt, delta_product with between_chunks): an
 all-to-all gives every rank the whole sequence of its share of the heads, or of the rows where the ranks do
-not divide the heads.
+not divide the heads. Where they divide neither, states are passed from rank to rank (`passing`).
 """
 
 from collections.abc import Callable, Sequence
@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih import ops
+from girih.distributed.passing import pass_states
 from girih.distributed.pieces import Pieces, all_valid_tokens, gather, pieces_of
 from girih.nn.functional.masking import sort_valid_first
 from girih.ops import DeltaProductState
@@ -85,6 +87,14 @@ def gather_all(pieces: Pieces, tensors: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
+def gather_rows(tensors: list[Tensor], pieces: Pieces, counts: tuple[int, ...]) -> list[Tensor]:
+    """``[B, n_r, ...] -> [B, sum n_r, ...]``: the rows of all ranks."""
+    most = max(counts)
+    padded = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, most - x.shape[1])) for x in tensors]
+    found = AllGather.apply(pieces, *padded)
+    return [torch.cat([part[:, :n] for part, n in zip(x.unbind(0), counts, strict=True)], 1) for x in found]
+
+
 def exchange(parts: list[list[Tensor]], shapes: list[list[list[int]]], pieces: Pieces) -> list[list[Tensor]]:
     """parts[i][j]: what this rank sends of tensor i to rank j; shapes[i][j]: what it gets of tensor i from
     rank j. One all-to-all for each dtype."""
@@ -138,25 +148,29 @@ def by_shares(
     *,
     heads: int,
     state: Any,
+    kind: type,
+    starts: Sequence[str] = (),
     options: dict[str, Any],
     bounds: Tensor | None = None,
     rows: Sequence[int] | None = None,
+    weights: Sequence[Tensor | None] = (),
+    low: int = 3,
 ) -> tuple[Tensor, Any]:
-    """Calls an operator with all tokens of this rank's share of the heads, or of the rows of the batch.
+    """Calls an operator with all tokens of this rank's share of the heads, or of the rows of the batch. Where
+    the ranks divide neither, the state is passed from rank to rank (`passing`).
 
-    heads: those of the memories. data: ``[B, T rows, heads, ...]``. state: a named tuple or tensors ``[H,
-    ...]`` and ``[N, H, ...]``, the same on every rank; so is the state that is returned.
-
-    Raises ValueError if the ranks divide neither.
+    heads: those of the memories. data: ``[B, T rows, heads, ...]``. state: a named tuple of this kind or
+    tensors ``[H, ...]`` and ``[N, H, ...]``, the same on every rank; so is the state that is returned.
+    starts: the fields of `kind` of first memories. weights ``[H, M]`` follow the data of an operator. low:
+    how many tensors of data autocast casts.
     """
     assert data[0] is not None
     pieces = pieces_of(group, data[0], bounds)
     R, rank, batch = pieces.size, pieces.rank, data[0].shape[0]
     if heads % R and batch % R:
-        raise ValueError(
-            f"girih.distributed.{name}: {heads} heads and {batch} rows over {R} ranks, but {R} should divide "
-            "one of them"
-        )
+        every = [None if x is None else repeat_heads(x, heads) for x in data]
+        names = {"heads": heads, "low": low, "state": state, "starts": starts}
+        return pass_states(name, kind, pieces, (*every, *weights), **names, bounds=bounds, options=options)
     dim = 0 if heads % R else 2
     rows = [1] * len(data) if rows is None else rows
     places = [i for i, x in enumerate(data) if x is not None]
@@ -213,6 +227,7 @@ def delta_product_between_chunks(
         (q, k, v, beta, g),
         heads=v.shape[2],
         state=state,
+        kind=DeltaProductState,
         bounds=bounds,
         options={"n": n, **options},
         rows=(1, n, n, n, 1),

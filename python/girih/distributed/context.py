@@ -32,14 +32,37 @@ def context_parallel(mesh: "DeviceMesh | dist.ProcessGroup | None" = None) -> It
     averaged over the ranks, as DDP and `girih.distributed.shard` average them, are those of the whole batch.
 
     Every rank calls backward. There is no cache: use_cache must not be True. Raises ValueError for a model
-    with a layer that cannot read pieces (CAT's, and layers that read backwards), for `logits_to_keep` and for
-    `GirihForSequenceClassification`. Other models, also those that girih converts, read whole sequences.
+    with a layer that cannot read pieces (layers that read backwards), for `logits_to_keep` and for
+    `GirihForSequenceClassification`.
+
+    Models of transformers, converted by girih or not, are cut in the same way if their type is one of
+    `girih.models.adapters.pieces_call.MODEL_TYPES`. Their first call sets attn_implementation from "sdpa" to
+    "girih", which is the same for whole sequences. A ValueError refuses other models of transformers.
     """
     token = _group.set(group_of(mesh))
+    with cut_calls_of_transformers():
+        try:
+            yield
+        finally:
+            _group.reset(token)
+
+
+@contextlib.contextmanager
+def cut_calls_of_transformers() -> Iterator[None]:
+    """Within this context, `PreTrainedModel.__call__` is `pieces_call.call_model`."""
+    from transformers import PreTrainedModel
+
+    from girih.models.adapters.pieces_call import call_model
+
+    before = vars(PreTrainedModel).get("__call__")
+    PreTrainedModel.__call__ = call_model
     try:
         yield
     finally:
-        _group.reset(token)
+        if before is None:
+            del PreTrainedModel.__call__
+        else:
+            PreTrainedModel.__call__ = before
 
 
 def entered_group() -> dist.ProcessGroup | None:

@@ -1,12 +1,15 @@
 """Operators that read rows of earlier pieces: short_conv, and the attentions."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih import ops
-from girih.distributed.by_heads import AllGather, gather_all, take
+from girih.distributed.by_heads import gather_all, gather_rows, take
+from girih.distributed.chunks import attend_chunks
 from girih.distributed.pieces import Pieces, gather, pieces_of
 from girih.ops import ShortConvState
 
@@ -105,14 +108,6 @@ def short_conv(
     return y, None if cu_seqlens is not None else ShortConvState(end)
 
 
-def gather_rows(tensors: list[Tensor], pieces: Pieces, counts: tuple[int, ...]) -> list[Tensor]:
-    """``[B, n_r, ...] -> [B, sum n_r, ...]``: the rows of all ranks."""
-    most = max(counts)
-    padded = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, most - x.shape[1])) for x in tensors]
-    found = AllGather.apply(pieces, *padded)
-    return [torch.cat([part[:, :n] for part, n in zip(x.unbind(0), counts, strict=True)], 1) for x in found]
-
-
 def cat_attention(q, k, v, *, group=None, chunk: int, scale=None, cu_chunks: Tensor | None = None) -> Tensor:
     """:func:`girih.ops.cat_attention` of rows that are cut over the ranks of a group: every rank gathers the
     headers.
@@ -129,48 +124,32 @@ def cat_attention(q, k, v, *, group=None, chunk: int, scale=None, cu_chunks: Ten
             f"girih.distributed.cat_attention: pieces have {list(pieces.lengths)} rows but should have whole "
             f"chunks of {chunk}"
         )
-    counts = tuple(-(-n // chunk) for n in pieces.lengths)
-    header_k, header_v = gather_rows([x[:, ::chunk] for x in (k, v)], pieces, counts)
-    B, T, HQ, _ = q.shape
-    own, every, first = counts[pieces.rank], sum(counts), sum(counts[: pieces.rank])
-    padding = own * chunk - T
-
-    def in_chunks(x: Tensor) -> Tensor:  # [B, T, H, X] -> [B * own, H, chunk, X]
-        x = F.pad(x, (0, 0, 0, 0, 0, padding))
-        return x.reshape(B * own, chunk, *x.shape[2:]).transpose(1, 2)
-
-    def with_headers(x: Tensor, header: Tensor) -> Tensor:  # -> [B * own, H, every + chunk, X]
-        headers = header.transpose(1, 2)[:, None].expand(B, own, -1, -1, -1).flatten(0, 1)
-        return torch.cat([headers, in_chunks(x)], 2)
-
-    device = q.device
-    here, other = first + torch.arange(own, device=device), torch.arange(every, device=device)
-    sees_header = other < here[:, None]
+    bounds = [0, *itertools.accumulate(-(-n // chunk) for n in pieces.lengths)]
+    every = torch.arange(bounds[-1], device=q.device)
+    first, inside = torch.zeros_like(every), None
     if cu_chunks is not None:
-        sequence = torch.searchsorted(cu_chunks, other, right=True)
-        sees_header = sees_header & (sequence == sequence[first : first + own, None])
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()
-    sees = torch.cat([sees_header[:, None].expand(-1, chunk, -1), causal.expand(own, -1, -1)], 2)
-    if q.numel() == 0:
-        return q.new_zeros(B, T, HQ, v.shape[-1]) + 0 * (q.sum() + header_k.sum() + header_v.sum())
-    o = F.scaled_dot_product_attention(
-        in_chunks(q),
-        with_headers(k, header_k),
-        with_headers(v, header_v),
-        attn_mask=sees.repeat(B, 1, 1)[:, None],
-        scale=scale,
-        enable_gqa=k.shape[2] != HQ,
-    )
-    o = o.transpose(1, 2).reshape(B, own * chunk, HQ, -1)[:, :T]
-    if cu_chunks is not None:
-        sequence = torch.searchsorted(cu_chunks, here, right=True)
-        inside = ((sequence > 0) & (sequence < cu_chunks.shape[0])).repeat_interleave(chunk)[:T]
-        o = torch.where(inside[None, :, None, None], o, 0)
+        sequence = torch.searchsorted(cu_chunks, every, right=True)
+        first = cu_chunks[(sequence - 1).clamp(min=0)]
+        inside = (sequence > 0) & (sequence < cu_chunks.shape[0])
+    T, (start, end) = q.shape[1], bounds[pieces.rank : pieces.rank + 2]
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, (end - start) * chunk - T)) for x in (q, k, v))
+    o = attend_chunks(q, k, v, pieces=pieces, bounds=bounds, first=first, chunk=chunk, scale=scale)[:, :T]
+    if inside is not None:
+        o = torch.where(inside[start:end].repeat_interleave(chunk)[None, :T, None, None], o, 0)
     return o
 
 
+@torch.compiler.disable
 def attention(
-    q, k, v, *, group=None, valid: Tensor | None = None, window: int | None = None, causal: bool = True
+    q,
+    k,
+    v,
+    *,
+    group=None,
+    valid: Tensor | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of a sequence that is cut over the ranks of a group: every rank gathers keys and values.
 
@@ -193,5 +172,8 @@ def attention(
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     return F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=sees, enable_gqa=q.shape[2] != k.shape[2]
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=sees,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)

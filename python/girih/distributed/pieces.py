@@ -23,6 +23,7 @@ class Pieces:
         sequences.
     begins: ``[R]`` bool, packed rows only: piece r starts with the first token of a sequence.
     cuts: ``[R]`` bool, packed rows only: a sequence begins within piece r, or with it.
+    chunk_cuts: those that layers have made, by `ChunkCut.of_layer`.
     """
 
     group: dist.ProcessGroup
@@ -31,6 +32,7 @@ class Pieces:
     cu_seqlens: Tensor | None = None
     begins: Tensor | None = None
     cuts: Tensor | None = None
+    chunk_cuts: dict = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -45,6 +47,7 @@ class Pieces:
         """The index of this rank's first token."""
         return sum(self.lengths[: self.rank])
 
+    @torch.compiler.disable  # a compiler may drop or reorder communication, differently on each rank
     def advance(
         self, name: str, *data: Tensor | None, state: Any, cu_seqlens: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
@@ -53,8 +56,11 @@ class Pieces:
         from girih import distributed
 
         bounds = cu_seqlens if cu_seqlens is not None and cu_seqlens.dim() == 2 else None
+        if name in ("gla", "gsa", "delta_product"):  # layers of cut sequences keep no state
+            options["final_state"] = False
         return getattr(distributed, name)(*data, group=self, bounds=bounds, state=state, **options)
 
+    @torch.compiler.disable
     def tokens_before(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The tokens of each sequence of this piece that earlier pieces have, ``[n]`` or ``[B]`` int64.
         cu_seqlens: as in :meth:`advance`."""

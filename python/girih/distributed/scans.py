@@ -12,6 +12,9 @@ before its piece from its own outputs. After one all-gather,
     dS_out(r-1) = Tr_r^T dS_out(r) + dS_loc(r),
 
 the operator's backward runs with the gradient of the state after the piece. Summaries carry no gradient.
+
+The first rank has the state before its piece without the summaries, so it runs the operator once, and once in
+backward where no state was given. So does the last rank where the state after it is not wanted.
 """
 
 from typing import Any
@@ -237,9 +240,21 @@ def spread(x: Tensor | None, cu_seqlens: Tensor | None, row: int, empty: float =
     return torch.cat([x, padding] if row == 0 else [padding, x])
 
 
+def summary_like(
+    rule: Rule, inputs: Inputs, cu_seqlens: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Zeros of the shapes of a summary, which is computed on the device "meta"."""
+
+    def meta(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.empty_like(x, device="meta")
+
+    like = rule.summarise(tuple(meta(x) for x in inputs), meta(cu_seqlens), options)
+    return tuple(torch.zeros_like(x, device=inputs[0].device) for x in like)
+
+
 class Scan(torch.autograd.Function):
-    """(o, *state) of a rank's piece; `state` is the state after the last piece, on every rank. Packed rows
-    have no state."""
+    """(o, *state) of a rank's piece; `state` is the state after the last piece, on every rank, None if it is
+    not wanted (`final_state`). Packed rows have no state."""
 
     @staticmethod
     def forward(
@@ -247,12 +262,23 @@ class Scan(torch.autograd.Function):
         rule: Rule,
         pieces: Pieces,
         cu_seqlens: Tensor | None,
+        final_state: bool,
         options: dict[str, Any],
         inputs_count: int,
         *tensors: Tensor | None,
     ):
         inputs, given = tensors[:inputs_count], tensors[inputs_count:]
-        gathered = gather(pieces, list(rule.summarise(inputs, cu_seqlens, options)))
+        save, done = any(ctx.needs_input_grad), None
+        if pieces.rank == 0 and given[0] is None:
+            done = rule.forward(inputs, (None,) * rule.states, cu_seqlens, options, save)
+            ends = [last(x, cu_seqlens) for x in done[1 : 1 + rule.states] if x is not None]
+            # Its transition is not read: the state before the piece is zero.
+            summary = (*ends, *summary_like(rule, inputs, cu_seqlens, options)[len(ends) :])
+        elif pieces.rank == pieces.size - 1 and not final_state:
+            summary = summary_like(rule, inputs, cu_seqlens, options)
+        else:
+            summary = rule.summarise(inputs, cu_seqlens, options)
+        gathered = gather(pieces, list(summary))
         state = zeros_like(rule, gathered) if given[0] is None else given
         zero = zeros_like(rule, gathered)
         before = []
@@ -268,17 +294,17 @@ class Scan(torch.autograd.Function):
             spread(x, cu_seqlens, 0, -torch.inf if isinstance(rule, ABCRule) and i == 2 else 0.0)
             for i, x in enumerate(before[pieces.rank])
         )
-        o, *rest = rule.forward(inputs, start, cu_seqlens, options, any(ctx.needs_input_grad))
+        o, *rest = rule.forward(inputs, start, cu_seqlens, options, save) if done is None else done
         saved = rest[rule.states :]
         ctx.rule, ctx.pieces, ctx.cu_seqlens = rule, pieces, cu_seqlens
         ctx.options, ctx.inputs_count = options, inputs_count
-        ctx.has_given = given[0] is not None
+        ctx.has_given, ctx.final_state = given[0] is not None, final_state
         kept = [x for one in (*before, state) for x in one] if rule.reads_states else []
         gathered = gathered[rule.unread :]
         ctx.counts = (len(start), len(saved), len(gathered))
         ctx.save_for_backward(*inputs, *start, *saved, *gathered, *kept)
         ctx.set_materialize_grads(False)
-        return o, *state
+        return o, *(state if final_state else (None,) * rule.states)
 
     @staticmethod
     @once_differentiable
@@ -302,7 +328,9 @@ class Scan(torch.autograd.Function):
             found = rule.backward(grad_o, gradient, inputs, start, cu_seqlens, saved, options)
             return found[: len(inputs)], found[len(inputs) : len(inputs) + rule.states]
 
-        first = none if grad_o is None else backward(none)[1]
+        is_last = pieces.rank == pieces.size - 1 and not ctx.final_state
+        is_read = pieces.rank > 0 or ctx.has_given  # the gradient of the state before the piece
+        dinputs, first = backward(none) if is_last or (is_read and grad_o is not None) else (None, none)
         local = [
             torch.zeros_like(z) if x is None else x[:1] if is_packed(cu_seqlens) else x
             for x, z in zip(first, zero, strict=True)
@@ -311,7 +339,7 @@ class Scan(torch.autograd.Function):
         outer = [
             torch.zeros_like(z) if x is None else x
             for x, z in zip(grad_state, zero, strict=True)
-            if z is not None
+            if z is not None and ctx.final_state
         ]
         found = gather(pieces, [*local, *outer])
         present = [i for i, z in enumerate(zero) if z is not None]
@@ -324,7 +352,7 @@ class Scan(torch.autograd.Function):
             return tuple(result)
 
         # The loss of the whole is the sum of the losses of the ranks.
-        gradient = full([x.sum(0) for x in douter])
+        gradient = full([x.sum(0) for x in douter]) if ctx.final_state else zero
         after: State = none
         for r in reversed(range(pieces.size)):
             if r == pieces.rank:
@@ -337,12 +365,13 @@ class Scan(torch.autograd.Function):
             gradient = tuple(None if x is None else x + y for x, y in zip(gradient, own, strict=True))
             if pieces.begins is not None:
                 gradient = choose(pieces.begins[r], zero, gradient)
-        dinputs, _ = backward(tuple(spread(x, cu_seqlens, -1) for x in after))
+        if not is_last:
+            dinputs, _ = backward(tuple(spread(x, cu_seqlens, -1) for x in after))
         # The state is the same tensor on every rank: rank 0 has its gradient, the others 0.
         dgiven = none
         if ctx.has_given:
             dgiven = gradient if pieces.rank == 0 else zero
-        return None, None, None, None, None, *dinputs, *dgiven
+        return None, None, None, None, None, None, *dinputs, *dgiven
 
 
 def own_state(rule: Rule, summary: tuple[Tensor, ...]) -> State:
@@ -371,7 +400,13 @@ def cast_for_autocast(inputs: Inputs, state: State) -> tuple[Inputs, State]:
 
 
 def run(
-    rule: Rule, group, bounds: Tensor | None, inputs: Inputs, state: State, options: dict[str, Any]
+    rule: Rule,
+    group,
+    bounds: Tensor | None,
+    final_state: bool,
+    inputs: Inputs,
+    state: State,
+    options: dict[str, Any],
 ) -> tuple[Tensor, State]:
     assert inputs[0] is not None
     pieces = pieces_of(group, inputs[0], bounds)
@@ -381,12 +416,22 @@ def run(
     cu_seqlens = pieces.cu_seqlens if packed else bounds
     inputs, state = cast_for_autocast(inputs, state)
     with torch.autocast(autocast_device(inputs[0]), enabled=False):
-        o, *after = Scan.apply(rule, pieces, cu_seqlens, options, len(inputs), *inputs, *state)
-    return o, (None,) * rule.states if packed else tuple(after)
+        wanted = final_state and not packed
+        o, *after = Scan.apply(rule, pieces, cu_seqlens, wanted, options, len(inputs), *inputs, *state)
+    return o, tuple(after)
 
 
 def gla(
-    q, k, v, g=None, *, group=None, bounds=None, scale=None, state: GLAState | None = None
+    q,
+    k,
+    v,
+    g=None,
+    *,
+    group=None,
+    bounds=None,
+    final_state=True,
+    scale=None,
+    state: GLAState | None = None,
 ) -> tuple[Tensor, GLAState | None]:
     """:func:`girih.ops.gla` of a sequence that is cut over the ranks of a group.
 
@@ -394,15 +439,23 @@ def gla(
     group: a process group, a mesh of one dimension, None (the default group), or :class:`Pieces`.
     bounds: ``[B, 2]``, the first and last + 1 valid token of every row of this piece; the others are padding.
     state: the state before the whole sequence, the same on every rank.
+    final_state: False: the state after the sequence is not wanted. The last rank then runs the operator once,
+        and ranks send half as much in backward.
 
     Returns this rank's piece of o, and on every rank the state after the whole sequence, None for packed
-    rows.
+    rows and without final_state.
 
     Gradients are those of the sum of the losses of all ranks. That of `state` is on rank 0; the others have
     0.
     """
     o, after = run(
-        GLARule(), group, bounds, (q, k, v, g), unpack_state("gla", GLAState, state), {"scale": scale}
+        GLARule(),
+        group,
+        bounds,
+        final_state,
+        (q, k, v, g),
+        unpack_state("gla", GLAState, state),
+        {"scale": scale},
     )
     return o, None if after[0] is None else GLAState(*after)
 
@@ -416,6 +469,7 @@ def gsa(
     *,
     group=None,
     bounds=None,
+    final_state=True,
     scale=None,
     feature="softmax",
     state: GSAState | None = None,
@@ -423,7 +477,8 @@ def gsa(
     """:func:`girih.ops.gsa` of a sequence that is cut over the ranks of a group, as :func:`gla`."""
     rule = ABCRule() if g is None else GSARule()
     options = {"scale": scale, "feature": feature}
-    o, after = run(rule, group, bounds, (q, k, v, s, g), unpack_state("gsa", GSAState, state), options)
+    before = unpack_state("gsa", GSAState, state)
+    o, after = run(rule, group, bounds, final_state, (q, k, v, s, g), before, options)
     return o, None if after[0] is None else GSAState(*after)
 
 
@@ -436,6 +491,7 @@ def delta_product(
     *,
     group=None,
     bounds=None,
+    final_state=True,
     n=None,
     scale=None,
     l2norm_qk=False,
@@ -448,14 +504,15 @@ def delta_product(
     options = {"n": _steps_per_token(q, k, n), "scale": scale, "l2norm_qk": l2norm_qk}
     if between_chunks is not None:
         options |= {"chunk": chunk, "between_chunks": between_chunks}
-        return delta_product_between_chunks(
+        o, end = delta_product_between_chunks(
             q, k, v, beta, g, group=group, bounds=bounds, state=state, **options
         )
+        return o, end if final_state else None
     if chunk is not None:
         raise ValueError(
             f"girih.distributed.delta_product: chunk is {chunk} but should be None without between_chunks: "
             "it cannot change the result"
         )
     given = unpack_state("delta_product", DeltaProductState, state)
-    o, after = run(DeltaProductRule(), group, bounds, (q, k, v, beta, g), given, options)
+    o, after = run(DeltaProductRule(), group, bounds, final_state, (q, k, v, beta, g), given, options)
     return o, None if after[0] is None else DeltaProductState(*after)

@@ -215,12 +215,22 @@ class Backbone(GirihPreTrainedModel):
             all_hidden = cache.steps.try_replay(self, *call)
         if all_hidden is None:
             all_hidden = self.compute_hidden_states(*call)
+        return self.make_output(all_hidden, cache, output_hidden_states, return_dict)
+
+    def make_output(
+        self,
+        all_hidden: list[Tensor],
+        cache: GirihCache | None,
+        output_hidden_states: bool,
+        return_dict: bool | None,
+    ) -> BaseModelOutputWithPast | tuple:
         output = BaseModelOutputWithPast(
             last_hidden_state=all_hidden[-1],
             **{CACHE: cache},
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
         )
-        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
     def forward_piece(
         self,
@@ -234,9 +244,7 @@ class Backbone(GirihPreTrainedModel):
         **options: Any,
     ) -> BaseModelOutputWithPast | tuple:
         """`forward` of this rank's piece, within `girih.context_parallel`."""
-        if cache is not None or use_cache:
-            raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
-        check_layers(self)
+        self.check_piece(cache, use_cache)
         x = input_ids if inputs_embeds is None else inputs_embeds
         pieces = cut_tokens(group, x.shape[1], cu_seqlens)
         with reading(pieces):
@@ -249,6 +257,12 @@ class Backbone(GirihPreTrainedModel):
                 cu_seqlens=pieces.cu_seqlens,
                 **options,
             )
+
+    def check_piece(self, cache: GirihCache | None, use_cache: bool | None) -> None:
+        """Raises if the model cannot read a piece."""
+        if cache is not None or use_cache:
+            raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
+        check_layers(self)
 
     @abstractmethod
     def compute_hidden_states(

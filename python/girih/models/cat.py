@@ -1,12 +1,16 @@
 """CAT, the compress and attend transformer, as a whole model."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from girih.distributed.chunks import ChunkCut
+from girih.distributed.context import cut_tokens
 from girih.models.base import Backbone
 from girih.models.cache import GirihCache
 from girih.models.config import GirihConfig
@@ -174,10 +178,7 @@ class CatModel(Backbone):
         cu_seqlens: Tensor | None,
         chunk: int | None,
     ) -> list[Tensor]:
-        if inputs_embeds is not None:
-            raise ValueError(
-                "inputs_embeds: CAT's compressor and decoder embed the tokens apart; give input_ids"
-            )
+        refuse_embeds(inputs_embeds)
         if cu_seqlens is not None and cache is not None:
             raise ValueError(
                 "cu_seqlens: CAT has no cache for packed sequences; call it with use_cache=False"
@@ -202,6 +203,42 @@ class CatModel(Backbone):
         all_hidden = layer.run(lambda *call: self.read(*call, C), input_ids, mask)
         layer.chunk = C
         return all_hidden
+
+    def forward_piece(
+        self,
+        group: Any,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: GirihCache | None,
+        use_cache: bool | None,
+        *,
+        output_hidden_states: bool | None,
+        return_dict: bool | None,
+        chunk: int | None,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Every rank has all tokens, so it compresses the chunks before its own ones itself. The attentions
+        gather headers, and the outputs move to the ranks of their tokens."""
+        self.check_piece(cache, use_cache)
+        refuse_embeds(inputs_embeds)
+        mask = select_current_mask(attention_mask, input_ids.shape[1])
+        check_mask(input_ids, mask, cu_seqlens)
+        if cu_seqlens is None:
+            self.check_length(input_ids.shape[1])
+        C = self.choose_chunk(chunk, None)
+        if chunk is None and len(self.chunks) > 1:
+            C = chunk_of_first_rank(C, group)
+        pieces = cut_tokens(group, input_ids.shape[1], cu_seqlens)
+        cut = ChunkCut.make(pieces, C, input_ids, mask, shift=1)
+        chunks, index = cut.place(input_ids, mask), cut.index
+        past = self.compressor(F.pad(chunks, (0, 0, 1, 0))[:, cut.own], index - 1, self.run_blocks)
+        headers = torch.where((index == 0)[:, None], self.first_header(C).to(past.dtype), past)
+        all_hidden, _ = self.decode(headers, chunks[:, cut.own], ChunkRows(C, cut=cut), None)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        found = [cut.to_tokens(x) for x in all_hidden[0 if output_hidden_states else -1 :]]
+        return self.make_output(found, None, output_hidden_states, return_dict)
 
     def is_capturable_step(self, cache: GirihCache, chunk: int | None) -> bool:
         layer = cache.layers[0]
@@ -238,6 +275,13 @@ class CatModel(Backbone):
             block.mixer.check_cache(kv, sequences, C, f"state.kv.{i}")
         check_seq_lengths(state.seq_lengths, sequences)
 
+    def check_length(self, tokens: int) -> None:
+        if tokens > self.config.max_position_embeddings:
+            raise ValueError(
+                f"input_ids has {tokens} tokens; expected at most max_position_embeddings, "
+                f"{self.config.max_position_embeddings}"
+            )
+
     def read(
         self, ids: Tensor, mask: Tensor | None, state: CatState | None, C: int, use_cache: bool = True
     ) -> tuple[list[Tensor], CatState | None]:
@@ -245,12 +289,7 @@ class CatModel(Backbone):
         length."""
         T = ids.shape[1]
         # Counts masked tokens too: the number of valid tokens is on the device.
-        longest = T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens))
-        if longest > self.config.max_position_embeddings:
-            raise ValueError(
-                f"input_ids has {longest} tokens; expected at most max_position_embeddings, "
-                f"{self.config.max_position_embeddings}"
-            )
+        self.check_length(T + (0 if state is None else max_tokens(state.seq_lengths.host_tokens)))
         if state is not None and mask is None and T == 1:
             return self.step(ids, state)
         return self.read_tokens(ids, mask, state, C, use_cache)
@@ -333,3 +372,15 @@ class CatModel(Backbone):
         all_hidden, layer_kv = self.run_blocks(self.layers, x.flatten(1, 2), arguments)
         all_hidden[-1] = self.norm(all_hidden[-1])
         return [y.view(x.shape) for y in all_hidden], tuple(layer_kv)
+
+
+def refuse_embeds(inputs_embeds: Tensor | None) -> None:
+    if inputs_embeds is not None:
+        raise ValueError("inputs_embeds: CAT's compressor and decoder embed the tokens apart; give input_ids")
+
+
+def chunk_of_first_rank(chunk: int, group: dist.ProcessGroup) -> int:
+    """The chunk length that the first rank of a group has chosen: it may be random."""
+    found = [chunk]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]

@@ -5,11 +5,13 @@ use_cache=, ...)` and expects `(y, attention weights)`. This module converts the
 layer: the mask of valid tokens, the bounds of packed sequences, and the layer's state in the cache.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from girih.distributed.context import reading
 from girih.models.cache import StateLayer
 from girih.nn.functional.masking import select_current_mask
 from girih.nn.functional.packing import resolve_cu_seqlens
@@ -21,10 +23,15 @@ TOKEN_ARGUMENTS = ("girih_tokens", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "po
 
 class Tokens(NamedTuple):
     """valid: `[B, T]` bool, false at masked tokens; None: no token is masked. cu_seqlens: as in every
-    layer."""
+    layer. pieces: a `girih.distributed.Pieces` if the tokens are a piece of sequences that are cut."""
 
     valid: Tensor | None
     cu_seqlens: Tensor | None
+    pieces: Any = None
+
+    def reading(self) -> AbstractContextManager[None]:
+        """The context in which layers read these tokens."""
+        return nullcontext() if self.pieces is None else reading(self.pieces)
 
 
 def is_traced() -> bool:
@@ -153,7 +160,8 @@ def attend(
     cache = cache_of(call)
     if cache is None:
         tokens = resolve_tokens(hidden_states, attention_mask, 0, **token_arguments)
-        return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
+        with tokens.reading():
+            return layer(hidden_states, tokens.valid, None, False, tokens.cu_seqlens)[0], None
     state_layer = get_state_layer(cache, layer_idx)
     tokens = resolve_tokens(hidden_states, attention_mask, state_layer.tokens, **token_arguments)
     refuse_packed(tokens)

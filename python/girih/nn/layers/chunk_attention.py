@@ -1,7 +1,7 @@
 """The attention of CAT over rows in chunks, and its key-value cache."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ class ChunkRows(NamedTuple):
         key. see: additive mask of the row's scores, `[N, 1, 1, slots]`, -inf at slots that the row does not
         read.
         turn: the `rotary_factors` of the row's position, two `[N, 1, 1, D]`.
+    cut: the chunks of this process, where sequences are cut over processes (`girih.distributed.chunks`).
 
     Without `first` each sequence begins with this call and there is no cache.
     """
@@ -51,6 +52,7 @@ class ChunkRows(NamedTuple):
     slot: Tensor | None = None
     see: Tensor | None = None
     turn: tuple[Tensor, Tensor] | None = None
+    cut: Any = None
 
 
 def with_room(cache: Tensor, chunk: int, headers: int) -> Tensor:
@@ -71,8 +73,6 @@ class ChunkAttention(SequenceLayer):
     >>> ChunkAttention(64, num_heads=2, chunk=4)(torch.randn(3, 12, 64))[0].shape
     torch.Size([3, 12, 64])
     """
-
-    reads_pieces = False
 
     def __init__(
         self,
@@ -150,6 +150,12 @@ class ChunkAttention(SequenceLayer):
             rows = self.prepare_row(rows.chunk, rows.first, past)
         if rows.slot is not None:
             return self.step(qkv, rows).flatten(-2), past
+        if rows.cut is not None:
+            index = rows.cut.index.repeat_interleave(rows.chunk)
+            row = torch.arange(qkv.shape[1], device=qkv.device) % rows.chunk
+            position = row + index if self.running_positions else row
+            q, k, v = split_and_rotate(qkv, self.heads, position, self.rope_theta)
+            return rows.cut.attend(q, k, v, rows.chunk).flatten(-2), None
         cu_chunks = None if cu_seqlens is None else cu_seqlens // rows.chunk
         q, k, v = self.rotate_qk(qkv, rows, cu_chunks)
         cache = self.update_cache(k, v, rows) if use_cache else None

@@ -1,6 +1,6 @@
 """CAT as a layer: attention to compressed earlier chunks and to the current chunk."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from girih.nn.functional.chunks import (
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.masking import check_mask
 from girih.nn.functional.packing import check_packing
-from girih.nn.functional.state import TensorSpec, check_state, check_type, map_state
+from girih.nn.functional.state import TensorSpec, check_state, check_type, current_pieces, map_state
 from girih.nn.layers.chunk_attention import ChunkAttention, ChunkRows, KeyValues, with_room
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.projections import Projection, project
@@ -62,8 +62,6 @@ class CompressAttend(SequenceLayer):
     """
 
     undecayed = ("header",)
-
-    reads_pieces = False
 
     def __init__(
         self,
@@ -127,6 +125,8 @@ class CompressAttend(SequenceLayer):
     ) -> tuple[Tensor, CompressAttendState | None]:
         check_mask(x, attention_mask, cu_seqlens)
         check_packing(x, cu_seqlens)
+        if (pieces := current_pieces.get()) is not None:
+            return self.read_piece(x, attention_mask, pieces), None
         if cu_seqlens is not None:
             if use_cache or state is not None:
                 raise ValueError(
@@ -162,6 +162,18 @@ class CompressAttend(SequenceLayer):
         if not use_cache:
             return y, None
         return y, CompressAttendState(table.last(tokens), table.last(headers), kv, table.seq_lengths)
+
+    def read_piece(self, x: Tensor, attention_mask: Tensor | None, pieces: Any) -> Tensor:
+        """`forward` of a piece of sequences that are cut over processes."""
+        from girih.distributed.chunks import ChunkCut
+
+        cut = ChunkCut.of_layer(pieces, self.chunk, x, attention_mask)
+        tokens = cut.to_chunks(x)
+        headers = cut.shift_chunks(project(self, COMPRESS, tokens.flatten(2))[0])
+        headers = torch.where((cut.index == 0)[:, None], self.header.to(headers.dtype), headers)
+        rows = torch.cat((headers[:, :, None], tokens), 2)
+        y, _ = self.attention(rows.flatten(1, 2), None, ChunkRows(self.chunk + 1, cut=cut))
+        return cut.to_tokens(y.view_as(rows)[:, :, 1:])
 
     def headers(self, tokens: Tensor, first: Tensor, where: Tensor | None = None) -> Tensor:
         """tokens `[B, K, C, hidden_size]` -> header of each chunk, `[B, K, hidden_size]`: `first` where
