@@ -32,11 +32,8 @@ from girih.nn.functional.state import check_type
 from girih.nn.layers.sequence_layer import CACHES
 
 PART_NAME = "girih"
-MASKED = (
-    "sdpa",
-    "eager",
-    "girih",
-)  # implementations of attention whose masks are tensors, as `cut_mask` requires
+# Implementations of attention whose masks are tensors, as `cut_mask` requires.
+MASKED = ("sdpa", "eager", "girih")
 
 
 class ConvertedAttention(nn.Module):
