@@ -75,8 +75,8 @@ def accelerated_sentence():
     ours, theirs = (rows["Qwen3-Next layer"][side] for side in ("girih", "transformers"))
     text = (
         "`girih.accelerate(model)` runs the linear layers of transformers' Qwen3-Next, Qwen3.5, OLMo-hybrid, "
-        "Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2 on these kernels. Weights stay the "
-        "same, and results differ by rounding only. On an H200 the forward pass of a Qwen3-Next layer takes "
+        "Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2 and MiniMax on these kernels. Weights stay "
+        "the same, and results differ by rounding only. On an H200 the forward pass of a Qwen3-Next layer takes "
         f"{ms(ours['forward'])} ms, with transformers' PyTorch code {ms(theirs['forward'])} ms; forward and "
         f"backward take {ms(ours['forward_backward'])} ms, with transformers' code "
         f"{ms(theirs['forward_backward'])} ms ([accelerate](docs/accelerate.md))."
