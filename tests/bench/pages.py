@@ -77,8 +77,8 @@ def accelerated_sentence():
         "`girih.accelerate(model)` runs the linear layers of transformers' Qwen3-Next, Qwen3.5, OLMo-hybrid, "
         "Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2 and MiniMax on these kernels. Weights stay "
         "the same, and results differ by rounding only. On an H200 the forward pass of a Qwen3-Next layer "
-        f"takes {ms(ours['forward'])} ms, with transformers' PyTorch code {ms(theirs['forward'])} ms; forward "
-        f"and backward take {ms(ours['forward_backward'])} ms, with transformers' code "
+        f"takes {ms(ours['forward'])} ms, with transformers' PyTorch code {ms(theirs['forward'])} ms; "
+        f"forward and backward take {ms(ours['forward_backward'])} ms, with transformers' code "
         f"{ms(theirs['forward_backward'])} ms ([accelerate](docs/accelerate.md))."
     )
     return textwrap.fill(text, 118) + "\n"
