@@ -4,8 +4,8 @@
 ``girih.distributed`` applies FSDP2 to them, ``girih.context_parallel`` cuts their sequences over processes.
 ``girih.accelerate`` serves those of transformers, ``girih.replace_attention`` and ``girih.inject`` convert
 them, ``girih.from_pretrained`` loads what was converted, ``girih.MixSchedule`` trains what was injected.
-``girih.fla`` has the functions of flash-linear-attention. All but the first are imported when they are first
-used.
+``girih.conversion`` also reads layers of Megatron-LM, ``girih.fla`` has the functions of
+flash-linear-attention. All but the first are imported when they are first used.
 Importing the package loads ``libgirih.so``, which registers ``torch.ops.girih.*``, and makes the language
 models known to transformers' ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``, and the operators to
 DTensor, once those are imported.
@@ -46,6 +46,7 @@ __all__ = [
     "MixSchedule",
     "accelerate",
     "context_parallel",
+    "conversion",
     "distributed",
     "fla",
     "from_pretrained",
@@ -59,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "fla", "models", "nn"):
+    if name in ("conversion", "distributed", "fla", "models", "nn"):
         return import_module(f"girih.{name}")
     if name in _IN:
         return getattr(import_module(f"girih.{_IN[name]}"), name)
