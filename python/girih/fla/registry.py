@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih import fla as functions
-from girih.fla.arguments import check_word, read_options, refuse, value_first
+from girih.fla.arguments import check_word, outside_autocast, read_options, refuse, value_first
 from girih.fla.convolution import (
     NORM_ACTIVATIONS,
     as_channels,
@@ -52,6 +52,7 @@ class GirihBackend(BaseBackend):
         return GirihBackend.is_registered and super().is_enabled()
 
 
+@outside_autocast
 def verify_path(op: str, *inputs: Tensor | None, **options: Any) -> Verdict:
     """Accepts a call of `torch.ops.girih.<op>` that runs on girih's kernels, and every call on the CPU, for
     which fla has no kernels. Raises the errors of the call, which fla counts as a refusal."""
@@ -147,6 +148,7 @@ def verify_parallel_simple_gla(
 # backward are dispatched apart. Hints for fla's kernels (chunk_size, ...) are in **hints.
 
 
+@outside_autocast
 def causal_conv1d_fwd(
     x: Tensor,
     weight: Tensor,
@@ -187,6 +189,7 @@ def verify_causal_conv1d_fwd(
     return verify_path("short_conv", *inputs, activation=canonical_activation(activation))
 
 
+@outside_autocast
 def causal_conv1d_bwd(
     x: Tensor,
     dy: Tensor,
@@ -260,9 +263,12 @@ def verify_causal_conv1d_update(
     tokens = x.reshape(-1, 1, weight.shape[0])
     check_cache(function, "cache", cache, tokens, weight, tokens.shape[0])
     inputs = (tokens, weight, bias, cache[..., 1:].mT, None)
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in inputs):
+        return False, "girih has no gradient of a step of the convolution"
     return verify_path("short_conv", *inputs, activation=canonical_activation(activation))
 
 
+@outside_autocast
 def layer_norm_gated_fwd(
     x: Tensor,
     g: Tensor,
@@ -301,6 +307,7 @@ def verify_layer_norm_gated_fwd(
     return verify_path("gated_rms_norm", x, weight, g, **options)
 
 
+@outside_autocast
 def layer_norm_gated_bwd(
     dy: Tensor,
     x: Tensor,
