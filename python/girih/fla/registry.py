@@ -17,11 +17,12 @@ from girih.fla.arguments import check_word, outside_autocast, read_options, refu
 from girih.fla.convolution import (
     NORM_ACTIVATIONS,
     as_channels,
+    as_tokens,
     check_cache,
     check_filter,
     convolve,
     last_inputs,
-    past,
+    past_inputs,
 )
 from girih.fla.delta import check_gates, gated_options
 from girih.fla.linear import head_gates
@@ -185,7 +186,7 @@ def verify_causal_conv1d_fwd(
     refuse(function, residual=residual)
     check_filter(function, weight, activation)
     x = as_channels(x, weight)
-    inputs = (x, weight, bias, past(initial_state, x), cu_seqlens)
+    inputs = (x, weight, bias, past_inputs(initial_state, x), cu_seqlens)
     return verify_path("short_conv", *inputs, activation=canonical_activation(activation))
 
 
@@ -209,7 +210,7 @@ def causal_conv1d_bwd(
         x,
         weight,
         bias,
-        past(initial_state, x),
+        past_inputs(initial_state, x),
         cu_seqlens,
         activation=canonical_activation(activation),
     )
@@ -230,8 +231,8 @@ def last_inputs_backward(
     with torch.enable_grad():
         state = last_inputs(leaves[0], W, leaves[1], cu_seqlens)
     inputs = [y for y in leaves if y is not None]
-    found = torch.autograd.grad(state, inputs, dht.to(state.dtype))
-    return found[0], found[1] if initial_state is not None else None
+    gradients = torch.autograd.grad(state, inputs, dht.to(state.dtype))
+    return gradients[0], gradients[1] if initial_state is not None else None
 
 
 def verify_causal_conv1d_bwd(
@@ -260,7 +261,7 @@ def verify_causal_conv1d_update(
 ) -> Verdict:
     function = "causal_conv1d_update"
     check_filter(function, weight, activation)
-    tokens = x.reshape(-1, 1, weight.shape[0])
+    tokens = as_tokens(function, x, weight)
     check_cache(function, "cache", cache, tokens, weight, tokens.shape[0])
     inputs = (tokens, weight, bias, cache[..., 1:].mT, None)
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in inputs):
