@@ -818,6 +818,18 @@ def test_hooks_of_another_model_are_reported(family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("first", [0, 1])
+def test_hooks_of_two_models_are_undone_in_any_order(first):
+    models = [hook_every_layer(model_of("minimax")) for _ in range(2)]
+    want = models[0](tokens()).logits
+    accelerations = [accelerate(model) for model in models]
+    for i in (first, 1 - first):
+        assert not models[i](tokens()).logits.equal(want)
+        accelerations[i].undo()
+    assert all(model(tokens()).logits.equal(want) for model in models)
+
+
+@torch.no_grad()
 def test_hooks_of_a_later_model_are_undone():
     with accelerate():
         model = hook_every_layer(model_of("qwen3_next"))

@@ -7,7 +7,7 @@ import fla_references
 import pytest
 import torch
 from comparison import assert_within
-from fla_references import REFERENCES, B, D, H, K, T, V, W, draw
+from fla_references import REFERENCES, B, D, H, K, M, T, V, W, draw
 from girih import fla
 
 STATELESS = ("parallel_simple_gla", "rms_norm_gated")
@@ -215,6 +215,11 @@ def test_the_deprecated_name_of_state_v_first():
 REFUSED = [
     ("chunk_gsa", {"checkpoint_level": 3}),
     ("chunk_gsa", {"initial_state": (torch.zeros(1), torch.zeros(1))}),
+    ("chunk_gsa", {"initial_state": (torch.zeros(B, H, K, M),)}),
+    (
+        "chunk_gsa",
+        {"initial_state": (torch.zeros(B, H, K, M), torch.zeros(B, H, M, V)), "k": torch.zeros(T, H, K)},
+    ),
     ("fused_recurrent_gsa", {"reverse": True}),
     ("chunk_gla", {"g": torch.zeros(B, T, H)}),
     ("chunk_gla", {"initial_state": torch.zeros(B, H, V, K)}),
@@ -234,6 +239,15 @@ REFUSED = [
     ("chunk_gated_delta_rule", {"allow_neg_eigval": True}),
     ("chunk_gated_delta_rule", {"initial_state": torch.zeros(B, H, V, K)}),
     ("chunk_gated_delta_rule", {"cu_seqlens": torch.tensor([[0, 9]] * B)}),
+    ("chunk_gated_delta_rule", {"cu_seqlens": [0, T]}),
+    ("chunk_gated_delta_rule", {"g": 0.5}),
+    ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": torch.zeros(1)}),
+    ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": 0.5}),
+    (
+        "fused_recurrent_gated_delta_rule",
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(H), "dt_bias": torch.zeros(1)},
+    ),
+    ("chunk_gated_delta_rule", {"use_gate_in_kernel": True, "A_log": torch.zeros(H), "g": None}),
     ("fused_recurrent_gated_delta_rule", {"gk": torch.zeros(B, T, H, K)}),
     ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(B, T, H, V)}),
     ("chunk_gated_delta_product", {"cp_context": object()}),
@@ -243,6 +257,8 @@ REFUSED = [
     ("causal_conv1d", {"backend": "gluon"}),
     ("causal_conv1d", {"seq_idx": torch.zeros(B, T)}),
     ("causal_conv1d", {"initial_state": torch.zeros(B, D, W - 1)}),
+    ("causal_conv1d", {"residual": torch.zeros(T, B, D)}),
+    ("rms_norm_gated", {"g": None}),
     ("rms_norm_gated", {"bias": torch.zeros(D)}),
     ("rms_norm_gated", {"residual": torch.zeros(B, T, D)}),
     ("rms_norm_gated", {"prenorm": True}),
@@ -283,6 +299,10 @@ def test_conv_update_refuses_a_cache_that_it_cannot_write():
     x, weight = torch.zeros(B, D), torch.zeros(D, W)
     with pytest.raises(ValueError, match=r"cache is None but should be \[N, D, W\]"):
         fla.causal_conv1d_update(x, None, weight=weight)
+    with pytest.raises(ValueError, match=r"x is a tensor \[2, 5\]"):
+        fla.causal_conv1d_update(torch.zeros(B, 5), torch.zeros(B, D, W), weight=weight)
+    with pytest.raises(ValueError, match=r"residual is a tensor \[6, 2\]"):
+        fla.causal_conv1d_update(x, torch.zeros(B, D, W), torch.zeros(D, B), weight=weight)
     with pytest.raises(ValueError, match="cache is torch.bfloat16"):
         fla.causal_conv1d_update(x, torch.zeros(B, D, W, dtype=torch.bfloat16), weight=weight)
 

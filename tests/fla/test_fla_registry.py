@@ -362,3 +362,39 @@ def test_register_warns_where_fla_s_dispatch_is_off():
         "assert any('FLA_DISABLE_BACKEND_DISPATCH' in str(w.message) for w in seen)\n"
     )
     run_program(program, FLA_DISABLE_BACKEND_DISPATCH="1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_no_dtype(dtype, recorded):
+    """Forward and backward of the convolution and of the norm, which fla dispatches apart."""
+    x = torch.randn(2, 70, 6, dtype=dtype, requires_grad=True)
+    filters, weight = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((6, 4), (6,)))
+
+    def compute():
+        y, state = fla_conv.causal_conv1d(x, filters, output_final_state=True, activation="silu")
+        z = fla_norm.rms_norm_gated(y, x, weight, None)
+        return y, state, z, *torch.autograd.grad(z.float().sum(), (x, filters, weight))
+
+    want = compute()
+    with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else torch.float16):
+        found = compute()
+    assert not recorded
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == dtype and torch.equal(a, b)
+
+
+def test_mixed_dtypes_are_refused_under_autocast_too(recorded):
+    q, k = torch.randn(1, 9, 2, 4), torch.randn(1, 9, 2, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        fla.ops.simple_gla.fused_chunk_simple_gla(q, k, k)
+        fla.ops.chunk_gated_delta_rule(q, k, k, torch.zeros(1, 9, 2), torch.ones(1, 9, 2))
+    assert recorded == ["fused_chunk_simple_gla", "chunk_gated_delta_rule"]
+
+
+def test_a_step_of_the_convolution_with_a_gradient_goes_to_the_next_backend(recorded):
+    x, cache, weight = torch.randn(3, 6), torch.randn(3, 6, 4), torch.randn(6, 4, requires_grad=True)
+    fla_conv.causal_conv1d_update(x, cache, weight=weight)
+    assert recorded == ["causal_conv1d_update"]
+    with torch.no_grad():
+        fla_conv.causal_conv1d_update(x, cache, weight=weight)
+    assert recorded == ["causal_conv1d_update"]

@@ -69,6 +69,8 @@ class Attribute(NamedTuple):
 
 # The replaced functions: number of users, and the original.
 _replaced: dict[Attribute, tuple[int, Callable]] = {}
+# Models that `accelerate` was called with. Their hooks may hold a wrapper until its last user is undone.
+_models: WeakSet[nn.Module] = WeakSet()
 
 # Replaced to accelerate every new model.
 POST_INIT = Attribute(PreTrainedModel, "post_init")
@@ -155,7 +157,6 @@ class Acceleration:
     def __init__(self, model: nn.Module | None):
         self._model = model
         self._attributes: set[Attribute] = set()
-        self._models: WeakSet[nn.Module] = WeakSet()
         if model is None:
             self._accelerate_every_model()
         else:
@@ -164,7 +165,7 @@ class Acceleration:
     def _accelerate(self, model: nn.Module) -> None:
         for module in {m[1] for layer in model.modules() if (m := _find_definition(layer)) is not None}:
             self._serve(module)
-        self._models.add(model)
+        _models.add(model)
         _bind([model], {_replaced[a][1]: function for a, function in self._forwards().items()})
 
     def _forwards(self) -> dict[Attribute, Callable]:
@@ -195,7 +196,7 @@ class Acceleration:
         replaced = self._forwards()
         while self._attributes:
             _restore(self._attributes.pop())
-        _bind(self._models, {function: vars(a.owner)[a.name] for a, function in replaced.items()})
+        _bind(_models, {function: vars(a.owner)[a.name] for a, function in replaced.items()})
 
     def __enter__(self) -> "Acceleration":
         return self

@@ -113,8 +113,9 @@ def kernel_config(*, inherit_mapping: bool = False) -> KernelConfig:
     """The configuration by which `from_pretrained` and `set_use_kernels` of transformers run a model's linear
     layers on girih, with the same weights and results. Needs the package `kernels`; nothing is downloaded.
 
-    Serves the functions that `girih.accelerate` serves. transformers registers them for each family of models
-    and has no way back: every model of the family in this process uses them from then on.
+    Serves the functions that `girih.accelerate` serves, but not MiniMax's lightning attention, which
+    transformers does not register. transformers replaces functions for each family of models and does not
+    restore them: every model of the family in this process uses them from then on.
 
     inherit_mapping: whether layers that girih does not serve use transformers' kernels, which are downloaded
     from the hub. False: they keep transformers' code.

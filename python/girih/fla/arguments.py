@@ -23,7 +23,7 @@ REASONS = {
 }
 
 
-def found(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as an error message shows it."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
@@ -38,20 +38,22 @@ def refuse(function: str, **arguments: Any) -> None:
         if value is not None and value is not False:
             default = False if isinstance(value, bool) else None
             raise ValueError(
-                f"girih.fla.{function}: {name} is {found(value)} but should be {default}: {REASONS[name]}"
+                f"girih.fla.{function}: {name} is {show(value)} but should be {default}: {REASONS[name]}"
             )
 
 
 def check_word(function: str, name: str, value: Any, words: tuple) -> None:
     if value not in words:
         expected = ", ".join(map(repr, words))
-        raise ValueError(f"girih.fla.{function}: {name} is {found(value)} but should be one of {expected}")
+        raise ValueError(f"girih.fla.{function}: {name} is {show(value)} but should be one of {expected}")
 
 
-def check_dims(function: str, name: str, tensor: Tensor | None, shape: str) -> None:
-    """Raises ValueError unless tensor is None or has the number of dimensions of shape, e.g. "[B, T, H]"."""
-    if tensor is not None and tensor.dim() != len(shape.split(",")):
-        raise ValueError(f"girih.fla.{function}: {name} is {found(tensor)} but should be {shape}")
+def check_dims(function: str, name: str, tensor: Any, shape: str) -> None:
+    """Raises ValueError unless tensor is None or a tensor with as many dimensions as shape, e.g. "[B, T]"."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(shape.split(",")):
+        raise ValueError(f"girih.fla.{function}: {name} is {show(tensor)} but should be {shape}")
 
 
 def read_options(function: str, kwargs: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def read_options(function: str, kwargs: Mapping[str, Any], **defaults: Any) -> d
     ignores them."""
     if "head_first" in kwargs:
         raise ValueError(
-            f"girih.fla.{function}: head_first is {found(kwargs['head_first'])} but should be absent: "
+            f"girih.fla.{function}: head_first is {show(kwargs['head_first'])} but should be absent: "
             "tensors are [B, T, H, ...], and fla has removed the option"
         )
     for name in kwargs:
@@ -95,7 +97,7 @@ def first_state(
     expected = (*sizes[:2], sizes[3], sizes[2]) if value_first else sizes
     if not isinstance(initial_state, Tensor) or initial_state.shape != expected:
         raise ValueError(
-            f"girih.fla.{function}: initial_state is {found(initial_state)} but should be {list(expected)}"
+            f"girih.fla.{function}: initial_state is {show(initial_state)} but should be {list(expected)}"
         )
     state = initial_state.mT if value_first else initial_state
     return state.to(torch.promote_types(q.dtype, torch.float32))

@@ -13,11 +13,11 @@ from girih import ops
 from girih.fla.arguments import (
     check_dims,
     check_word,
-    found,
     outside_autocast,
     read_options,
     refuse,
     sequences,
+    show,
 )
 from girih.nn.functional.gates import canonical_activation
 
@@ -53,6 +53,7 @@ def causal_conv1d(
     check_word(function, "backend", backend, ("triton", "cuda", "mix"))
     check_filter(function, weight, activation)
     check_dims(function, "cu_seqlens", cu_seqlens, "[N + 1]")
+    check_residual(function, residual, x)
     shape, x = x.shape, as_channels(x, weight)
     if initial_state is not None:
         check_cache(function, "initial_state", initial_state, x, weight, sequences(x, cu_seqlens))
@@ -78,7 +79,8 @@ def causal_conv1d_update(
     """
     function = "causal_conv1d_update"
     check_filter(function, weight, activation)
-    tokens = x.reshape(-1, 1, weight.shape[0])
+    check_residual(function, residual, x)
+    tokens = as_tokens(function, x, weight)
     check_cache(function, "cache", cache, tokens, weight, tokens.shape[0])
     if weight.shape[1] > 1:
         cache[..., 0] = cache[..., 1]  # the oldest input, which the filter does not read
@@ -112,22 +114,23 @@ def rms_norm_gated(
     function = "rms_norm_gated"
     refuse(function, bias=bias, residual=residual, prenorm=prenorm, residual_in_fp32=residual_in_fp32)
     check_word(function, "activation", activation, NORM_ACTIVATIONS)
-    if g.dtype != x.dtype:
-        raise ValueError(f"girih.fla.{function}: g is {g.dtype} but should have the dtype of x, {x.dtype}")
+    if not isinstance(g, Tensor) or g.dtype != x.dtype:
+        dtype = g.dtype if isinstance(g, Tensor) else show(g)
+        raise ValueError(f"girih.fla.{function}: g is {dtype} but should have the dtype of x, {x.dtype}")
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     return ops.gated_rms_norm(x, weight, g, activation=canonical_activation(activation), eps=eps)
 
 
 def check_filter(function: str, weight: Tensor | None, activation: str | None) -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise ValueError(f"girih.fla.{function}: weight is {found(weight)} but should be [D, W]")
+        raise ValueError(f"girih.fla.{function}: weight is {show(weight)} but should be [D, W]")
     check_word(function, "activation", activation, FILTER_ACTIVATIONS)
 
 
 def check_cache(function: str, name: str, cache: Tensor, x: Tensor, weight: Tensor, N: int) -> None:
     if not isinstance(cache, Tensor) or cache.shape != (N, *weight.shape):
         raise ValueError(
-            f"girih.fla.{function}: {name} is {found(cache)} but should be [N, D, W] = {[N, *weight.shape]}"
+            f"girih.fla.{function}: {name} is {show(cache)} but should be [N, D, W] = {[N, *weight.shape]}"
         )
     if name == "cache" and cache.dtype != x.dtype:
         raise ValueError(
@@ -135,12 +138,30 @@ def check_cache(function: str, name: str, cache: Tensor, x: Tensor, weight: Tens
         )
 
 
+def check_residual(function: str, residual: Tensor | None, x: Tensor) -> None:
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"girih.fla.{function}: residual is {show(residual)} but should have the shape of x, "
+            f"{list(x.shape)}"
+        )
+
+
+def as_tokens(function: str, x: Tensor, weight: Tensor) -> Tensor:
+    """x of one token a sequence -> `[N, 1, D]`."""
+    D = weight.shape[0]
+    if x.dim() not in (2, 3) or x.shape[-1] != D:
+        raise ValueError(
+            f"girih.fla.{function}: x is {show(x)} but should be [N, D], [N, 1, D] or [1, N, D] with D = {D}"
+        )
+    return x.reshape(-1, 1, D)
+
+
 def as_channels(x: Tensor, weight: Tensor) -> Tensor:
     """x `[B, T, ..., d]` -> `[B, T, D]`."""
     return x if x.shape[-1] == weight.shape[0] else x.flatten(2)
 
 
-def past(initial_state: Tensor | None, x: Tensor) -> Tensor | None:
+def past_inputs(initial_state: Tensor | None, x: Tensor) -> Tensor | None:
     """The inputs that the filter reads, `[N, W - 1, D]`, from fla's state `[N, D, W]`."""
     return None if initial_state is None else initial_state[..., 1:].mT.to(x.dtype)
 
@@ -153,7 +174,7 @@ def convolve(
     activation: str | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    state = None if initial_state is None else ops.ShortConvState(past(initial_state, x))
+    state = None if initial_state is None else ops.ShortConvState(past_inputs(initial_state, x))
     options = {"activation": canonical_activation(activation), "state": state, "cu_seqlens": cu_seqlens}
     return ops.short_conv(x, weight, bias, **options)[0]
 

@@ -15,6 +15,7 @@ from girih.fla.arguments import (
     read_options,
     refuse,
     sequences,
+    show,
     value_first,
 )
 from girih.nn.functional.gates import apply_gate
@@ -134,12 +135,10 @@ def fused_recurrent_gated_delta_rule(
     the values raise ValueError."""
     function = "fused_recurrent_gated_delta_rule"
     refuse(function, gk=gk, gv=gv)
-    given = {**kwargs, "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias}
+    kwargs = {**kwargs, "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias}
     is_value_first, gates = gated_options(
-        function, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, given
+        function, state_v_first, use_beta_sigmoid_in_kernel, allow_neg_eigval, kwargs
     )
-    if gates.use_decay and g is None:
-        raise ValueError(f"girih.fla.{function}: g is None but should be a tensor with use_gate_in_kernel")
     beta = ones_per_head(v) if beta is None else beta
     state = (initial_state, output_final_state, is_value_first, cu_seqlens)
     return _delta_rule(function, q, k, v, beta, g, scale, use_qk_l2norm_in_kernel, *state, gates=gates)
@@ -186,12 +185,25 @@ class Gates(NamedTuple):
     dt_bias: Tensor | None = None
     beta_scale: float | None = None  # beta -> beta_scale sigmoid(beta)
 
-    def activate(self, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def activate(self, function: str, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.beta_scale is not None:
             beta = apply_gate(beta, "sigmoid", scale=self.beta_scale)
         if self.use_decay:
+            self.check_parameters(function, g)
             g = apply_gate(g, "decay", self.dt_bias, self.A_log)
         return beta, g
+
+    def check_parameters(self, function: str, g: Tensor | None) -> None:
+        if g is None:
+            raise ValueError(
+                f"girih.fla.{function}: g is None but should be a tensor with use_gate_in_kernel"
+            )
+        for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            is_vector = isinstance(x, Tensor) and x.shape == g.shape[2:]
+            if not is_vector and not (name == "dt_bias" and x is None):
+                raise ValueError(
+                    f"girih.fla.{function}: {name} is {show(x)} but should be [HV] = {list(g.shape[2:])}"
+                )
 
 
 AS_GIVEN = Gates()
@@ -218,10 +230,6 @@ def gated_options(
     )
     if sizes:
         check_word(function, "chunk_size", options["chunk_size"], CHUNK_SIZES)
-    if options["use_gate_in_kernel"] and options["A_log"] is None:
-        raise ValueError(
-            f"girih.fla.{function}: A_log is None but should be a tensor with use_gate_in_kernel"
-        )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"girih.fla.{function}: allow_neg_eigval is True but should be False without "
@@ -267,7 +275,7 @@ def _delta_rule(
         sizes = (sequences(q, cu_seqlens), v.shape[2], k.shape[3], v.shape[3])
         first = first_state(function, initial_state, sizes, q, value_first=is_value_first)
         state = ops.DeltaProductState(first)
-    beta, g = gates.activate(beta, g)
+    beta, g = gates.activate(function, beta, g)
     options = {"n": n, "scale": scale, "l2norm_qk": l2norm_qk, "state": state, "cu_seqlens": cu_seqlens}
     o, state = ops.delta_product(q, k, v, beta, g, **options)
     return o, final_state(state.s, output_final_state, is_value_first)

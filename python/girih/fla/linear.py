@@ -12,11 +12,11 @@ from girih.fla.arguments import (
     check_word,
     final_state,
     first_state,
-    found,
     outside_autocast,
     read_options,
     refuse,
     sequences,
+    show,
     value_first,
 )
 
@@ -79,7 +79,14 @@ def _gsa(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     check_dims(function, "cu_seqlens", cu_seqlens, "[N + 1]")
+    check_dims(function, "k", k, "[B, T, H, K]")
     state = None
+    if initial_state is not None and not (
+        isinstance(initial_state, (tuple, list)) and len(initial_state) == 2
+    ):
+        raise ValueError(
+            f"girih.fla.{function}: initial_state is {show(initial_state)} but should be a pair of tensors"
+        )
     if initial_state is not None and any(x is not None for x in initial_state):
         N, H, K, V, M = sequences(q, cu_seqlens), *k.shape[2:], v.shape[-1], s.shape[-1]
         first_k = first_state(function, initial_state[0], (N, H, K, M), q)
@@ -233,7 +240,7 @@ def head_gates(function: str, q: Tensor, g: Tensor | None, g_gamma: Tensor | Non
     check_dims(function, "g_gamma", g_gamma, "[H]")
     if g is not None:
         raise ValueError(
-            f"girih.fla.{function}: g_gamma is {found(g_gamma)} but should be None when g is given"
+            f"girih.fla.{function}: g_gamma is {show(g_gamma)} but should be None when g is given"
         )
     if g_gamma.requires_grad:
         raise ValueError(

@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from girih import fla as functions
-from girih.fla.arguments import check_word, read_options, refuse, value_first
+from girih.fla.arguments import check_word, outside_autocast, read_options, refuse, value_first
 from girih.fla.convolution import (
     NORM_ACTIVATIONS,
     as_channels,
+    as_tokens,
     check_cache,
     check_filter,
     convolve,
     last_inputs,
-    past,
+    past_inputs,
 )
 from girih.fla.delta import check_gates, gated_options
 from girih.fla.linear import head_gates
@@ -52,6 +53,7 @@ class GirihBackend(BaseBackend):
         return GirihBackend.is_registered and super().is_enabled()
 
 
+@outside_autocast
 def verify_path(op: str, *inputs: Tensor | None, **options: Any) -> Verdict:
     """Accepts a call of `torch.ops.girih.<op>` that runs on girih's kernels, and every call on the CPU, for
     which fla has no kernels. Raises the errors of the call, which fla counts as a refusal."""
@@ -147,6 +149,7 @@ def verify_parallel_simple_gla(
 # backward are dispatched apart. Hints for fla's kernels (chunk_size, ...) are in **hints.
 
 
+@outside_autocast
 def causal_conv1d_fwd(
     x: Tensor,
     weight: Tensor,
@@ -183,10 +186,11 @@ def verify_causal_conv1d_fwd(
     refuse(function, residual=residual)
     check_filter(function, weight, activation)
     x = as_channels(x, weight)
-    inputs = (x, weight, bias, past(initial_state, x), cu_seqlens)
+    inputs = (x, weight, bias, past_inputs(initial_state, x), cu_seqlens)
     return verify_path("short_conv", *inputs, activation=canonical_activation(activation))
 
 
+@outside_autocast
 def causal_conv1d_bwd(
     x: Tensor,
     dy: Tensor,
@@ -206,7 +210,7 @@ def causal_conv1d_bwd(
         x,
         weight,
         bias,
-        past(initial_state, x),
+        past_inputs(initial_state, x),
         cu_seqlens,
         activation=canonical_activation(activation),
     )
@@ -227,8 +231,8 @@ def last_inputs_backward(
     with torch.enable_grad():
         state = last_inputs(leaves[0], W, leaves[1], cu_seqlens)
     inputs = [y for y in leaves if y is not None]
-    found = torch.autograd.grad(state, inputs, dht.to(state.dtype))
-    return found[0], found[1] if initial_state is not None else None
+    gradients = torch.autograd.grad(state, inputs, dht.to(state.dtype))
+    return gradients[0], gradients[1] if initial_state is not None else None
 
 
 def verify_causal_conv1d_bwd(
@@ -257,12 +261,15 @@ def verify_causal_conv1d_update(
 ) -> Verdict:
     function = "causal_conv1d_update"
     check_filter(function, weight, activation)
-    tokens = x.reshape(-1, 1, weight.shape[0])
+    tokens = as_tokens(function, x, weight)
     check_cache(function, "cache", cache, tokens, weight, tokens.shape[0])
     inputs = (tokens, weight, bias, cache[..., 1:].mT, None)
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in inputs):
+        return False, "girih has no gradient of a step of the convolution"
     return verify_path("short_conv", *inputs, activation=canonical_activation(activation))
 
 
+@outside_autocast
 def layer_norm_gated_fwd(
     x: Tensor,
     g: Tensor,
@@ -301,6 +308,7 @@ def verify_layer_norm_gated_fwd(
     return verify_path("gated_rms_norm", x, weight, g, **options)
 
 
+@outside_autocast
 def layer_norm_gated_bwd(
     dy: Tensor,
     x: Tensor,
