@@ -673,6 +673,12 @@ def refusals():
         assert "max_self_attn_length of model.layers.0.self_attn should be None" in message(
             lambda: windowed(ids)
         )
+        for cut in (model, llama):  # the first ranks have all labels of their pieces
+            assert f"labels has shape [2, {T - 1}]; expected [B, T] = [2, {T}]" in message(
+                lambda cut=cut: cut(ids, labels=ids[:, :-1])
+            )
+        assert "shift_labels has shape" in message(lambda: llama(ids, labels=ids, shift_labels=ids[:, 1:]))
+        assert "attention_mask is a dict" in message(lambda: llama(ids, attention_mask={}))
         assert "input_ids, inputs_embeds: give exactly one" in message(llama)
         assert "input_ids has 1 tokens; expected at least" in message(lambda: llama(ids[:, :1]))
         assert "multiple values for argument 'input_ids'" in message(lambda: llama(ids, input_ids=ids))

@@ -156,6 +156,13 @@ def sum_of_losses(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
     return SumOfLosses.apply(loss, group)
 
 
+def check_labels(labels: Tensor, x: Tensor, name: str = "labels") -> None:
+    """Raises unless labels have the shape of x ``[B, T, ...]``: on every rank, also where the labels of the
+    rank's piece are complete."""
+    if labels.shape != x.shape[:2]:
+        raise ValueError(f"{name} has shape {list(labels.shape)}; expected [B, T] = {list(x.shape[:2])}")
+
+
 def next_labels(labels: Tensor) -> Tensor:
     """The label that each token predicts: that of the next token; -100 at the last."""
     return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), -100)], 1)

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from girih.distributed.context import (
+    check_labels,
     check_layers,
     cut_tokens,
     entered_group,
@@ -98,7 +99,10 @@ def call_piece(model: PreTrainedModel, group: dist.ProcessGroup, arguments: dict
         raise ValueError("input_ids, inputs_embeds: give exactly one of them")
     x, positions = ids if embeds is None else embeds, arguments.get("position_ids")
     T = x.shape[1]
-    valid = drop_trivial_mask(select_current_mask(arguments.pop("attention_mask", None), T))
+    mask = arguments.pop("attention_mask", None)
+    if not isinstance(mask, Tensor | None):
+        raise ValueError(f"attention_mask is a {type(mask).__name__}; expected a tensor, [batch, tokens]")
+    valid = drop_trivial_mask(select_current_mask(mask, T))
     bounds = {name: arguments.pop(name, None) for name in BOUNDS}
     cu_seqlens = resolve_cu_seqlens(x, valid, position_ids=positions, **bounds)
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):  # they follow from the bounds
@@ -115,7 +119,9 @@ def call_piece(model: PreTrainedModel, group: dist.ProcessGroup, arguments: dict
         positions = make_position_ids(cu_seqlens, T)
     labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
     if labels is not None:
+        check_labels(labels, x)
         targets = next_labels(labels) if targets is None else targets
+        check_labels(targets, x, "shift_labels")
         count = arguments.get("num_items_in_batch")
         count = (targets != -100).sum() if count is None else count
         targets = piece_of(targets, pieces).contiguous()
