@@ -2,6 +2,7 @@
 the names of the parts)."""
 
 import sys
+from threading import Event, Thread
 
 import girih
 import torch
@@ -23,6 +24,7 @@ from transformers import (
     GPT2Config,
     GPT2Model,
     LlamaForSequenceClassification,
+    PreTrainedModel,
 )
 
 LENGTHS = {2: [22, 13], 4: [5, 9, 0, 7]}
@@ -516,6 +518,12 @@ def converted():
         if kind in ("qwen2", "qwen3", "smollm3"):
             options = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}
         compare_cut(llama_of(kind, **options), batch_of("plain"), "attention", kind)
+    batch = batch_of("plain")
+    # The last piece would be empty if four ranks had two tokens each.
+    short = {name: x[:, :5] for name, x in batch.items()}
+    compare_cut(llama_of(), short, "attention", "short")
+    batch["shift_labels"] = batch["labels"].roll(-3, 1)
+    compare_cut(llama_of(), batch, "attention", "labels that are shifted by the caller")
     own = model_of(["attention", "attention"])
     girih.inject(own, layers=[0], weight=0.3)
     girih.replace_attention(own, "gla", layers=[1])
@@ -620,11 +628,31 @@ def rows_and_precision():
     assert len(calls) == 1
 
 
+def threads():
+    """A thread that leaves its context does not change the calls of another thread within its own."""
+    model, ids, entered, left = llama_of(), batch_of("plain")["input_ids"], Event(), Event()
+
+    def enter():
+        with girih.context_parallel():
+            entered.set()
+            left.wait()
+
+    thread = Thread(target=enter)
+    thread.start()
+    entered.wait()
+    with girih.context_parallel():
+        left.set()
+        thread.join()
+        assert model(ids).logits.shape[1] < T
+    assert "__call__" not in vars(PreTrainedModel)
+    assert model(ids).logits.shape[1] == T
+
+
 def refusals():
     def message(call):
         try:
             call()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             return str(error)
         raise AssertionError("nothing was refused")
 
@@ -645,6 +673,22 @@ def refusals():
         assert "max_self_attn_length of model.layers.0.self_attn should be None" in message(
             lambda: windowed(ids)
         )
+        for cut in (model, llama):  # the first ranks have all labels of their pieces
+            assert f"labels has shape [2, {T - 1}]; expected [B, T] = [2, {T}]" in message(
+                lambda cut=cut: cut(ids, labels=ids[:, :-1])
+            )
+        assert "shift_labels has shape" in message(lambda: llama(ids, labels=ids, shift_labels=ids[:, 1:]))
+        assert "attention_mask is a dict" in message(lambda: llama(ids, attention_mask={}))
+        assert "input_ids, inputs_embeds: give exactly one" in message(llama)
+        assert "input_ids has 1 tokens; expected at least" in message(lambda: llama(ids[:, :1]))
+        assert "multiple values for argument 'input_ids'" in message(lambda: llama(ids, input_ids=ids))
+        assert "too many positional arguments" in message(lambda: llama(ids, *[None] * 20))
+        for rope in (
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [3.0, 4.0]},
+        ):
+            rope = llama_of(rope_parameters={"rope_theta": 10000.0, **rope})
+            assert "rope_type of model.rotary_emb is" in message(lambda rope=rope: rope(ids))
         scores = LlamaForSequenceClassification(llama.config)
         assert "LlamaForSequenceClassification reads whole" in message(lambda: scores(ids))
         scores = GirihForSequenceClassification(model.config)

@@ -19,7 +19,8 @@ def launch(processes):
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(
-    "part", ["operators attentions rows_and_precision refusals", "models converted", "training compiled"]
+    "part",
+    ["operators attentions rows_and_precision refusals", "models converted", "training compiled threads"],
 )
 def test_cut_sequences_equal_whole_ones(part, processes):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -1,6 +1,7 @@
 """Models that read sequences cut over the ranks of a process group."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +18,8 @@ from girih.nn.functional.state import current_pieces
 
 #: The process group of the `context_parallel` that is entered; None: none is.
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("girih.context_parallel", default=None)
+_lock, _entries = threading.Lock(), 0  # how many contexts are entered, in all threads
+_uncut_call: Any = None
 PIECE_MULTIPLE = 64  # pieces are whole chunks of the operators, where the sequence is long enough
 
 
@@ -37,10 +40,12 @@ def context_parallel(mesh: "DeviceMesh | dist.ProcessGroup | None" = None) -> It
 
     Models of transformers, converted by girih or not, are cut in the same way if their type is one of
     `girih.models.adapters.pieces_call.MODEL_TYPES`. Their first call sets attn_implementation from "sdpa" to
-    "girih", which is the same for whole sequences. A ValueError refuses other models of transformers.
+    "girih", which is the same for whole sequences. A ValueError refuses other models of transformers, rotary
+    positions of type "dynamic" or "longrope", and fewer tokens than ranks.
     """
-    token = _group.set(group_of(mesh))
+    group = group_of(mesh)
     with cut_calls_of_transformers():
+        token = _group.set(group)
         try:
             yield
         finally:
@@ -49,20 +54,27 @@ def context_parallel(mesh: "DeviceMesh | dist.ProcessGroup | None" = None) -> It
 
 @contextlib.contextmanager
 def cut_calls_of_transformers() -> Iterator[None]:
-    """Within this context, `PreTrainedModel.__call__` is `pieces_call.call_model`."""
+    """Within this context, `PreTrainedModel.__call__` is `pieces_call.call_model`, until the last thread
+    leaves the context."""
+    global _entries, _uncut_call
     from transformers import PreTrainedModel
 
     from girih.models.adapters.pieces_call import call_model
 
-    before = vars(PreTrainedModel).get("__call__")
-    PreTrainedModel.__call__ = call_model
+    with _lock:
+        if not _entries:
+            _uncut_call = vars(PreTrainedModel).get("__call__")  # None: it is nn.Module's
+        _entries += 1
+        PreTrainedModel.__call__ = call_model
     try:
         yield
     finally:
-        if before is None:
-            del PreTrainedModel.__call__
-        else:
-            PreTrainedModel.__call__ = before
+        with _lock:
+            _entries -= 1
+            if not _entries and _uncut_call is None:
+                del PreTrainedModel.__call__
+            elif not _entries:
+                PreTrainedModel.__call__ = _uncut_call
 
 
 def entered_group() -> dist.ProcessGroup | None:
@@ -72,12 +84,16 @@ def entered_group() -> dist.ProcessGroup | None:
 
 
 def cut_tokens(group: dist.ProcessGroup, tokens: int, cu_seqlens: Tensor | None) -> Pieces:
-    """Pieces of equal length, the last ones shorter or empty."""
+    """Pieces of equal length, the last one shorter. If this left a piece empty, the lengths differ by one at
+    most instead. Pieces are empty only if there are fewer tokens than ranks."""
     size = dist.get_world_size(group)
     length = -(-tokens // size)
     if length > PIECE_MULTIPLE:
         length = -(-length // PIECE_MULTIPLE) * PIECE_MULTIPLE
-    lengths = tuple(min(max(tokens - r * length, 0), length) for r in range(size))
+    if length * (size - 1) < tokens:
+        lengths = tuple(min(tokens - r * length, length) for r in range(size))
+    else:
+        lengths = tuple(tokens * (r + 1) // size - tokens * r // size for r in range(size))
     return Pieces.cut(group, lengths[dist.get_rank(group)], cu_seqlens, lengths=lengths)
 
 
@@ -138,6 +154,13 @@ class SumOfLosses(torch.autograd.Function):
 
 def sum_of_losses(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
     return SumOfLosses.apply(loss, group)
+
+
+def check_labels(labels: Tensor, x: Tensor, name: str = "labels") -> None:
+    """Raises unless labels have the shape of x ``[B, T, ...]``: on every rank, also where the labels of the
+    rank's piece are complete."""
+    if labels.shape != x.shape[:2]:
+        raise ValueError(f"{name} has shape {list(labels.shape)}; expected [B, T] = {list(x.shape[:2])}")
 
 
 def next_labels(labels: Tensor) -> Tensor:

@@ -9,7 +9,14 @@ from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from girih.distributed.context import cut_tokens, entered_group, next_labels, piece_of, sum_of_losses
+from girih.distributed.context import (
+    check_labels,
+    cut_tokens,
+    entered_group,
+    next_labels,
+    piece_of,
+    sum_of_losses,
+)
 from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.base import Backbone, GirihPreTrainedModel
 from girih.models.cache import GirihCache
@@ -195,6 +202,7 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             labels = ignore_first(labels, cu_seqlens)
         if group is not None and labels is not None:
             x = input_ids if inputs_embeds is None else inputs_embeds
+            check_labels(labels, x)
             targets = piece_of(next_labels(labels), cut_tokens(group, x.shape[1], cu_seqlens)).contiguous()
             if num_items_in_batch is None:
                 num_items_in_batch = (labels[:, 1:] != -100).sum()

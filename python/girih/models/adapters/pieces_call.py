@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from girih.distributed.context import (
+    check_labels,
     check_layers,
     cut_tokens,
     entered_group,
@@ -46,8 +47,9 @@ def call_model(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if group is None or isinstance(model, GirihPreTrainedModel):
         return nn.Module.__call__(model, *args, **kwargs)
     check_model(model)
-    names = tuple(inspect.signature(type(model).forward).parameters)[1:]
-    return call_piece(model, group, dict(zip(names, args, strict=False)) | kwargs)
+    signature = inspect.signature(type(model).forward)
+    call, (_, *names) = signature.bind(model, *args, **kwargs), signature.parameters
+    return call_piece(model, group, dict(zip(names, call.args[1:], strict=False)) | call.kwargs)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -69,6 +71,12 @@ def check_model(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if getattr(module, "max_self_attn_length", None) is not None:
             raise ValueError(f"context_parallel: max_self_attn_length of {path} should be None")
+        rope_type = getattr(module, "rope_type", None) or ""
+        if "dynamic" in rope_type or "longrope" in rope_type:  # frequencies follow from the largest position
+            raise ValueError(
+                f"context_parallel: rope_type of {path} is {rope_type!r}, which depends on the length of the "
+                "sequence; expected a type with fixed frequencies"
+            )
     if config._attn_implementation == "sdpa":
         model.set_attn_implementation(IMPLEMENTATION)
     if config._attn_implementation != IMPLEMENTATION:
@@ -87,23 +95,36 @@ def call_piece(model: PreTrainedModel, group: dist.ProcessGroup, arguments: dict
     if arguments.get("output_attentions"):
         raise ValueError("output_attentions: context_parallel has no attention weights; expected False")
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if (ids is None) == (embeds is None):
+        raise ValueError("input_ids, inputs_embeds: give exactly one of them")
     x, positions = ids if embeds is None else embeds, arguments.get("position_ids")
     T = x.shape[1]
-    valid = drop_trivial_mask(select_current_mask(arguments.pop("attention_mask", None), T))
+    mask = arguments.pop("attention_mask", None)
+    if not isinstance(mask, Tensor | None):
+        raise ValueError(f"attention_mask is a {type(mask).__name__}; expected a tensor, [batch, tokens]")
+    valid = drop_trivial_mask(select_current_mask(mask, T))
     bounds = {name: arguments.pop(name, None) for name in BOUNDS}
     cu_seqlens = resolve_cu_seqlens(x, valid, position_ids=positions, **bounds)
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):  # they follow from the bounds
         arguments.pop(name, None)
     pieces = cut_tokens(group, T, cu_seqlens)
+    if 0 in pieces.lengths:  # transformers' models cannot read an empty piece
+        name = "input_ids" if embeds is None else "inputs_embeds"
+        raise ValueError(
+            f"context_parallel: {name} has {T} tokens; expected at least {pieces.size}, one for each rank"
+        )
     if positions is None:
         positions = torch.arange(T, device=x.device)[None]
     if cu_seqlens is not None:
         positions = make_position_ids(cu_seqlens, T)
-    labels = arguments.pop("labels", None)
+    labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
     if labels is not None:
-        targets = piece_of(next_labels(labels), pieces).contiguous()
+        check_labels(labels, x)
+        targets = next_labels(labels) if targets is None else targets
+        check_labels(targets, x, "shift_labels")
         count = arguments.get("num_items_in_batch")
-        count = (labels[:, 1:] != -100).sum() if count is None else count
+        count = (targets != -100).sum() if count is None else count
+        targets = piece_of(targets, pieces).contiguous()
         arguments |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
     cut = {"input_ids": ids, "inputs_embeds": embeds, "position_ids": positions}
     arguments |= {name: piece_of(tensor, pieces) for name, tensor in cut.items() if tensor is not None}
