@@ -8,6 +8,7 @@ Converted models: `from_pretrained` of every class of transformers calls `girih.
 of a model that `girih.inject` or `girih.replace_attention` converted. `save_pretrained` writes a module that
 imports girih with the model, for processes that do not import girih (`girih.remote_code`).
 Layers: they accept the call of transformers' attention modules.
+accelerate: it refuses `ParallelismConfig(cp_size=...)` for a model with girih's layers.
 PyTorch: DTensor gets the sharding rules of the operators (`girih.ops._sharding`), and FSDP2's error about
 parameters of two dtypes names `girih.distributed.shard`.
 """
@@ -151,6 +152,26 @@ def save_converted(module: ModuleType) -> None:
     module.PreTrainedModel.save_pretrained = save_pretrained
 
 
+def refuse_context_parallel(module: ModuleType) -> None:
+    """Makes accelerate refuse `ParallelismConfig(cp_size=...)` for a model with girih's layers. It cuts
+    sequences as PyTorch's attention needs them, two parts for each process that do not follow each other."""
+    original = module.Accelerator._prepare_cp
+
+    @functools.wraps(original)
+    def _prepare_cp(self: Any, *args: Any) -> Any:
+        for model in args:
+            for layer in model.modules() if hasattr(model, "modules") else ():
+                if type(layer).__module__.startswith("girih."):
+                    raise ValueError(
+                        f"cp_size is {self.parallelism_config.cp_size}; expected 1: {type(layer).__name__} "
+                        "cannot read sequences as accelerate cuts them. Call the model within "
+                        "girih.context_parallel(mesh) instead"
+                    )
+        return original(self, *args)
+
+    module.Accelerator._prepare_cp = _prepare_cp
+
+
 def convert_saved_and_loaded(module: ModuleType) -> None:
     load_converted(module)
     save_converted(module)
@@ -160,6 +181,7 @@ def convert_saved_and_loaded(module: ModuleType) -> None:
 HOOKS: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(TABLES, add_classes) | {
     "torch.distributed.tensor": register_sharding,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": explain_fp32,
+    "accelerate.accelerator": refuse_context_parallel,
     "transformers.modeling_utils": convert_saved_and_loaded,
     "girih.nn.layers.sequence_layer": set_attention_call,
 }

@@ -3,11 +3,13 @@ the names of the parts)."""
 
 import sys
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import girih
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator, ParallelismConfig
 from girih import distributed, ops
 from girih.distributed import chunks
 from girih.models import GirihForCausalLM, GirihForSequenceClassification
@@ -589,7 +591,7 @@ def check_resumed(name, kind, *, heads, rows):
 
 def compiled():
     """Blocks under torch.compile: compiled for whole sequences first, then within the context."""
-    model, batch = model_of(["gla", "attention"]), batch_of("plain")
+    model, batch = model_of("gla"), batch_of("plain")
     for block in model.model.layers:
         block.compile(backend="aot_eager")
     compare_cut(model, batch, "compiled", "plain")
@@ -695,6 +697,13 @@ def refusals():
         assert "SequenceClassification reads whole" in message(lambda: scores(batch["input_ids"]))
         model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
         assert "layers.0 is a CheckpointWrapper" in message(lambda: model(**batch))
+    plan = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2))
+    assert "cp_size is 2; expected 1: GirihForCausalLM cannot read" in message(
+        lambda: Accelerator._prepare_cp(plan, model_of("gla"))
+    )
+    llama = llama_of()
+    girih.inject(llama)
+    assert "InjectedLlamaAttention cannot read" in message(lambda: Accelerator._prepare_cp(plan, llama))
     own = LENGTHS[dist.get_world_size()][dist.get_rank()]
     x = randn(1, own, 3, 4)
     pieces = distributed.Pieces.cut(None, own)
