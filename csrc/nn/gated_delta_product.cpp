@@ -26,12 +26,9 @@ GatedDeltaProductImpl::GatedDeltaProductImpl(int64_t hidden_size, int64_t num_he
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) uniformly in [0.0001, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1].
 void GatedDeltaProductImpl::reset_parameters() {
   const at::NoGradGuard no_grad;
-  A_log.uniform_(1e-4, 16).log_();
-  const auto dt = at::empty_like(dt_bias).uniform_(std::log(1e-3), std::log(1e-1)).exp_();
-  dt_bias.copy_(dt + at::log(-at::expm1(-dt)));
+  reset_decay(A_log, dt_bias, /*smallest_rate=*/1e-4);
 }
 
 std::vector<Product> GatedDeltaProductImpl::products() const { return {make_product(in_proj)}; }

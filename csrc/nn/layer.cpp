@@ -3,6 +3,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "step.h"
 
@@ -26,6 +27,12 @@ torch::nn::Embedding embedding(int64_t count, int64_t width) {
   torch::nn::Embedding layer(options._weight(at::empty({count, width})));
   layer->options._weight({});  // a clone would share this tensor
   return layer;
+}
+
+void reset_decay(Tensor A_log, Tensor dt_bias, double smallest_rate) {
+  A_log.uniform_(smallest_rate, 16).log_();
+  const auto dt = at::empty_like(dt_bias).uniform_(std::log(1e-3), std::log(1e-1)).exp_();
+  dt_bias.copy_(dt + at::log(-at::expm1(-dt)));  // the inverse of softplus
 }
 
 State State::map(const std::function<Tensor(const Tensor&)>& f) const {

@@ -51,6 +51,10 @@ inline Tensor linear_with_fp32_bias(const torch::nn::Linear& proj, const Tensor&
 // computed with the memory at the start of the chunk, so the sum of its step sizes must not overshoot.
 double initial_step_size_bias(int64_t chunk);
 
+// Initializes a decay of Mamba-2, -exp(A_log) softplus(r + dt_bias): rates exp(A_log) uniformly in
+// [smallest_rate, 16], softplus(dt_bias) log-uniformly in [0.001, 0.1]. Call it without gradients.
+void reset_decay(Tensor A_log, Tensor dt_bias, double smallest_rate);
+
 // norm(o, gate); without a norm, o * gelu(gate).
 Tensor apply_output_gate(GatedRMSNorm norm, const Tensor& o, const Tensor& gate);
 

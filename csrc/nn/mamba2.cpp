@@ -36,12 +36,9 @@ Mamba2Impl::Mamba2Impl(int64_t hidden_size, int64_t num_heads, Mamba2Options set
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) uniformly in [1, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1].
 void Mamba2Impl::reset_parameters() {
   const at::NoGradGuard no_grad;
-  A_log.uniform_(1, 16).log_();
-  const auto dt = at::empty_like(dt_bias).uniform_(std::log(1e-3), std::log(1e-1)).exp_();
-  dt_bias.copy_(dt + at::log(-at::expm1(-dt)));
+  reset_decay(A_log, dt_bias, /*smallest_rate=*/1);
   skip.fill_(1);
 }
 

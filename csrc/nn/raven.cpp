@@ -51,15 +51,12 @@ RavenImpl::RavenImpl(int64_t hidden_size, int64_t num_heads, RavenOptions settin
   reset_parameters();
 }
 
-// Initializes rates exp(A_log) uniformly in [0.0001, 16] and softplus(dt_bias) log-uniformly in [0.001, 0.1].
 void RavenImpl::reset_parameters() {
   const at::NoGradGuard no_grad;
   if (r_bias.defined()) r_bias.zero_();
   if (router_in) router_in->bias.zero_();
   if (!A_log.defined()) return;
-  A_log.uniform_(1e-4, 16).log_();
-  const auto dt = at::empty_like(dt_bias).uniform_(std::log(1e-3), std::log(1e-1)).exp_();
-  dt_bias.copy_(dt + at::log(-at::expm1(-dt)));
+  reset_decay(A_log, dt_bias, /*smallest_rate=*/1e-4);
 }
 
 std::vector<Product> RavenImpl::products() const {

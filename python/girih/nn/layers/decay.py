@@ -22,6 +22,14 @@ def initial_step_size_bias(chunk: int) -> float:
     return -math.log(4.0 * max(chunk, 16) - 1.0)
 
 
+def reset_decay(A_log: Tensor, dt_bias: Tensor, smallest_rate: float) -> None:
+    """Initialises a decay of Mamba-2, -exp(A_log) softplus(r + dt_bias), in place: rates exp(A_log) uniform
+    in [smallest_rate, 16], softplus(dt_bias) log-uniform in [0.001, 0.1]. Call it without gradients."""
+    A_log.uniform_(smallest_rate, 16.0).log_()
+    dt = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
 class DecayGate(Layer):
     """One decay e^g for each head, and the time step dt that determines it (Mamba-2, Gated DeltaNet).
 

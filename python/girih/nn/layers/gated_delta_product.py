@@ -1,6 +1,5 @@
 """Gated DeltaProduct with groups of heads, as in Megatron-LM."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from girih.nn.functional.fields import resolve_heads
 from girih.nn.functional.gates import apply_gate, promote_to_fp32
 from girih.nn.functional.state import LayerState, TensorSpec
+from girih.nn.layers.decay import reset_decay
 from girih.nn.layers.mixers import register_layer
 from girih.nn.layers.norm import GatedInputRMSNorm
 from girih.nn.layers.projections import Projection, split_steps
@@ -81,9 +81,7 @@ class GatedDeltaProduct(RecurrentLayer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Rates exp(A_log) are uniform in [0.0001, 16], softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
-        self.A_log.uniform_(1e-4, 16.0).log_()
-        dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        reset_decay(self.A_log, self.dt_bias, smallest_rate=1e-4)
 
     def input_projections(self) -> tuple[Projection, ...]:
         return (Projection("in_proj"),)

@@ -1,6 +1,5 @@
 """Mamba-2's mixer."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from girih.nn.functional.gates import promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.functional.step import RowInput
+from girih.nn.layers.decay import reset_decay
 from girih.nn.layers.gated_linear_attention import GatedLinearAttention
 from girih.nn.layers.mixers import Mixer, make_builder, register
 from girih.nn.layers.norm import RMSNorm
@@ -78,9 +78,7 @@ class Mamba2(RecurrentLayer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Rates exp(A_log) are uniform in [1, 16], softplus(dt_bias) is log-uniform in [0.001, 0.1]."""
-        self.A_log.uniform_(1.0, 16.0).log_()
-        dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        reset_decay(self.A_log, self.dt_bias, smallest_rate=1.0)
         nn.init.ones_(self.skip)
 
     def input_projections(self) -> tuple[Projection, ...]:

@@ -1,6 +1,5 @@
 """Raven: gated slot attention in which a router chooses the slots that a token changes."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from girih.nn.functional.gates import apply_gate, promote_to_fp32
 from girih.nn.functional.linears import apply_linears
 from girih.nn.functional.state import LayerState, TensorSpec
 from girih.nn.functional.step import PLAIN, RowInput
+from girih.nn.layers.decay import reset_decay
 from girih.nn.layers.mixers import Mixer, make_builder, register
 from girih.nn.layers.norm import GatedRMSNorm, RMSNorm
 from girih.nn.layers.projections import Projection
@@ -131,9 +131,7 @@ class Raven(RecurrentLayer):
             self.router_in.bias.zero_()
         if self.slot_decay:
             return
-        self.A_log.uniform_(1e-4, 16.0).log_()
-        dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        reset_decay(self.A_log, self.dt_bias, smallest_rate=1e-4)
 
     @property
     def router_in(self) -> nn.Linear:
