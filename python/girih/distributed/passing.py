@@ -9,7 +9,7 @@ same time.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from girih.distributed.pieces import Pieces
-from girih.nn.functional.fused import autocast_device, autocast_dtype
+from girih.distributed.pieces import Pieces, cast_for_autocast
+from girih.nn.functional.fused import autocast_device
 from girih.ops._state import expand_memory
 
 State = tuple[Tensor | None, ...]
@@ -238,14 +238,6 @@ def start_state(kind: type, state: Any, starts: Sequence[str], x: Tensor, pieces
     return tuple(found.get(name) for name in kind._fields)
 
 
-def casted(inputs: Sequence[Tensor | None], low: int) -> Iterator[Tensor | None]:
-    """The dtypes in which the operators compute under autocast: the first `low` inputs in that of autocast,
-    the others in fp32."""
-    dtype = autocast_dtype(inputs[0])
-    for i, x in enumerate(inputs):
-        yield x if x is None or dtype is None else x.to(dtype if i < low else torch.float32)
-
-
 def pass_states(
     name: str,
     kind: type,
@@ -270,8 +262,7 @@ def pass_states(
     given = start_state(kind, state, starts, x, pieces)
     groups = make_groups(x.shape[0], heads, pieces.size, pieces.whole is not None)
     call = Call(name, pieces, heads, groups, cu_seqlens, options)
-    if autocast_dtype(x) is not None:
-        inputs = tuple(casted(inputs, low))
+    inputs = cast_for_autocast(inputs, low)
     with torch.autocast(autocast_device(x), enabled=False):
         o, *after = PassStates.apply(call, len(inputs), *inputs, *given)
     return o, kind(*after)

@@ -1,12 +1,15 @@
 """Pieces of a sequence, one for each rank of a process group, in the order of the ranks."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from girih.nn.functional.fused import autocast_dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,6 +165,18 @@ def gather(pieces: Pieces, tensors: list[Tensor]) -> list[Tensor]:
     dist.all_gather_into_tensor(found, flat, group=pieces.group)
     parts = found.view(pieces.size, -1).split([x.numel() for x in tensors], dim=1)
     return [part.reshape(pieces.size, *x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def cast_for_autocast(inputs: Sequence[Tensor | None], low: int = 3) -> tuple[Tensor | None, ...]:
+    """The inputs in the dtypes in which the operators compute under autocast: the first `low` of them (q, k,
+    v, targets) in that of autocast, the others in fp32."""
+    assert inputs[0] is not None
+    dtype = autocast_dtype(inputs[0])
+    if dtype is None:
+        return tuple(inputs)
+    return tuple(
+        None if x is None else x.to(dtype if i < low else torch.float32) for i, x in enumerate(inputs)
+    )
 
 
 def valid_tokens(bounds: Tensor, tokens: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from girih.distributed.by_heads import delta_product_between_chunks
-from girih.distributed.pieces import Pieces, gather, pieces_of
+from girih.distributed.pieces import Pieces, cast_for_autocast, gather, pieces_of
 from girih.nn.functional.fused import autocast_device, autocast_dtype
 from girih.ops import DeltaProductState, GLAState, GSAState
 from girih.ops._delta_product import _steps_per_token
@@ -383,22 +383,6 @@ def own_state(rule: Rule, summary: tuple[Tensor, ...]) -> State:
     return tuple(state)
 
 
-def cast_for_autocast(inputs: Inputs, state: State) -> tuple[Inputs, State]:
-    """The dtypes in which the operators compute under autocast: q, k and v in that of autocast, the others in
-    fp32."""
-    dtype = autocast_dtype(inputs[0])
-    if dtype is None:
-        return inputs, state
-
-    def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        return None if x is None else x.to(dtype)
-
-    return (
-        tuple(cast(x, dtype if i < 3 else torch.float32) for i, x in enumerate(inputs)),
-        tuple(cast(x, torch.float32) for x in state),
-    )
-
-
 def run(
     rule: Rule,
     group,
@@ -414,7 +398,9 @@ def run(
     if packed and any(x is not None for x in state):
         raise ValueError(f"girih.distributed.{rule.name}: state should be None for packed rows that are cut")
     cu_seqlens = pieces.cu_seqlens if packed else bounds
-    inputs, state = cast_for_autocast(inputs, state)
+    if autocast_dtype(inputs[0]) is not None:
+        state = tuple(None if x is None else x.float() for x in state)
+    inputs = cast_for_autocast(inputs)
     with torch.autocast(autocast_device(inputs[0]), enabled=False):
         wanted = final_state and not packed
         o, *after = Scan.apply(rule, pieces, cu_seqlens, wanted, options, len(inputs), *inputs, *state)
