@@ -135,6 +135,18 @@ def check_layers(model: nn.Module) -> None:
             )
 
 
+def check_cache(cache: Any, use_cache: bool | None) -> None:
+    """Raises ValueError for a call with a cache."""
+    if cache is not None or use_cache:
+        raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
+
+
+def check_logits_to_keep(logits_to_keep: Any) -> None:
+    """Raises ValueError unless all logits are kept."""
+    if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        raise ValueError("logits_to_keep: context_parallel has the logits of pieces; expected 0")
+
+
 class SumOfLosses(torch.autograd.Function):
     """The sum of the ranks' losses. The gradient is multiplied by the number of ranks, since the gradients of
     parameters are averaged over the ranks."""

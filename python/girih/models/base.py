@@ -12,7 +12,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from girih._torch_internals import is_called_plainly, is_compiled_in_place
-from girih.distributed.context import bind_pieces, check_layers, cut_tokens, entered_group, piece_of, reading
+from girih.distributed.context import (
+    bind_pieces,
+    check_cache,
+    check_layers,
+    cut_tokens,
+    entered_group,
+    piece_of,
+    reading,
+)
 from girih.models.adapters.cache_argument import CACHE, resolve_cache
 from girih.models.cache import GirihCache
 from girih.models.config import OWN_FIELDS, GirihConfig
@@ -260,8 +268,7 @@ class Backbone(GirihPreTrainedModel):
 
     def check_piece(self, cache: GirihCache | None, use_cache: bool | None) -> None:
         """Raises if the model cannot read a piece."""
-        if cache is not None or use_cache:
-            raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
+        check_cache(cache, use_cache)
         check_layers(self)
 
     @abstractmethod

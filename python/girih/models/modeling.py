@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from girih.distributed.context import (
     check_labels,
+    check_logits_to_keep,
     cut_tokens,
     entered_group,
     next_labels,
@@ -196,8 +197,8 @@ class GirihForCausalLM(GirihPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
         )
         group = entered_group()
-        if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError("logits_to_keep: context_parallel has the logits of pieces; expected 0")
+        if group is not None:
+            check_logits_to_keep(logits_to_keep)
         if labels is not None and cu_seqlens is not None:
             labels = ignore_first(labels, cu_seqlens)
         if group is not None and labels is not None:

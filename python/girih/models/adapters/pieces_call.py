@@ -18,8 +18,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from girih.distributed.context import (
+    check_cache,
     check_labels,
     check_layers,
+    check_logits_to_keep,
     cut_tokens,
     entered_group,
     next_labels,
@@ -28,6 +30,7 @@ from girih.distributed.context import (
     sum_of_losses,
 )
 from girih.distributed.neighbours import attention
+from girih.distributed.pieces import Pieces
 from girih.models.adapters.attention_call import Tokens, cache_of, drop_trivial_mask
 from girih.models.base import GirihPreTrainedModel
 from girih.nn.functional.masking import select_current_mask
@@ -87,11 +90,9 @@ def check_model(model: PreTrainedModel) -> None:
 
 def call_piece(model: PreTrainedModel, group: dist.ProcessGroup, arguments: dict[str, Any]) -> Any:
     """Calls the model with this rank's piece of the arguments."""
-    if arguments.get("use_cache") or cache_of(arguments) is not None:
-        raise ValueError("use_cache: context_parallel has no cache; call the model with use_cache=False")
-    keep = arguments.get("logits_to_keep")
-    if keep is not None and not (isinstance(keep, int) and keep == 0):
-        raise ValueError("logits_to_keep: context_parallel has the logits of pieces; expected 0")
+    check_cache(cache_of(arguments), arguments.get("use_cache"))
+    if arguments.get("logits_to_keep") is not None:
+        check_logits_to_keep(arguments["logits_to_keep"])
     if arguments.get("output_attentions"):
         raise ValueError("output_attentions: context_parallel has no attention weights; expected False")
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
@@ -117,26 +118,33 @@ def call_piece(model: PreTrainedModel, group: dist.ProcessGroup, arguments: dict
         positions = torch.arange(T, device=x.device)[None]
     if cu_seqlens is not None:
         positions = make_position_ids(cu_seqlens, T)
-    labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
-    if labels is not None:
-        check_labels(labels, x)
-        targets = next_labels(labels) if targets is None else targets
-        check_labels(targets, x, "shift_labels")
-        count = arguments.get("num_items_in_batch")
-        count = (targets != -100).sum() if count is None else count
-        targets = piece_of(targets, pieces).contiguous()
-        arguments |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
+    has_loss = arguments.get("labels") is not None
+    arguments |= cut_labels(arguments, x, pieces)
     cut = {"input_ids": ids, "inputs_embeds": embeds, "position_ids": positions}
     arguments |= {name: piece_of(tensor, pieces) for name, tensor in cut.items() if tensor is not None}
     tokens = Tokens(piece_of(valid, pieces), pieces.cu_seqlens, pieces)
     with reading(pieces):
         output = nn.Module.__call__(model, **arguments | {"use_cache": False, "girih_tokens": tokens})
-    if labels is None:
+    if not has_loss:
         return output
     if isinstance(output, tuple):
         return sum_of_losses(output[0], group), *output[1:]
     output.loss = sum_of_losses(output.loss, group)
     return output
+
+
+def cut_labels(arguments: dict[str, Any], x: Tensor, pieces: Pieces) -> dict[str, Any]:
+    """The arguments of the loss for this rank's piece, without labels none. x ``[B, T, ...]``: the tokens."""
+    labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
+    if labels is None:
+        return {}
+    check_labels(labels, x)
+    targets = next_labels(labels) if targets is None else targets
+    check_labels(targets, x, "shift_labels")
+    count = arguments.get("num_items_in_batch")
+    count = (targets != -100).sum() if count is None else count
+    targets = piece_of(targets, pieces).contiguous()
+    return {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
 
 
 def attend(
